@@ -1,0 +1,63 @@
+# make demo | make test | make setup. Variables, all optional:
+#   PYTHON=python3.12                    the interpreter that .venv is made with (3.10 or newer)
+#   TORCH="torch==2.13.0"                what is installed as PyTorch, before anything that depends on it
+#   TORCH=                               install none: with VENV_FLAGS=--system-site-packages, use the system's
+#   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   for every pip install: here, PyTorch's smaller
+#                                        build for machines without a GPU
+#   PYTEST_FLAGS="-m gpu"                for make unit and make test
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.expertly-setup
+
+.PHONY: help setup demo test lint types unit format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    set up and generate text with the demo model under a quarter of its expert memory"
+	@echo "make test    set up, lint, check types, run the tests"
+	@echo "make setup   make $(VENV) with expertly and its development tools in it"
+	@echo "make format  rewrite the code as 'make lint' wants it"
+	@echo "make clean   remove $(VENV) and caches"
+
+setup: $(STAMP)
+
+# The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
+# dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
+# get their pip from the interpreter's own.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
+	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(if $(strip $(TORCH)),$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)")
+	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/expertly generate --memory 25% --max-new-tokens 100 --prompt "Once upon a time, there was a little"
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,76 @@
+"""What the benchmarks share: the inflated model, a memory cgroup, and children that measure in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+PROMPT = "Once upon a time, in a small village at the foot of the mountains, there lived an old man who"
+
+
+def inflated_model(gib: float, folder: str | None = None, dtype: str = "bfloat16") -> Path:
+    """A demo model inflated to `gib` GiB of experts, made once a folder and kept for the next benchmark."""
+    home = Path(folder or os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench"))
+    out = home / f"demo-{gib:g}gib-{dtype}"
+    if not out.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        tool = ROOT / "tools" / "inflate_model.py"
+        subprocess.run([sys.executable, tool, out, "--experts-gib", str(gib), "--dtype", dtype], check=True)
+    return out
+
+
+@contextmanager
+def memory_cgroup(nbytes: int) -> Iterator[Path]:
+    """A memory cgroup (version 1) of that limit, removed afterwards. Raises OSError where it cannot be made."""
+    folder = Path("/sys/fs/cgroup/memory") / f"expertly-bench-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        (folder / "memory.limit_in_bytes").write_text(str(nbytes))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> dict[str, Any]:
+    """Run `bench/<script> --child JSON` in a process of its own, in a cgroup; what it printed last, as JSON."""
+
+    def enter() -> None:
+        if cgroup is not None:
+            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+
+    command = [sys.executable, str(ROOT / "bench" / script), "--child", json.dumps(arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, timeout=timeout, cwd=ROOT, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} {arguments}: exit {done.returncode}")
+    result: dict[str, Any] = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    return result
+
+
+def child_arguments() -> dict[str, Any] | None:
+    """The arguments of `child`, when this process is one."""
+    if "--child" not in sys.argv:
+        return None
+    arguments: dict[str, Any] = json.loads(sys.argv[sys.argv.index("--child") + 1])
+    return arguments
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Ask the kernel to forget the cached pages of a folder's files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)

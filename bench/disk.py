@@ -1,0 +1,117 @@
+"""Reads: no amplification, no page cache, and the disk's own rate while the forward pass waits.
+
+    python bench/disk.py [--experts-gib 3] [--memory 10%] [--tokens 48]
+
+Bounds: bytes the kernel read = bytes of absent segments; pages of the expert files in the page cache = 0 afterwards;
+bytes demanded / time stalled >= 85% of what `doctor`'s measurement gives at the same read size and depth.
+Each configuration runs in a process of its own, on a file larger than any cache between it and the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import child, child_arguments, inflated_model
+from report import print_report
+
+
+def cached_pages(path: Path) -> int:
+    """Pages of a file that are in the page cache (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        with mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as region:
+            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+            holder = ctypes.c_char.from_buffer(region)
+            if libc.mincore(ctypes.c_void_p(ctypes.addressof(holder)), ctypes.c_size_t(size), pages):
+                raise OSError(ctypes.get_errno(), "mincore")
+            del holder
+            return sum(page & 1 for page in pages)
+
+
+def kernel_read_nbytes() -> int:
+    """Bytes this process made the storage layer read."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise OSError("/proc/self/io has no read_bytes")
+
+
+def measure(arguments: dict[str, Any]) -> dict[str, Any]:
+    """In a child: decode with a cold cache, then the same reads without a model."""
+    import torch
+
+    import expertly
+    from expertly.engine.api import handle
+    from expertly.engine.measure import measure_disk
+    from expertly.engine.transfer import MIN_READ_NBYTES, NUM_READERS
+
+    model, _ = expertly.load(
+        arguments["model"],
+        memory=arguments["memory"],
+        system=arguments["system"],
+        segments=arguments["segments"],
+        device="cpu",
+    )
+    vocab = model.config.vocab_size
+    ids = torch.randint(0, vocab, (1, arguments["tokens"] + 9), generator=torch.Generator().manual_seed(0))
+    store = handle(model).store
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        for i in range(arguments["tokens"] // 4):  # touch every slot once: first use also takes the page
+            model(ids[:, 8 + i : 9 + i], past_key_values=cache, use_cache=True)
+        before, read_before = expertly.stats(model).as_dict(), kernel_read_nbytes()
+        for i in range(arguments["tokens"] // 4, arguments["tokens"]):
+            model(ids[:, 8 + i : 9 + i], past_key_values=cache, use_cache=True)
+        after, read_after = expertly.stats(model).as_dict(), kernel_read_nbytes()
+    decode = [stats["phases"]["decode"] for stats in (before, after)]
+    demanded = decode[1]["bytes_loaded"] - decode[0]["bytes_loaded"]
+    stalled = decode[1]["stall_s"] - decode[0]["stall_s"]
+    files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
+    expert_nbytes = store.manifest.layers[0].expert_nbytes
+    cached = sum(map(cached_pages, files))
+    expertly.unload(model)
+    read_nbytes = max(MIN_READ_NBYTES, expert_nbytes // NUM_READERS // 4096 * 4096)
+    rates = [measure_disk(files[i % len(files)], read_nbytes, NUM_READERS, 1.0).nbytes_per_s for i in range(5)]
+    return {
+        "demanded_bytes": demanded,
+        "kernel_read_bytes": read_after - read_before,
+        "amplification": (read_after - read_before) / demanded,
+        "cached_pages": cached,
+        "stalled_bytes_per_s": demanded / stalled,
+        "read_bytes": read_nbytes,
+        "readers": NUM_READERS,
+        "doctor_bytes_per_s": statistics.median(rates),
+        "share_of_doctor": demanded / stalled / statistics.median(rates),
+        "decode_hit_rate": after["phases"]["decode"]["hit_rate"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--experts-gib", type=float, default=3.0)
+    parser.add_argument("--memory", default="10%")
+    parser.add_argument("--tokens", type=int, default=48)
+    args = parser.parse_args()
+    model = inflated_model(args.experts_gib)
+    rows = []
+    for system in ("on-demand", "lru"):
+        for segments in (1, 4):
+            settings = {"system": system, "segments": segments, "memory": args.memory}
+            rows.append(settings | child("disk.py", settings | {"model": str(model), "tokens": args.tokens}))
+    print_report("disk", rows, vars(args))
+
+
+if __name__ == "__main__":
+    given = child_arguments()
+    if given is None:
+        main()
+    else:
+        print(json.dumps(measure(given)))

@@ -1,0 +1,93 @@
+"""`resident` against plain transformers with the same model in RAM: decode, and prefill of 256 tokens.
+
+    python bench/resident.py [--experts-gib 3] [--rounds 7]
+
+Bounds: decode within 1.10x of transformers' fastest experts implementation for P = 1 and P = 4, prefill within 1.15x.
+All models are in one process and take turns, so that the machine's drift meets them alike; ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import inflated_model
+from report import print_report
+from transformers import AutoModelForCausalLM
+
+import expertly
+
+IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+
+
+def decode_seconds(model: Any, ids: torch.Tensor, num_tokens: int) -> float:
+    """Median seconds of a decode step, the prompt's cache in place."""
+    times = []
+    with torch.no_grad():
+        out = model(ids[:, :16], use_cache=True)
+        cache = out.past_key_values
+        for i in range(num_tokens):
+            start = time.perf_counter()
+            out = model(ids[:, 16 + i : 17 + i], past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def prefill_seconds(model: Any, ids: torch.Tensor) -> float:
+    """Seconds of one forward pass over the prompt."""
+    with torch.no_grad():
+        start = time.perf_counter()
+        model(ids, use_cache=True)
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--experts-gib", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prefill", type=int, default=256)
+    parser.add_argument("--decode", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder = inflated_model(args.experts_gib)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    models: dict[str, Any] = {f"transformers {name}": plain for name in IMPLEMENTATIONS}
+    for segments in (1, 4):
+        models[f"resident P={segments}"], _ = expertly.load(str(folder), system="resident", segments=segments, device="cpu")
+    ids = torch.randint(0, plain.config.vocab_size, (1, args.prefill), generator=torch.Generator().manual_seed(0))
+    decode: dict[str, list[float]] = {name: [] for name in models}
+    prefill: dict[str, list[float]] = {name: [] for name in models}
+    for round_number in range(args.rounds + 1):
+        for name, model in models.items():
+            if model is plain:
+                plain.set_experts_implementation(name.split()[1])
+            decoded = decode_seconds(model, ids, args.decode)
+            if name != "transformers batched_mm":  # copies every token's experts: hopeless in prefill
+                filled = prefill_seconds(model, ids)
+            if round_number:  # the first warms up
+                decode[name].append(decoded)
+                if name != "transformers batched_mm":
+                    prefill[name].append(filled)
+    rows = []
+    for name in models:
+        rows.append(
+            {
+                "name": name,
+                "decode_ms": 1e3 * statistics.median(decode[name]),
+                "prefill_ms": 1e3 * statistics.median(prefill[name]) if prefill[name] else None,
+            }
+        )
+    fastest_decode = min(row["decode_ms"] for row in rows if row["name"].startswith("transformers"))
+    fastest_prefill = min(row["prefill_ms"] for row in rows if row["name"].startswith("transformers") and row["prefill_ms"])
+    for row in rows:
+        row["decode_ratio"] = row["decode_ms"] / fastest_decode
+        row["prefill_ratio"] = row["prefill_ms"] / fastest_prefill if row["prefill_ms"] else None
+    print_report("resident", rows, vars(args))
+
+
+if __name__ == "__main__":
+    main()

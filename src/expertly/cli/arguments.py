@@ -1,0 +1,32 @@
+"""Types of command-line values: each says what it accepts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def positive_int(text: str) -> int:
+    return int(_number(text, int, lambda value: value >= 1, "a whole number from 1"))
+
+
+def seed(text: str) -> int:
+    return int(_number(text, int, lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2^63 - 1"))
+
+
+def temperature(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more"))
+
+
+def probability(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1"))
+
+
+def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not accepts(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {accepted}")
+    return value

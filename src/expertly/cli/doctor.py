@@ -1,0 +1,106 @@
+"""`expertly doctor`: measures this machine, says what is missing, and writes its profile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertly.cli.output import add_json_flag, format_nbytes, message, print_json, reserved_stdout, table
+from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.profile import DiskProfile, MachineProfile
+
+if TYPE_CHECKING:
+    from expertly.engine.machine import Problem
+
+PROFILE_NAME = "machine.json"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="measure this machine", description=__doc__)
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="measure the disk here (default: the cache folder)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {PROFILE_NAME} in the cache folder")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written."""
+    from expertly.store.cache import cache_folder
+
+    start = time.monotonic()
+    folder: Path = args.dir or cache_folder()
+    out: Path = args.out or cache_folder() / PROFILE_NAME
+    if args.dir is not None and not args.dir.is_dir():
+        raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
+    with reserved_stdout() as stdout:
+        from expertly.engine.machine import Effort, Problem, examine
+
+        profile, problems = examine(folder, Effort(), _progress if sys.stderr.isatty() else None)
+        try:
+            profile.write(out)
+        except ExpertlyError as error:
+            problems.append(Problem("error", "profile", str(error)))
+        seconds = time.monotonic() - start
+        is_broken = any(problem.level == "error" for problem in problems)
+        if args.json:
+            facts = {**profile.as_dict(), "problems": [asdict(problem) for problem in problems]}
+            print_json({**facts, "profile_path": str(out), "seconds": seconds}, stdout)
+        else:
+            stdout.write(report(profile, problems) + "\n")
+            if out.exists():
+                message(f"profile written to {out} after {seconds:.0f} s")
+    return 2 if is_broken else 0
+
+
+def _progress(what: str) -> None:
+    message(f"measuring {what} ...")
+
+
+def report(profile: MachineProfile, problems: list[Problem]) -> str:
+    """The tables that people read."""
+    free = f"{format_nbytes(profile.available_nbytes)} of {format_nbytes(profile.memory_nbytes)} memory free"
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}"]
+    if profile.disk is not None:
+        parts.append(_disk_table(profile.disk))
+    copies = [(f"copy, {rate.num_threads} threads", _rate(rate.nbytes_per_s)) for rate in profile.copies]
+    matvec = [
+        (f"matrix x vector, {rate.dtype}, {rate.num_threads} threads", _rate(rate.nbytes_per_s))
+        for rate in profile.matvec
+    ]
+    parts.append(table(("memory", "GB/s"), [*copies, *matvec]))
+    for device in profile.devices:
+        rows = [
+            (
+                format_nbytes(link.nbytes),
+                _rate(link.to_device_nbytes_per_s),
+                _rate(link.from_device_nbytes_per_s),
+                f"{link.to_device_ns / 1e3:.1f}",
+            )
+            for link in device.link
+        ]
+        name = f"{device.device}: {device.name}, {format_nbytes(device.memory_nbytes)}"
+        parts.append(f"{name}\n{table(('copy of', 'to it, GB/s', 'from it, GB/s', 'one, us'), rows)}")
+    if problems:
+        parts.append("\n".join(f"{problem.level}: {problem.subject}: {problem.text}" for problem in problems))
+    return "\n\n".join(parts)
+
+
+def _disk_table(disk: DiskProfile) -> str:
+    depths = sorted({rate.depth for rate in disk.reads})
+    rates = {(rate.read_nbytes, rate.depth): rate for rate in disk.reads}
+    rows = []
+    for size in sorted({rate.read_nbytes for rate in disk.reads}):
+        cells = [rates.get((size, depth)) for depth in depths]
+        rows.append((format_nbytes(size), *("-" if cell is None else _rate(cell.nbytes_per_s) for cell in cells)))
+    how = "direct" if all(rate.is_direct for rate in disk.reads) else "buffered"
+    headers = ("read of", *(f"{depth} at a time" for depth in depths))
+    about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {_rate(disk.write_nbytes_per_s)} GB/s"
+    return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file, GB/s:\n{table(headers, rows)}"
+
+
+def _rate(nbytes_per_s: float) -> str:
+    return f"{nbytes_per_s / 1e9:.2f}"

@@ -1,0 +1,198 @@
+"""`expertly generate`: text from a model whose experts live in the memory stated."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from expertly.cli.arguments import positive_int, probability, seed, temperature
+from expertly.cli.output import (
+    add_json_flag,
+    format_nbytes,
+    format_seconds,
+    format_share,
+    message,
+    print_json,
+    progress_bar,
+    reserved_stdout,
+    table,
+)
+from expertly.core.errors import ConfigError
+from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
+
+if TYPE_CHECKING:
+    from expertly.engine.streaming import TextStreamer
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("generate", help="generate text", description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
+    add("--prompt", required=True, metavar="TEXT", help='what to continue; "-" reads it from stdin')
+    add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
+    add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
+    add("--system", default=DEFAULT_SYSTEM, metavar="NAME", help=f"{', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM})")
+    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
+    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
+    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
+    add("--ring", type=positive_int, metavar="N", help="slots for what is not kept (default: one token's experts)")
+    add(
+        "--order", default="resident", metavar="NAME", help="of computing: resident (default: what is here first) or id"
+    )
+    add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
+    add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--top-p", type=probability, default=1.0, metavar="X", help="with a temperature (default: 1)")
+    add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
+    add("--stats", action="store_true", help="add a table of counters per layer and phase")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = _read_prompt(args.prompt)
+    with reserved_stdout() as stdout:
+        from expertly.engine import api
+
+        with progress_bar() as progress:
+            model, tokenizer = api.load(
+                args.model,
+                memory=args.memory,
+                system=args.system,
+                segments=args.segments,
+                device=args.device,
+                dtype=args.dtype,
+                ring=args.ring,
+                order=args.order,
+                context=args.context,
+                progress=progress,
+            )
+        try:
+            if tokenizer is None:
+                raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to generate from")
+            if args.memory == "auto":
+                message(f"expertly: {api.stats(model).memory_reason}")
+
+            def write(text: str) -> None:
+                if not args.json:
+                    stdout.write(text)
+                    stdout.flush()
+
+            result = _generate(model, tokenizer, prompt, args, write)
+            result |= {"model": args.model or "demo", "prompt": prompt}
+            stats = api.stats(model).as_dict()
+        finally:
+            api.unload(model)
+        _add_stats(result, stats, with_layers=args.stats)
+        if args.json:
+            print_json(result, stdout)
+            return 0
+        stdout.write(f"\n\n{_summary(result)}\n")
+        if args.stats:
+            stdout.write(f"\n{_stats_table(result)}\n")
+    return 0
+
+
+def _read_prompt(prompt: str) -> str:
+    try:
+        prompt = sys.stdin.read() if prompt == "-" else prompt
+        prompt.encode()  # bytes of the command line that are no UTF-8 came through as lone surrogates
+    except UnicodeError as error:
+        raise ConfigError(f"prompt: must be UTF-8 ({error.reason})") from None  # type: ignore[attr-defined]
+    return prompt
+
+
+def _generate(model: Any, tokenizer: Any, prompt: str, args: argparse.Namespace, write: Any) -> dict[str, Any]:
+    """Run `generate` and time it."""
+    import torch
+
+    from expertly.engine.streaming import TextStreamer
+
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    if num_prompt_tokens == 0:
+        raise ConfigError(f"prompt={prompt!r}: gives no token; write at least one word")
+
+    def decode(tokens: list[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    streamer = TextStreamer(decode, write)
+    torch.manual_seed(args.seed)
+    start_ns = time.perf_counter_ns()
+    model.generate(**inputs, streamer=streamer, generation_config=_generation_config(model, args))
+    seconds = (time.perf_counter_ns() - start_ns) / 1e9
+    return {
+        "text": decode(streamer.tokens),
+        "tokens": len(streamer.tokens),
+        "prompt_tokens": num_prompt_tokens,
+        "token_ids": streamer.tokens,
+        **_latencies(streamer, start_ns),
+        "generate_s": seconds,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _generation_config(model: Any, args: argparse.Namespace) -> Any:
+    """The model's own, greedy unless a temperature was asked for."""
+    config = copy.deepcopy(model.generation_config)
+    config.max_length, config.max_new_tokens = None, args.max_new_tokens
+    config.num_beams = 1
+    config.do_sample = args.temperature > 0
+    config.temperature = args.temperature if config.do_sample else None
+    config.top_p = args.top_p if config.do_sample else None
+    config.top_k = 0 if config.do_sample else None
+    if config.pad_token_id is None:
+        end = config.eos_token_id
+        config.pad_token_id = end[0] if isinstance(end, list) else end
+    return config
+
+
+def _latencies(streamer: TextStreamer, start_ns: int) -> dict[str, float | None]:
+    """TTFT from the call to the first token; TPOT the mean of the steps after it, None where there is no second."""
+    times = streamer.times_ns
+    ttft = (times[0] - start_ns) / 1e9 if times else None
+    return {"ttft_s": ttft, "tpot_s": (times[-1] - times[0]) / 1e9 / (len(times) - 1) if len(times) > 1 else None}
+
+
+def _add_stats(result: dict[str, Any], stats: dict[str, Any], with_layers: bool) -> None:
+    from expertly.engine.process import peak_rss_nbytes
+
+    result |= {key: value for key, value in stats.items() if key != "layers" or with_layers}
+    result["hit_rate"] = stats["phases"]["decode"]["hit_rate"]
+    result["stall_share"] = stats["stall_s"] / result["generate_s"]
+    result["peak_rss_bytes"] = peak_rss_nbytes()
+
+
+def _summary(result: dict[str, Any]) -> str:
+    """The one line after the text."""
+    share = format_share(result["memory_bytes"] / result["expert_bytes"])
+    budget = f"{format_nbytes(result['memory_bytes'])} = {share} of {format_nbytes(result['expert_bytes'])} of experts"
+    parts = [
+        f"{result['tokens']} tokens",
+        f"TTFT {format_seconds(result['ttft_s'])}",
+        f"TPOT {format_seconds(result['tpot_s'])}",
+        f"decode hit rate {format_share(result['hit_rate'])}",
+        f"stall {format_share(result['stall_share'])}",
+        f"loaded {format_nbytes(result['bytes_loaded'])}",
+        f"budget {budget}",
+        f"system {result['system']}",
+    ]
+    return "[" + " | ".join(parts) + "]"
+
+
+def _stats_table(result: dict[str, Any]) -> str:
+    headers = ("layer", "phase", "hits", "partial", "misses", "hit rate", "loaded", "stall", "compute")
+    sources = [(str(layer["layer"]), layer) for layer in result["layers"]] + [("all", result["phases"])]
+    rows = []
+    for name, phases in sources:
+        for phase in ("prefill", "decode"):
+            one = phases[phase]
+            counts = [str(one[key]) for key in ("hits", "partial_hits", "misses")]
+            times = [format_seconds(one[key]) for key in ("stall_s", "compute_s")]
+            rows.append(
+                (name, phase, *counts, format_share(one["hit_rate"]), format_nbytes(one["bytes_loaded"]), *times)
+            )
+    return table(headers, rows)

@@ -1,0 +1,110 @@
+"""What every command prints with: the --json rule, tables, units, progress.
+
+With --json a command prints exactly one JSON object on stdout and everything else on stderr. Progress is shown only
+where stderr is a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, messages on stderr")
+
+
+def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
+    """Print the command's one JSON object. What JSON cannot say (NaN, infinity) becomes null."""
+    stream = stream or sys.stdout
+    stream.write(json.dumps(_finite(result), ensure_ascii=False, allow_nan=False) + "\n")
+    stream.flush()
+
+
+def message(text: str) -> None:
+    """Say something that is not the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reserved_stdout() -> Iterator[TextIO]:
+    """The real stdout for what the caller writes itself; what libraries print meanwhile goes to stderr."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield stdout
+
+
+def quiet_libraries() -> None:
+    """Before transformers is imported: its advice is not for users of a command, its bars are for terminals."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A `progress(what, done_nbytes, total_nbytes)` that draws a bar, or None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, file=sys.stderr, delay=0.5)
+
+    def progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
+        if what != bar.desc.removesuffix(": "):
+            bar.reset(total_nbytes)
+            bar.set_description(what, refresh=False)
+        bar.update(done_nbytes - bar.n)
+
+    with bar:
+        yield progress
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
+
+    return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def format_nbytes(nbytes: float) -> str:
+    """`1.50 GiB`; binary units, as --memory takes them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes == int(nbytes) else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def format_seconds(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def format_share(share: float | None) -> str:
+    return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

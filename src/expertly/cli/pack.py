@@ -1,0 +1,144 @@
+"""`expertly pack`: write a checkpoint as a packed store, and look after those in the cache."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertly.cli.output import (
+    add_json_flag,
+    format_nbytes,
+    format_seconds,
+    message,
+    print_json,
+    progress_bar,
+    reserved_stdout,
+    table,
+)
+from expertly.core.errors import ConfigError
+from expertly.store import cache
+from expertly.store.dtypes import STORE_DTYPES, check_store_dtype
+from expertly.store.packed import PackedStore
+
+if TYPE_CHECKING:
+    from expertly.store.cache import CacheEntry
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("pack", help="write a model as a packed store", description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id, or demo for the demo model")
+    add("--out", type=Path, metavar="DIR", help="write the store here (default: in the cache folder)")
+    add("--dtype", metavar="NAME", help=f"of the experts: {', '.join(STORE_DTYPES)} (default: the checkpoint's)")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--list", action="store_true", help="show the stores in the cache folder")
+    group.add_argument("--remove", metavar="NAME", help="remove a store from the cache folder")
+    group.add_argument("--verify", type=Path, metavar="DIR", help="read a whole store and compare its checksums")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    chosen = next((name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)), None)
+    if chosen is None:
+        return _pack(args)
+    for name in ("model", "out", "dtype"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
+    return {"list": _list, "remove": _remove, "verify": _verify}[chosen](args)
+
+
+def _pack(args: argparse.Namespace) -> int:
+    if args.model is None:
+        raise ConfigError(
+            "model: nothing to pack; accepted: MODEL (demo for the demo model), --list, --remove, --verify"
+        )
+    if args.dtype is not None:
+        check_store_dtype(args.dtype)
+    start = time.monotonic()
+    with reserved_stdout() as stdout:
+        from expertly.models.packing import pack, pack_cached, source_folder
+
+        with progress_bar() as bar:
+            progress = None if bar is None else lambda done, total: bar("packing", done, total)
+            if args.out is None:
+                store = pack_cached(args.model, args.dtype, progress=progress)
+            else:
+                store = pack(source_folder(args.model), args.out, args.dtype, progress)
+    seconds = time.monotonic() - start
+    if args.json:
+        print_json({**_facts(store), "seconds": seconds}, stdout)
+    else:
+        print(store.folder, file=stdout)
+        message(f"expertly: {_summary(store)}, {format_seconds(seconds)}")
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    entries = cache.list_entries()
+    if args.json:
+        print_json({"folder": str(cache.stores_folder()), "stores": [_entry_facts(entry) for entry in entries]})
+    elif not entries:
+        message(f"expertly: no store in {cache.stores_folder()}")
+    else:
+        rows = [(e.name, format_nbytes(e.nbytes), e.dtype or "-", e.problem or e.source) for e in entries]
+        print(table(("store", "size", "dtype", "packed from"), rows))
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    entry = cache.remove_entry(args.remove)
+    if args.json:
+        print_json({"removed": _entry_facts(entry)})
+    else:
+        message(f"expertly: removed {entry.name}, {format_nbytes(entry.nbytes)}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store = PackedStore.open(args.verify)
+    with progress_bar() as bar:
+        store.verify(full=True, progress=None if bar is None else lambda done, total: bar("verifying", done, total))
+    if args.json:
+        print_json({**_facts(store), "verified": True})
+    else:
+        message(f"expertly: {store.folder} is whole: {_summary(store)}")
+    return 0
+
+
+def _summary(store: PackedStore) -> str:
+    manifest = store.manifest
+    num_experts = sum(layer.num_experts for layer in manifest.layers)
+    experts = format_nbytes(sum(layer.nbytes for layer in manifest.layers))
+    return (
+        f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts} in {manifest.dtype}"
+    )
+
+
+def _facts(store: PackedStore) -> dict[str, Any]:
+    manifest = store.manifest
+    return {
+        "store": str(store.folder),
+        "source": manifest.source,
+        "identity": manifest.identity,
+        "model_type": manifest.model_type,
+        "dtype": manifest.dtype,
+        "layers": len(manifest.layers),
+        "experts": sum(layer.num_experts for layer in manifest.layers),
+        "expert_bytes": sum(layer.nbytes for layer in manifest.layers),
+        "dense_bytes": store.dense_nbytes,
+        "store_bytes": store.nbytes,
+    }
+
+
+def _entry_facts(entry: CacheEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "folder": str(entry.folder),
+        "bytes": entry.nbytes,
+        "source": entry.source,
+        "model_type": entry.model_type,
+        "dtype": entry.dtype,
+        "problem": entry.problem,
+    }

@@ -1,0 +1,1 @@
+"""Decides what is where: slots, admission, eviction, order. Pure; imports core and policies."""

@@ -1,0 +1,150 @@
+"""One tier: which segments are resident or loading, and in which slots."""
+
+from __future__ import annotations
+
+from expertly.control.slots import SlotPool
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+
+
+def bits(mask: int) -> list[int]:
+    """Positions of the ones, lowest first."""
+    out, i = [], 0
+    while mask:
+        if mask & 1:
+            out.append(i)
+        mask >>= 1
+        i += 1
+    return out
+
+
+class Residency:
+    """Segments of an expert are a bit mask (bit s: segment s). Experts are dense ids over all layers.
+
+    A segment owns exactly one slot from `allocate` to `release`; it is loading until `arrived`, then resident.
+    """
+
+    def __init__(self, geometry: Geometry, slots_per_class: list[int]) -> None:
+        self.geometry = geometry
+        num_segments = geometry.segments_per_expert
+        self.full = (1 << num_segments) - 1
+        self.pools = [SlotPool(num_slots, num_segments) for num_slots in slots_per_class]
+        self.resident = [0] * geometry.num_experts
+        self.loading = [0] * geometry.num_experts
+        self.whole: list[Piece | None] = [None] * geometry.num_experts  # resident in one frame: the fast path
+        self._slots: dict[int, list[int | None]] = {}
+        self._frame: dict[int, int] = {}  # first slot, of experts allocated whole
+        self._num_segments = num_segments
+
+    def pool_of(self, layer: int) -> SlotPool:
+        return self.pools[self.geometry.size_classes[layer]]
+
+    def allocate(self, layer: int, expert: int, mask: int) -> list[Piece]:
+        """Give `mask` of (layer, expert) slots and call it loading; the pieces to load. Needs that many free slots."""
+        pool = self.pool_of(layer)
+        eid = self.geometry.first_expert_id(layer) + expert
+        assert not mask & (self.resident[eid] | self.loading[eid]), "a segment has one slot"
+        self.loading[eid] |= mask
+        if mask == self.full:
+            start = pool.take_frame()
+            if start is not None:
+                self._frame[eid] = start
+                return [Piece(layer, expert, 0, self._num_segments, start)]
+        slots = self._own_slots(eid)
+        home = self._home(slots)
+        for segment in bits(mask):
+            slot = pool.take(None if home is None else home + segment)
+            slots[segment] = slot
+            if home is None and slot % self._num_segments == segment:
+                home = slot - segment
+        return self._runs(layer, expert, slots, mask)
+
+    def arrived(self, piece: Piece) -> None:
+        """A piece that was loading is resident."""
+        eid = self.geometry.first_expert_id(piece.layer) + piece.expert
+        mask = ((1 << piece.num_segments) - 1) << piece.segment
+        assert self.loading[eid] & mask == mask, "only what is loading arrives"
+        self.loading[eid] ^= mask
+        self.resident[eid] |= mask
+        if self.resident[eid] == self.full:
+            pieces = self.pieces(piece.layer, piece.expert, self.full)
+            self.whole[eid] = pieces[0] if len(pieces) == 1 else None
+
+    def release(self, layer: int, expert: int, mask: int) -> None:
+        """Free the slots of `mask`, resident or loading."""
+        pool = self.pool_of(layer)
+        eid = self.geometry.first_expert_id(layer) + expert
+        assert (self.resident[eid] | self.loading[eid]) & mask == mask, "only what has a slot gives it back"
+        self.resident[eid] &= ~mask
+        self.loading[eid] &= ~mask
+        self.whole[eid] = None
+        if mask == self.full and eid in self._frame:
+            pool.give_frame(self._frame.pop(eid))
+            return
+        slots = self._own_slots(eid)
+        for segment in bits(mask):
+            slot = slots[segment]
+            assert slot is not None
+            pool.give(slot)
+            slots[segment] = None
+        if not self.resident[eid] | self.loading[eid]:
+            del self._slots[eid]
+
+    def pieces(self, layer: int, expert: int, mask: int) -> list[Piece]:
+        """`mask` as runs of adjacent segments in adjacent slots."""
+        eid = self.geometry.first_expert_id(layer) + expert
+        whole = self.whole[eid]
+        if whole is not None and mask == self.full:
+            return [whole]
+        start = self._frame.get(eid)
+        if start is not None:
+            slots: list[int | None] = list(range(start, start + self._num_segments))
+            return self._runs(layer, expert, slots, mask)
+        return self._runs(layer, expert, self._slots[eid], mask)
+
+    def _own_slots(self, eid: int) -> list[int | None]:
+        """The slot list of an expert; a frame is turned into single slots."""
+        start = self._frame.pop(eid, None)
+        if start is not None:
+            self._slots[eid] = list(range(start, start + self._num_segments))
+        return self._slots.setdefault(eid, [None] * self._num_segments)
+
+    def _home(self, slots: list[int | None]) -> int | None:
+        for segment, slot in enumerate(slots):
+            if slot is not None and slot % self._num_segments == segment:
+                return slot - segment
+        return None
+
+    def _runs(self, layer: int, expert: int, slots: list[int | None], mask: int) -> list[Piece]:
+        runs: list[Piece] = []
+        first, count, start = 0, 0, 0
+        for segment in bits(mask):
+            slot = slots[segment]
+            assert slot is not None
+            if count and segment == first + count and slot == start + count:
+                count += 1
+                continue
+            if count:
+                runs.append(Piece(layer, expert, first, count, start))
+            first, count, start = segment, 1, slot
+        if count:
+            runs.append(Piece(layer, expert, first, count, start))
+        return runs
+
+    def check(self) -> None:
+        """Every slot of every pool is free or owned by exactly one segment; masks agree with slots."""
+        geometry = self.geometry
+        owned: list[list[int]] = [[] for _ in self.pools]
+        for eid in range(geometry.num_experts):
+            layer = geometry.layer_of_expert(eid)
+            mask = self.resident[eid] | self.loading[eid]
+            assert not self.resident[eid] & self.loading[eid], f"expert {eid} both resident and loading"
+            start = self._frame.get(eid)
+            slots = list(range(start, start + self._num_segments)) if start is not None else self._slots.get(eid, [])
+            held = [(segment, slot) for segment, slot in enumerate(slots) if slot is not None]
+            assert [segment for segment, _ in held] == bits(mask), f"expert {eid}: slots do not match its state"
+            owned[geometry.size_classes[layer]].extend(slot for _, slot in held)
+        for pool, slots_used in zip(self.pools, owned, strict=True):
+            everything = sorted([*slots_used, *pool.free_slots()])
+            assert everything == list(range(pool.num_slots)), "a slot is lost or owned twice"
+            assert pool.num_free == pool.num_slots - len(slots_used), "free count is wrong"

@@ -1,0 +1,37 @@
+"""Every error a user can cause. The CLI prints them as one line and exits 2; nothing else is caught."""
+
+
+class ExpertlyError(Exception):
+    """Base of the errors that expertly raises on purpose; the message is complete for a user."""
+
+
+class ConfigError(ExpertlyError):
+    """A setting (flag, argument, environment) is unknown, malformed or cannot work."""
+
+
+class CheckpointError(ExpertlyError):
+    """The source checkpoint is missing something, lies about itself or is not one we can run."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A well-formed checkpoint of a family, quantisation or shape that expertly does not run."""
+
+
+class StoreError(ExpertlyError):
+    """A packed store is unreadable, damaged, half-written or belongs to another checkpoint."""
+
+
+class BudgetError(ConfigError):
+    """The memory budget cannot work; the message says the least that does."""
+
+
+class TransferError(ExpertlyError):
+    """Moving expert bytes failed (a read error, a failed copy). The batch it served has failed."""
+
+
+class EngineClosedError(ExpertlyError):
+    """The model was unloaded, or broken beyond repair; load it again."""
+
+
+class ModelUseError(ExpertlyError):
+    """A loaded model was asked for something that a model whose experts live elsewhere cannot do."""

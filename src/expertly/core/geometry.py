@@ -1,0 +1,138 @@
+"""The shape of a model's experts, and the one converter between (layer, expert, segment) and dense ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from expertly.core.errors import ConfigError
+
+PAGE_NBYTES = 4096
+"""Alignment that direct I/O needs of addresses, offsets and lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One MoE layer's experts. An expert is stored neuron-major, `[I, M, H]`, M = `num_matrices`."""
+
+    num_experts: int  # E
+    top_k: int  # K
+    hidden_size: int  # H
+    intermediate_size: int  # I
+    num_matrices: int  # 3: gate row, up row, down column a neuron; 2 where there is no gate
+    itemsize: int  # bytes of one weight
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"geometry field {name}={getattr(self, name)}: must be at least 1")
+        if self.num_matrices not in (2, 3):
+            raise ConfigError(f"geometry field num_matrices={self.num_matrices}: must be 2 or 3")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"geometry field top_k={self.top_k}: more than the {self.num_experts} experts")
+
+    @property
+    def neuron_nbytes(self) -> int:
+        return self.num_matrices * self.hidden_size * self.itemsize
+
+    @property
+    def expert_nbytes(self) -> int:
+        return self.intermediate_size * self.neuron_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_experts * self.expert_nbytes
+
+
+class Segment(NamedTuple):
+    """A 1/P part of an expert: neurons `[segment*I/P, (segment+1)*I/P)`."""
+
+    layer: int
+    expert: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All MoE layers of a model, cut into `segments_per_expert` (P) segments an expert.
+
+    Layers with the same segment size share a pool of slots: a *size class*, numbered from 0 in the
+    order of the first layer that has it. Raises ConfigError where P does not divide an intermediate size.
+    """
+
+    layers: tuple[LayerGeometry, ...]
+    segments_per_expert: int = 1
+    _first_id: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    size_classes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
+
+    def __post_init__(self) -> None:
+        num_segments = self.segments_per_expert
+        if not self.layers:
+            raise ConfigError("geometry field layers: a model without MoE layers has no experts to keep")
+        first_ids, next_id = [], 0
+        classes: dict[int, int] = {}
+        of_layer = []
+        for layer in self.layers:
+            if num_segments < 1 or layer.intermediate_size % num_segments:
+                divisors = [p for p in range(1, 65) if layer.intermediate_size % p == 0]
+                raise ConfigError(
+                    f"segments={num_segments}: must divide the experts' intermediate size "
+                    f"{layer.intermediate_size}; accepted up to 64: {', '.join(map(str, divisors))}"
+                )
+            first_ids.append(next_id)
+            next_id += layer.num_experts
+            nbytes = layer.expert_nbytes // num_segments
+            of_layer.append(classes.setdefault(nbytes, len(classes)))
+        object.__setattr__(self, "_first_id", tuple(first_ids))
+        object.__setattr__(self, "size_classes", tuple(of_layer))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_size_classes(self) -> int:
+        return max(self.size_classes) + 1
+
+    @property
+    def num_experts(self) -> int:
+        """Experts over all layers."""
+        return self._first_id[-1] + self.layers[-1].num_experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def segment_nbytes(self, layer: int) -> int:
+        return self.layers[layer].expert_nbytes // self.segments_per_expert
+
+    def neurons_per_segment(self, layer: int) -> int:
+        return self.layers[layer].intermediate_size // self.segments_per_expert
+
+    def expert_id(self, layer: int, expert: int) -> int:
+        """Dense id of an expert over all layers."""
+        return self._first_id[layer] + expert
+
+    def first_expert_id(self, layer: int) -> int:
+        return self._first_id[layer]
+
+    def layer_of_expert(self, expert_id: int) -> int:
+        low, high = 0, len(self._first_id) - 1
+        while low < high:
+            mid = (low + high + 1) // 2
+            if self._first_id[mid] <= expert_id:
+                low = mid
+            else:
+                high = mid - 1
+        return low
+
+    def segment_id(self, segment: Segment) -> int:
+        """Dense id of a segment over all layers: expert id x P + segment."""
+        return (self._first_id[segment.layer] + segment.expert) * self.segments_per_expert + segment.segment
+
+    def segment(self, segment_id: int) -> Segment:
+        """The inverse of `segment_id`."""
+        expert_id, index = divmod(segment_id, self.segments_per_expert)
+        layer = self.layer_of_expert(expert_id)
+        return Segment(layer, expert_id - self._first_id[layer], index)

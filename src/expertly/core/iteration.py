@@ -1,0 +1,23 @@
+"""What one forward pass is: whose tokens its rows are, and in which phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class IterationInfo:
+    """One forward pass of T token rows, in the order in which experts see them (batch x sequence, row-major).
+
+    The phase belongs to the request, so one pass may hold rows of both. Arrays are read-only and may be shared
+    between iterations.
+    """
+
+    is_prefill: npt.NDArray[np.bool_]  # [T]
+    is_pad: npt.NDArray[np.bool_] | None  # [T]; None where no row is a pad
+    num_requests: int  # sequences in the batch; a beam is one
+    phase: Literal["prefill", "decode"]  # prefill if any row is

@@ -1,0 +1,47 @@
+"""What the control plane and its drivers say to each other: plain data, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+
+class Phase(str, Enum):
+    """What a demand was for. It belongs to the request: one forward pass may serve both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Piece(NamedTuple):
+    """Adjacent segments of one expert in adjacent slots: the unit of a transfer and of a computation."""
+
+    layer: int
+    expert: int
+    segment: int  # first segment
+    num_segments: int
+    slot: int  # first slot, in the pool of the layer's size class
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRan:
+    """The router of `layer` has chosen. Lists run over the distinct experts, in router order.
+
+    `num_tokens` counts the real (not pad) tokens of each expert; 0 where only pad tokens chose it: such an
+    expert is computed but is no hit and no miss. `is_decode` says whether a decoding request is among them.
+    """
+
+    layer: int
+    experts: list[int]
+    num_tokens: list[int]
+    is_decode: list[bool]
+    batch_tokens: int  # real tokens of the forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What can be done now: pieces to compute, and pieces to load (compute them when they have arrived)."""
+
+    ready: list[Piece] = field(default_factory=list)
+    loads: list[Piece] = field(default_factory=list)

@@ -1,0 +1,166 @@
+"""What a machine can do, as `expertly doctor` measured it: plain data in a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from expertly.core.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRate:
+    """Sustained random reads of `read_nbytes`, `depth` reader threads at work."""
+
+    read_nbytes: int
+    depth: int
+    nbytes_per_s: float
+    is_direct: bool  # False: through the page cache, which the file system forced
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProfile:
+    folder: str
+    free_nbytes: int
+    file_nbytes: int  # size of the file that was read
+    write_nbytes_per_s: float
+    reads: tuple[DiskRate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRate:
+    """Bytes copied (not read + written) from RAM to RAM."""
+
+    num_threads: int
+    nbytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MatvecRate:
+    """Bytes of weights used by matrix-vector products over more weights than any cache holds."""
+
+    dtype: str
+    num_threads: int
+    nbytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """Copies of `nbytes` between pinned host memory and a device."""
+
+    nbytes: int
+    to_device_nbytes_per_s: float
+    from_device_nbytes_per_s: float
+    to_device_ns: int  # one copy, from the call until the host knows that it is done
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    device: str
+    name: str
+    memory_nbytes: int
+    link: tuple[LinkRate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """Everything measured. `disk` is None where no file could be written."""
+
+    created: str  # ISO 8601, UTC
+    platform: str
+    cpu: str
+    num_cpus: int  # that this process may use
+    cache_nbytes: int  # of the last level; 0 where unknown
+    memory_nbytes: int
+    available_nbytes: int  # to this process, control groups included
+    versions: dict[str, str]
+    disk: DiskProfile | None
+    copies: tuple[CopyRate, ...]
+    matvec: tuple[MatvecRate, ...]
+    devices: tuple[DeviceProfile, ...]
+    format_version: int = FORMAT_VERSION
+
+    def disk_nbytes_per_s(self, read_nbytes: int, depth: int | None = None) -> float:
+        """Read rate at a size, interpolated between measured sizes; `depth` None is the best of each size.
+
+        Raises ConfigError where the disk was not measured, or not at that depth.
+        """
+        best: dict[int, float] = {}
+        for rate in self.disk.reads if self.disk else ():
+            if depth is None or rate.depth == depth:
+                best[rate.read_nbytes] = max(rate.nbytes_per_s, best.get(rate.read_nbytes, 0.0))
+        if not best:
+            raise ConfigError(f"machine profile: no disk read was measured at depth={depth}; run `expertly doctor`")
+        sizes = sorted(best)
+        if read_nbytes <= sizes[0] or read_nbytes >= sizes[-1]:
+            return best[sizes[0] if read_nbytes <= sizes[0] else sizes[-1]]
+        above = next(size for size in sizes if size >= read_nbytes)
+        below = max(size for size in sizes if size <= read_nbytes)
+        if above == below:
+            return best[above]
+        share = math.log2(read_nbytes / below) / math.log2(above / below)
+        return best[below] + share * (best[above] - best[below])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. Raises ConfigError where it cannot be written."""
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+            os.replace(partial, path)
+        except OSError as error:
+            raise ConfigError(f"machine profile {path}: cannot be written ({error.strerror})") from error
+
+    @classmethod
+    def read(cls, path: Path) -> MachineProfile:
+        """Raises ConfigError where there is none, or where a field is missing or of another type."""
+        try:
+            raw = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"machine profile {path}: cannot be read ({error.strerror}); run `expertly doctor`"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"machine profile {path}: not JSON ({error}); run `expertly doctor` again") from None
+        version = raw.get("format_version") if isinstance(raw, dict) else None
+        if version != FORMAT_VERSION:
+            raise ConfigError(
+                f"machine profile {path}: format_version={version!r}, accepted: {FORMAT_VERSION}; run `expertly doctor`"
+            )
+        profile: MachineProfile = _parse(cls, raw, f"machine profile {path}")
+        return profile
+
+
+def _parse(kind: Any, raw: Any, where: str) -> Any:
+    """`raw` (from JSON) as `kind`: a dataclass, tuple[X, ...], dict[str, X], X | None or a plain type."""
+    if is_dataclass(kind):
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{where}: must be an object, is {raw!r:.60}")
+        hints = get_type_hints(kind)
+        missing = [f.name for f in fields(kind) if f.name not in raw]
+        if missing:
+            raise ConfigError(f"{where}: lacks {', '.join(missing)}")
+        return kind(**{f.name: _parse(hints[f.name], raw[f.name], f"{where}, {f.name}") for f in fields(kind)})  # type: ignore[operator]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if raw is None else _parse(arguments[0], raw, where)
+    if origin is tuple and isinstance(raw, list):
+        return tuple(_parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
+    if origin is dict and isinstance(raw, Mapping):
+        return {str(key): _parse(arguments[1], item, f"{where}[{key!r}]") for key, item in raw.items()}
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if origin is None and type(raw) is kind:
+        return raw
+    raise ConfigError(f"{where}: must be {getattr(kind, '__name__', kind)}, is {raw!r:.60}")

@@ -1,0 +1,15 @@
+"""The demo model, shipped as package data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from expertly.core.errors import ConfigError
+
+
+def demo_folder() -> Path:
+    """The folder of the demo model. Raises ConfigError where the installation lacks it."""
+    folder = Path(__file__).parent / "demo"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: this installation has no demo model ({folder} lacks config.json); name a MODEL")
+    return folder

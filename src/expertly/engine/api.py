@@ -1,0 +1,152 @@
+"""`expertly.load`, `expertly.stats` and `expertly.unload`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from expertly.control.budget import Budget, split_budget
+from expertly.control.controller import Controller
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.geometry import Geometry
+from expertly.engine.backends import available_nbytes, make_backend
+from expertly.engine.engine import Engine
+from expertly.engine.memory import choose_budget, kv_cache_nbytes, parse_memory
+from expertly.engine.stats import Stats
+from expertly.models.loading import experts_modules, load_dense, load_tokenizer
+from expertly.models.packing import pack_cached
+from expertly.store.packed import PackedStore
+from expertly.systems import DEFAULT_SYSTEM, System, get_system
+
+DEFAULT_CONTEXT = 4096
+"""Tokens of KV cache that `memory="auto"` leaves room for."""
+
+@dataclass(frozen=True)
+class Handle:
+    """A loaded model's store, engine and statistics; `finalizer` closes the engine, once."""
+
+    store: PackedStore
+    engine: Engine
+    stats: Stats
+    finalizer: Callable[[], object]
+
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done_nbytes, total_nbytes)`: what is "packing" or "loading"."""
+
+
+def load(
+    model: str | None = None,
+    *,
+    memory: str | int | None = None,
+    system: str = DEFAULT_SYSTEM,
+    segments: int = 1,
+    device: str | None = None,
+    dtype: str | None = None,
+    ring: int | None = None,
+    order: str = "resident",
+    context: int | None = None,
+    host_memory: str | int = "auto",
+    progress: Progress | None = None,
+) -> tuple[Any, Any]:
+    """An ordinary transformers model whose experts live in `memory`, and its tokenizer (None where it has none).
+
+    `model`: a folder, a packed store or a hub id; None is the demo model. `memory`: all expert slots on the device, a
+    share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and
+    the KV cache of `context` tokens. `segments`: P, the parts an expert is cut into. `ring`: slots of it through
+    which a layer streams what it does not keep (default: one token's experts). `order`: "resident" computes what is
+    here first, "id" one expert at a time. `host_memory`: pinned RAM for experts behind an accelerator.
+    Raises ExpertlyError subclasses that name the argument and what is accepted.
+    """
+    parts = get_system(system)
+    if order not in ("resident", "id"):
+        raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
+    target = _device(device)
+    store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
+    geometry = store.geometry(segments)
+    budget, reason = _budget(store, geometry, parts, memory, ring, target, context)
+    controller = Controller(geometry, budget, parts.make_policy(), scope=parts.scope, order=order)
+    torch_dtype = getattr(torch, store.manifest.dtype)
+    backend = make_backend(target, store, geometry, budget.pool_slots(), torch_dtype, host_memory)
+    engine = Engine(controller, backend)
+    try:
+        loaded = load_dense(store.folder, store.manifest, torch_dtype, target, engine)
+        engine.bind(experts_modules(loaded))
+        tokenizer = load_tokenizer(store.folder)
+        if parts.keeps_everything:
+            engine.preload(_labelled(progress, "loading"))
+    except BaseException:
+        engine.close()
+        raise
+    finalizer = weakref.finalize(loaded, engine.close)
+    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts.name, reason), finalizer)
+    return loaded, tokenizer
+
+
+def stats(model: Any) -> Stats:
+    """Counters of a loaded model, by layer and phase. Raises ModelUseError for any other model."""
+    return handle(model).stats
+
+
+def unload(model: Any) -> None:
+    """Free the threads, files and memory behind a loaded model; it cannot run any more. Idempotent."""
+    handle(model).finalizer()
+
+
+def handle(model: Any) -> Handle:
+    """What stands behind a loaded model. Raises ModelUseError for any other model."""
+    found = getattr(model, "_expertly_handle", None)
+    if not isinstance(found, Handle):
+        raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
+    return found
+
+
+def _device(device: str | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    name = device or (accelerator.type if accelerator is not None else "cpu")
+    try:
+        target = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r}: unknown; accepted: cpu, cuda, cuda:N") from None
+    if target.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: no backend for it; accepted: cpu, cuda, cuda:N")
+    if target.type == "cuda" and (accelerator is None or accelerator.type != "cuda"):
+        raise ConfigError(f"device={name!r}: this machine (or this torch) has no CUDA device; accepted: cpu")
+    return target
+
+
+def _budget(
+    store: PackedStore,
+    geometry: Geometry,
+    system: System,
+    memory: str | int | None,
+    ring: int | None,
+    device: torch.device,
+    context: int | None,
+) -> tuple[Budget, str]:
+    """The slots and why so many. `resident` takes everything and accepts no less."""
+    if context is not None and context < 1:
+        raise ConfigError(f"context={context}: must be at least 1 token")
+    if system.keeps_everything:
+        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, geometry.nbytes)
+        if nbytes is not None and nbytes < geometry.nbytes:
+            raise ConfigError(
+                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {geometry.nbytes} bytes (100%)"
+            )
+        return split_budget(geometry, geometry.nbytes), f"system {system.name}: all experts"
+    nbytes = parse_memory("auto" if memory is None else memory, geometry.nbytes)
+    reason = f"memory {memory}"
+    if nbytes is None:
+        tokens = context or DEFAULT_CONTEXT
+        cache = kv_cache_nbytes(store.config, tokens, geometry.layers[0].itemsize)
+        chosen = choose_budget(available_nbytes(device), geometry.nbytes, store.dense_nbytes, cache, tokens)
+        nbytes, reason = chosen.nbytes, chosen.reason
+    return split_budget(geometry, nbytes, ring), reason
+
+
+def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(what, done, total)

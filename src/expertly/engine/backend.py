@@ -1,0 +1,47 @@
+"""The seam between the engine and a device: where slots live, how pieces get there, when they may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from expertly.core.messages import Piece
+
+
+class Backend(Protocol):
+    """One device. Not thread-safe: one forward pass at a time.
+
+    A slot may be given to `submit` while kernels that read its old content are still queued: the backend orders
+    the new content after every use it was told of by `used`.
+    """
+
+    device: torch.device
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """The slots as rows of this layer's shape, [S * I/P, M, H], on `device`."""
+
+    def submit(self, pieces: Iterable[Piece]) -> None:
+        """Start bringing the pieces into their slots."""
+
+    def poll(self) -> Piece | None:
+        """A piece that may be computed with from now on, or None. Raises the TransferError of a failed one."""
+
+    def wait(self) -> Piece:
+        """The next such piece; returns at once when computing with it can be queued. Raises as `poll`."""
+
+    def used(self, piece: Piece) -> None:
+        """Everything that reads the piece's slots has been queued."""
+
+    def drain(self) -> None:
+        """Wait until nothing moves; forget results and errors."""
+
+    def stall_ns(self) -> int:
+        """Time the device waited for transfers since the last call, beyond what the host waited in `wait`."""
+
+    def stats(self) -> dict[str, int]:
+        """Bytes read from disk, of these through the page cache, and other counts of this backend."""
+
+    def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""

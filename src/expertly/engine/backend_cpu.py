@@ -1,0 +1,68 @@
+"""Slots in RAM, filled straight from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from expertly.control.budget import class_segment_nbytes
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+from expertly.engine.pool import HostPool
+from expertly.engine.transfer import Readers
+from expertly.store.packed import PackedStore
+
+
+class CpuBackend:
+    """The device tier is RAM; there is no host tier. See Backend."""
+
+    def __init__(self, store: PackedStore, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
+        self.device = torch.device("cpu")
+        self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
+        self._readers = Readers(store, geometry, self._buffer)
+        self._geometry = geometry
+        self._disk_nbytes = 0
+
+    def _buffer(self, piece: Piece) -> memoryview:
+        assert self._pool is not None
+        return self._pool.buffer(piece.layer, piece.slot, piece.num_segments)
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """[S * I/P, M, H], see Backend."""
+        assert self._pool is not None
+        return self._pool.rows(layer)
+
+    def submit(self, pieces: Iterable[Piece]) -> None:
+        """Queue the reads."""
+        pieces = list(pieces)
+        self._disk_nbytes += sum(p.num_segments * self._geometry.segment_nbytes(p.layer) for p in pieces)
+        self._readers.submit(pieces)
+
+    def poll(self) -> Piece | None:
+        """A piece that has been read, or None."""
+        return self._readers.poll() if self._readers.num_in_flight else None
+
+    def wait(self) -> Piece:
+        """Block until a piece has been read."""
+        return self._readers.wait()
+
+    def used(self, piece: Piece) -> None:
+        """Computing is synchronous here: nothing to remember."""
+
+    def drain(self) -> None:
+        """Wait for the reads under way."""
+        self._readers.drain()
+
+    def stall_ns(self) -> int:
+        """Nothing beyond `wait`."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Bytes asked of the disk, and how many of them went through the page cache."""
+        return {"disk_nbytes": self._disk_nbytes, "buffered_nbytes": self._readers.buffered_nbytes}
+
+    def close(self) -> None:
+        """End the readers and let go of the slots."""
+        self._readers.close()
+        self._pool = None

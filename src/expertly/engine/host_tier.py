@@ -1,0 +1,122 @@
+"""The host tier: RAM between disk and device, a least-recently-used cache of segments over all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from expertly.control.budget import class_segment_nbytes, split_budget
+from expertly.control.cache import KeptCache
+from expertly.control.residency import Residency
+from expertly.core.errors import BudgetError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+from expertly.engine.pool import HostPool
+from expertly.engine.transfer import Readers
+from expertly.policies.eviction.lru import LRU
+from expertly.store.packed import PackedStore
+
+
+class HostTier:
+    """Brings the segments of a device piece into host slots. Its pieces carry host slots, not device slots.
+
+    `is_busy(expert id)` says that a copy out of the expert's host slots may still be running: it is not evicted.
+    `wait_idle()` makes no expert busy.
+    """
+
+    def __init__(
+        self,
+        store: PackedStore,
+        geometry: Geometry,
+        memory_nbytes: int,
+        dtype: torch.dtype,
+        is_busy: Callable[[int], bool],
+        wait_idle: Callable[[], None],
+    ) -> None:
+        try:
+            budget = split_budget(geometry, memory_nbytes)
+        except BudgetError as error:
+            raise BudgetError(f"host_{error}") from None
+        slots = budget.pool_slots()
+        self._geometry = geometry
+        self._residency = Residency(geometry, slots)
+        self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
+        self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype)
+        self.readers = Readers(
+            store, geometry, lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments)
+        )
+        self._is_busy, self._wait_idle = is_busy, wait_idle
+        self._loading: dict[Piece, None] = {}
+        self.disk_nbytes = 0
+        self.hit_nbytes = 0
+
+    def request(self, wanted: Piece) -> tuple[list[Piece], list[Piece]] | None:
+        """(host pieces that are here, host pieces now being read) of a device piece; None: no room until reads end."""
+        geometry, residency = self._geometry, self._residency
+        eid = geometry.expert_id(wanted.layer, wanted.expert)
+        mask = ((1 << wanted.num_segments) - 1) << wanted.segment
+        cache = self._caches[geometry.size_classes[wanted.layer]]
+        here, missing = mask & residency.resident[eid], mask & ~residency.resident[eid]
+        assert not missing & residency.loading[eid], "a device piece is asked for once"
+        nbytes = geometry.segment_nbytes(wanted.layer)
+        if missing:
+            if not self._make_room(cache, missing.bit_count(), eid):
+                return None
+            cache.keep(eid, missing)
+        self.hit_nbytes += here.bit_count() * nbytes
+        cache.policy.used([eid], [1], 1)
+        found = residency.pieces(wanted.layer, wanted.expert, here) if here else []
+        reads = residency.allocate(wanted.layer, wanted.expert, missing) if missing else []
+        self._loading.update(dict.fromkeys(reads))
+        self.disk_nbytes += missing.bit_count() * nbytes
+        self.readers.submit(reads)
+        return found, reads
+
+    def arrived(self, piece: Piece) -> None:
+        """A host piece has been read."""
+        del self._loading[piece]
+        self._residency.arrived(piece)
+
+    def abandon(self) -> None:
+        """Nothing is being read any more; what had not arrived is absent again."""
+        self.readers.drain()
+        for piece in self._loading:
+            mask = ((1 << piece.num_segments) - 1) << piece.segment
+            eid = self._geometry.expert_id(piece.layer, piece.expert)
+            self._caches[self._geometry.size_classes[piece.layer]].drop(eid, mask)
+            self._residency.release(piece.layer, piece.expert, mask)
+        self._loading.clear()
+
+    def check(self) -> None:
+        """Slots, masks and budget agree."""
+        self._residency.check()
+        for cache in self._caches:
+            assert cache.used <= cache.capacity
+
+    def _make_room(self, cache: KeptCache, num_segments: int, wanted: int) -> bool:
+        short = num_segments - cache.room
+        if short <= 0:
+            return True
+        victims = cache.evict(short, _Protected(wanted, self._residency, self._is_busy))
+        if victims is None:
+            if self._loading:
+                return False
+            self._wait_idle()
+            victims = cache.evict(short, _Protected(wanted, self._residency, lambda eid: False))
+        assert victims is not None, "the host tier holds at least one token's experts"
+        for eid, mask in victims:
+            layer = self._geometry.layer_of_expert(eid)
+            self._residency.release(layer, eid - self._geometry.first_expert_id(layer), mask)
+        return True
+
+
+class _Protected:
+    """The experts that may not be evicted now, as a container."""
+
+    def __init__(self, wanted: int, residency: Residency, is_busy: Callable[[int], bool]) -> None:
+        self._wanted, self._residency, self._is_busy = wanted, residency, is_busy
+
+    def __contains__(self, eid: object) -> bool:
+        assert isinstance(eid, int)
+        return eid == self._wanted or bool(self._residency.loading[eid]) or self._is_busy(eid)

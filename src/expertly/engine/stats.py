@@ -1,0 +1,77 @@
+"""What a loaded model has done so far, for people (a table) and programs (a dict)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from expertly.control.counters import PhaseCounters
+from expertly.core.messages import Phase
+from expertly.engine.engine import Engine
+
+
+class Stats:
+    """A live view of a model's counters: each call reads them as they are now."""
+
+    def __init__(self, engine: Engine, system: str, memory_reason: str) -> None:
+        self._engine = engine
+        self.system = system
+        self.memory_reason = memory_reason
+
+    def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
+        """A copy of the counters of one phase, of one layer or summed over all."""
+        total = PhaseCounters()
+        counters = self._engine.controller.counters
+        for one in counters if layer is None else [counters[layer]]:
+            total.add(one.of(Phase(phase)))
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
+        engine, controller = self._engine, self._engine.controller
+        geometry, budget = controller.geometry, controller.budget
+        totals = {phase: self.phase(phase) for phase in Phase}
+        moved = engine.backend.stats()
+        return {
+            "system": self.system,
+            "segments": geometry.segments_per_expert,
+            "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+            "kept_bytes": budget.kept_nbytes(geometry),
+            "ring_bytes": budget.ring_nbytes(geometry),
+            "expert_bytes": geometry.nbytes,
+            "memory_reason": self.memory_reason,
+            "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
+            "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
+            **{f"bytes_{name.removesuffix('_nbytes')}": value for name, value in moved.items()},
+            "phases": {
+                "prefill": {
+                    "iterations": engine.num_prefill_iterations,
+                    "tokens": engine.num_prefill_tokens,
+                    **_as_dict(totals[Phase.PREFILL]),
+                },
+                "decode": {
+                    "iterations": engine.num_decode_iterations,
+                    "tokens": engine.num_decode_tokens,
+                    **_as_dict(totals[Phase.DECODE]),
+                },
+            },
+            "layers": [
+                {"layer": layer, "prefill": _as_dict(one.prefill), "decode": _as_dict(one.decode)}
+                for layer, one in enumerate(controller.counters)
+            ],
+        }
+
+
+def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
+    fields = {
+        name.replace("_nbytes", "_bytes") if name.endswith("_nbytes") else name: value
+        for name, value in asdict(counters).items()
+        if not name.endswith("_ns")
+    }
+    fields["bytes_loaded"] = fields.pop("loaded_bytes")
+    fields |= {
+        "stall_s": counters.stall_ns / 1e9,
+        "experts_s": counters.expert_ns / 1e9,
+        "compute_s": (counters.expert_ns - counters.stall_ns) / 1e9,
+    }
+    return fields | counters.rates()

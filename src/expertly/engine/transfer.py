@@ -1,0 +1,149 @@
+"""Reader threads: from the packed store into slots, several reads in flight, page cache untouched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from expertly.core.errors import ExpertlyError
+from expertly.core.geometry import PAGE_NBYTES, Geometry
+from expertly.core.messages import Piece
+from expertly.store.packed import PackedStore
+from expertly.store.reader import ExpertFile
+
+NUM_READERS = 4
+"""Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
+
+MIN_READ_NBYTES = 1 << 20
+"""A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One piece under way."""
+
+    piece: Piece
+    reads_left: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    ticket: _Ticket
+    file: ExpertFile
+    offset: int
+    buffer: memoryview
+
+
+class Readers:
+    """Submit pieces, then take them back as they arrive, in any order. One caller thread."""
+
+    def __init__(
+        self,
+        store: PackedStore,
+        geometry: Geometry,
+        buffer_of: Callable[[Piece], memoryview],
+        num_readers: int = NUM_READERS,
+    ) -> None:
+        extents = [store.layer_extent(layer) for layer in range(geometry.num_layers)]
+        self._files = [ExpertFile(path) for path, _ in extents]
+        self._offsets = [offset for _, offset in extents]
+        self._geometry = geometry
+        self._buffer_of = buffer_of
+        self._jobs: SimpleQueue[list[_Read] | None] = SimpleQueue()
+        self._done: SimpleQueue[_Ticket] = SimpleQueue()
+        self._lock = threading.Lock()
+        self.num_in_flight = 0
+        self.buffered_nbytes = 0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"expertly-reader-{i}", daemon=True) for i in range(num_readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, pieces: Iterable[Piece]) -> None:
+        """Start reading; large pieces are cut over the readers, small ones travel together."""
+        batch: list[_Read] = []
+        batch_nbytes = 0
+        for piece in pieces:
+            self.num_in_flight += 1
+            reads = self._reads(piece)
+            if len(reads) > 1:
+                for read in reads:
+                    self._jobs.put([read])
+                continue
+            batch += reads
+            batch_nbytes += len(reads[0].buffer)
+            if batch_nbytes >= MIN_READ_NBYTES:
+                self._jobs.put(batch)
+                batch, batch_nbytes = [], 0
+        if batch:
+            self._jobs.put(batch)
+
+    def poll(self) -> Piece | None:
+        """A piece that has arrived, or None. Raises what its read raised."""
+        try:
+            return self._take(self._done.get_nowait())
+        except Empty:
+            return None
+
+    def wait(self) -> Piece:
+        """The next piece to arrive. Raises what its read raised. Something must be in flight."""
+        assert self.num_in_flight, "waiting for nothing would never end"
+        return self._take(self._done.get())
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; results and errors are dropped."""
+        while self.num_in_flight:
+            self._done.get()
+            self.num_in_flight -= 1
+
+    def close(self) -> None:
+        """End the threads and close the files. Idempotent."""
+        self.drain()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _take(self, ticket: _Ticket) -> Piece:
+        self.num_in_flight -= 1
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.piece
+
+    def _reads(self, piece: Piece) -> list[_Read]:
+        layer = self._geometry.layers[piece.layer]
+        offset = self._offsets[piece.layer] + piece.expert * layer.expert_nbytes
+        offset += piece.segment * self._geometry.segment_nbytes(piece.layer)
+        buffer = self._buffer_of(piece)
+        size = -(-len(buffer) // (len(self._threads) or 1))
+        size = max(MIN_READ_NBYTES, -(-size // PAGE_NBYTES) * PAGE_NBYTES)
+        starts = range(0, len(buffer), size)
+        ticket = _Ticket(piece, len(starts))
+        file = self._files[piece.layer]
+        return [_Read(ticket, file, offset + start, buffer[start : start + size]) for start in starts]
+
+    def _serve(self) -> None:
+        while (reads := self._jobs.get()) is not None:
+            for read in reads:
+                error: Exception | None = None
+                try:
+                    direct = read.file.read_into(read.offset, [read.buffer])
+                except (ExpertlyError, OSError, ValueError) as e:
+                    error, direct = e, True
+                with self._lock:
+                    if not direct:
+                        self.buffered_nbytes += len(read.buffer)
+                    ticket = read.ticket
+                    ticket.error = ticket.error or error
+                    ticket.reads_left -= 1
+                    is_last = not ticket.reads_left
+                if is_last:
+                    self._done.put(ticket)

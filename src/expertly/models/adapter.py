@@ -1,0 +1,245 @@
+"""Where a model's experts are and what shape they have, worked out from the model itself, not from a table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.geometry import LayerGeometry
+
+SWITCH = "switch_transformers"
+"""The one family outside transformers' experts interface that runs: see models.switch."""
+
+_SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...) and " + SWITCH
+_WRONG_UPSTREAM = {
+    "nllb-moe": "transformers computes it wrongly: its experts one-hot a mask that already is one, so that only "
+    "experts 0 and 1 ever run; there is no reference to be equal to",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSite:
+    """One experts module: where it is, how its weights are laid out upstream, and its geometry.
+
+    Fused (`is_fused`): parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
+    (`is_transposed`: `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up
+    rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module per expert, `expert_weight_names(e)`.
+    """
+
+    name: str  # module path, e.g. model.layers.3.mlp.experts
+    module_class: type[nn.Module]
+    geometry: LayerGeometry
+    is_transposed: bool
+    is_concatenated: bool
+    has_gate: bool
+    has_bias: bool
+    weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
+    is_encoder: bool
+    is_fused: bool = True
+
+    def expert_weight_names(self, expert: int) -> tuple[str, str]:
+        """Full names of one expert's weights, up `[I, H]` and down `[H, I]`, where experts are not fused."""
+        first, second = self.weight_names
+        return f"{self.name}.expert_{expert}.{first}.weight", f"{self.name}.expert_{expert}.{second}.weight"
+
+
+def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of a checkpoint folder. Raises CheckpointError or UnsupportedModelError with the reason."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json; a checkpoint folder in the format of transformers is needed")
+    try:
+        return AutoConfig.from_pretrained(os.fspath(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a config that transformers reads: {error}") from error
+    except ValueError as error:
+        reason = str(error).splitlines()[0] if str(error) else "invalid"
+        raise UnsupportedModelError(f"{path}: {reason}; {_SUPPORTED}") from error
+    except Exception as error:  # huggingface_hub's validation errors derive from Exception alone
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise CheckpointError(f"{path}: {error}") from error
+        raise
+
+
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that `config.architectures` names, or the family's language model."""
+    for architecture in config.architectures or ():
+        found = getattr(transformers, architecture, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
+            return found
+    mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    for mapping in reversed(mappings) if config.is_encoder_decoder else mappings:
+        if type(config) in mapping:
+            language_model: Any = mapping[type(config)]
+            return language_model[0] if isinstance(language_model, tuple) else language_model
+    named = ", ".join(config.architectures or ()) or "none"
+    raise UnsupportedModelError(
+        f"model_type={config.model_type!r} (architectures: {named}): transformers has no generating model for it; "
+        + _SUPPORTED
+    )
+
+
+def build_meta_model(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedModel:
+    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes.
+
+    Raises CheckpointError for a config that does not make a model, UnsupportedModelError for one we do not run.
+    """
+    config = source if isinstance(source, PreTrainedConfig) else read_config(source)
+    check_family(config)
+    model_class = model_class_of(config)
+    try:
+        with torch.device("meta"):
+            return model_class(config).eval()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        if not _has_interface_experts(model_class):
+            raise _no_experts_error(config.model_type, vars(sys.modules[model_class.__module__])) from error
+        raise CheckpointError(
+            f"model_type={config.model_type!r}: {model_class.__name__} cannot be built from its config.json: {error}"
+        ) from error
+
+
+def check_family(config: PreTrainedConfig) -> None:
+    """Refuse the families that must not run at all, with the reason."""
+    reason = _WRONG_UPSTREAM.get(config.model_type)
+    if reason is not None:
+        raise UnsupportedModelError(f"model_type={config.model_type!r}: refused: {reason}; {_SUPPORTED}")
+
+
+def find_experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(module path, experts module) in module order, which is the layer order. Empty where there are none."""
+    return list(_iter_experts(model))
+
+
+def _iter_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if _is_switch_experts(module) or _is_on_interface(module):
+            yield name, module
+
+
+def _is_on_interface(module: nn.Module) -> bool:
+    """Was its class decorated by use_experts_implementation? It then has the flag and an `_apply_gate`."""
+    return hasattr(module, "is_transposed") and hasattr(module, "config") and hasattr(type(module), "_apply_gate")
+
+
+def _is_switch_experts(module: nn.Module) -> bool:
+    return type(module).__name__ == "SwitchTransformersExperts"
+
+
+def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite]:
+    """Every experts module of `meta_model`, in layer order, for weights of `itemsize` bytes.
+
+    Raises UnsupportedModelError, naming the family and what is supported, where there are none or one of them
+    computes something that slots cannot.
+    """
+    modules = find_experts_modules(meta_model)
+    model_type = meta_model.config.model_type
+    if not modules:
+        raise _no_experts_error(model_type, {type(module).__name__ for module in meta_model.modules()})
+    try:
+        return [_site(meta_model, name, module, itemsize) for name, module in modules]
+    except _ShapeError as error:
+        raise UnsupportedModelError(f"model_type={model_type!r}: {error}; {_SUPPORTED}") from error
+
+
+def _no_experts_error(model_type: str, class_names: Iterable[str]) -> UnsupportedModelError:
+    if any("expert" in name.lower() or "moe" in name.lower() for name in class_names):
+        reason = "its experts are not on transformers' experts interface"
+    else:
+        reason = "not a Mixture-of-Experts model"
+    return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
+
+
+def _has_interface_experts(model_class: type[PreTrainedModel]) -> bool:
+    """Does the family's modeling file hold a class on the experts interface, or switch's?"""
+    members = vars(sys.modules[model_class.__module__]).items()
+    return any(hasattr(found, "_apply_gate") or name == "SwitchTransformersExperts" for name, found in members)
+
+
+class _ShapeError(Exception):
+    """Why a module's experts do not fit the layout."""
+
+
+def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> ExpertsSite:
+    is_encoder = "encoder" in name.split(".")
+    if _is_switch_experts(module):
+        first = next(iter(module.children()))
+        width, hidden = first.wi.weight.shape
+        geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
+        return ExpertsSite(
+            name, type(module), geometry, False, True, False, False, ("wi", "wo"), is_encoder, is_fused=False
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise _ShapeError(f"{name} normalises each expert's output, which is not supported")
+    has_gate = getattr(module, "has_gate", True)
+    is_transposed = module.is_transposed
+    weight_names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    up, down = (getattr(module, weight_name, None) for weight_name in weight_names)
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+        raise _ShapeError(f"{name} has no fused weights {' and '.join(weight_names)} of three dimensions")
+    num_experts, inner, hidden = up.shape if not is_transposed else up.transpose(1, 2).shape
+    width = inner // 2 if has_gate else inner
+    expected = (num_experts, hidden, width) if not is_transposed else (num_experts, width, hidden)
+    if tuple(down.shape) != expected or (has_gate and inner % 2):
+        raise _ShapeError(
+            f"{name}: {weight_names[0]} {tuple(up.shape)} and {weight_names[1]} {tuple(down.shape)} are not those of "
+            "experts whose input and output have one width"
+        )
+    top_k = _top_k(model, name, module, num_experts, hidden)
+    geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
+    return ExpertsSite(
+        name=name,
+        module_class=type(module),
+        geometry=geometry,
+        is_transposed=is_transposed,
+        is_concatenated=getattr(module, "is_concatenated", True),
+        has_gate=has_gate,
+        has_bias=getattr(module, "has_bias", False),
+        weight_names=weight_names,
+        is_encoder=is_encoder,
+    )
+
+
+class _ProbedError(Exception):
+    """Carries what the experts were called with out of the probe."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _top_k(model: nn.Module, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
+    """K, from what the parent block passes to its experts; else from what the block calls K."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+
+    def stop(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        raise _ProbedError(arguments)
+
+    handle = experts.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            parent(torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype))
+    except _ProbedError as probed:
+        if len(probed.arguments) == 3 and isinstance(probed.arguments[1], torch.Tensor):
+            return int(probed.arguments[1].shape[-1])
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
+        pass  # a block that needs more than hidden states
+    finally:
+        handle.remove()
+    keys = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+    for owner in (parent, *parent.children(), getattr(experts, "config", None)):
+        for key in keys:
+            value = getattr(owner, key, None)
+            if isinstance(value, int) and 1 <= value <= num_experts:
+                return value
+    raise _ShapeError(f"{name}: cannot tell how many experts a token chooses")

@@ -1,0 +1,190 @@
+"""Tells the runtime when a forward pass begins and ends and what its rows are; one pass at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from expertly.core.errors import ModelUseError
+from expertly.core.iteration import IterationInfo
+from expertly.models.adapter import find_experts_modules
+from expertly.models.runtime import Runtime
+
+Role = Literal["encoder", "decoder", "causal"]
+Mask = npt.NDArray[np.bool_]
+
+_MAX_SHARED = 64
+
+
+def attach(model: PreTrainedModel, runtime: Runtime) -> None:
+    """Wrap the forward of every stack of `model` (the innermost transformers model around an experts module).
+
+    The stack's class becomes a subclass of the same name, so that the wrapping survives a deepcopy and user hooks
+    stay what they are. Passes of one model, and of its deep copies, are serialised by one re-entrant lock.
+    torch.compile around the model leaves the stacks as they are (or says that it may not, with fullgraph=True).
+    """
+    context = IterationContext(runtime, next(model.parameters()).device.type)
+    for name in dict.fromkeys(_stack_of(model, site) for site, _ in find_experts_modules(model)):
+        stack: Any = model.get_submodule(name)
+        role: Role = "causal"
+        if model.config.is_encoder_decoder:
+            role = "encoder" if "encoder" in name.split(".") else "decoder"
+        stack._expertly_context = context
+        stack.__class__ = _announcing(type(stack), role)
+
+
+def _stack_of(model: PreTrainedModel, site: str) -> str:
+    """Path of the innermost transformers model that holds the module at `site`."""
+    parts = site.split(".")
+    for length in range(len(parts), -1, -1):
+        if isinstance(model.get_submodule(".".join(parts[:length])), PreTrainedModel):
+            return ".".join(parts[:length])
+    raise AssertionError(site)
+
+
+def _announcing(original: type[PreTrainedModel], role: Role) -> type[PreTrainedModel]:
+    names = tuple(inspect.signature(original.forward).parameters)[1:]
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise ModelUseError("experts whose weights come and go cannot be traced; call the model as it is")
+        context: IterationContext = self._expertly_context
+        with context.lock:
+            info = None
+            if not context.is_running:  # else a stack within a stack: the outer one has begun
+                info = context.describe(role, dict(zip(names, args, strict=False)) | kwargs if args else kwargs)
+            if info is None:
+                return original.forward(self, *args, **kwargs)
+            context.begin(info)
+            is_ok = False
+            try:
+                result = original.forward(self, *args, **kwargs)
+                is_ok = True
+            finally:
+                context.end(is_ok)
+            return result
+
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": torch.compiler.disable(forward, reason="experts come and go"),
+    }
+    return type(original.__name__, (original,), namespace)
+
+
+class IterationContext:
+    """What one model, and all deep copies of it, share: the runtime, the lock, and whether a pass is running."""
+
+    def __init__(self, runtime: Runtime, device_type: str) -> None:
+        self.lock = threading.RLock()
+        self.is_running = False
+        self._runtime = runtime
+        self._may_capture = device_type == "cuda"
+        self._shared: dict[tuple[int, int, bool], IterationInfo] = {}  # of passes without pads, by shape
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IterationContext:
+        return self
+
+    def begin(self, info: IterationInfo) -> None:
+        if self._may_capture and torch.cuda.is_current_stream_capturing():
+            raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
+        self._runtime.begin_iteration(info)
+        self.is_running = True
+
+    def end(self, is_ok: bool) -> None:
+        self.is_running = False
+        self._runtime.end_iteration(is_ok)
+
+    def describe(self, role: Role, inputs: Mapping[str, Any]) -> IterationInfo | None:
+        """The rows of a pass from the keyword arguments of its stack; None where there are no inputs to speak of.
+
+        More than one token on top of a filled cache is decode (assisted decoding verifies so), and so is a
+        decoder's single token (its prompt went to the encoder). Packed sequences have a phase each.
+        """
+        rows = inputs.get("input_ids")
+        if rows is None:
+            rows = inputs.get("inputs_embeds")
+        if rows is None or rows.dim() < 2:
+            return None
+        batch, length = rows.shape[0], rows.shape[1]
+        if inputs.get("cu_seq_lens_q") is not None:
+            return self._describe_packed(batch * length, inputs)
+        is_prefill = not (role == "decoder" and length == 1) and not _is_filled(inputs.get("past_key_values"))
+        if length == 1 and not is_prefill:
+            return self._unpadded(batch, length, is_prefill)
+        is_pad = _pads(inputs.get("attention_mask"), batch, length)
+        if is_pad is None:
+            return self._unpadded(batch, length, is_prefill)
+        same = self._unpadded(batch, length, is_prefill)
+        return IterationInfo(same.is_prefill, is_pad, batch, same.phase)
+
+    def _unpadded(self, batch: int, length: int, is_prefill: bool) -> IterationInfo:
+        key = (batch, length, is_prefill)
+        info = self._shared.get(key)
+        if info is None:
+            if len(self._shared) >= _MAX_SHARED:
+                self._shared.clear()
+            phase: Literal["prefill", "decode"] = "prefill" if is_prefill else "decode"
+            info = IterationInfo(_frozen(np.full(batch * length, is_prefill)), None, batch, phase)
+            self._shared[key] = info
+        return info
+
+    def _describe_packed(self, num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
+        """Continuous batching: sequences side by side in one row [1, T], then pads. One token and a past: decode."""
+        bounds = np.asarray(inputs["cu_seq_lens_q"].tolist(), dtype=np.int64)
+        lengths = np.diff(bounds)
+        starts = bounds[:-1][lengths == 1]
+        is_prefill = np.ones(num_rows, dtype=bool)
+        past = inputs.get("cu_seq_lens_k")
+        if isinstance(past, Mapping):
+            past = past.get("full_attention", next(iter(past.values()), None))
+        if past is not None:
+            has_past = np.diff(np.asarray(past.tolist(), dtype=np.int64))[: len(lengths)][lengths == 1] > 1
+        else:
+            positions = inputs.get("position_ids")
+            has_past = np.zeros(len(starts), dtype=bool)
+            if positions is not None:
+                has_past = np.asarray(positions.reshape(-1).tolist(), dtype=np.int64)[starts] > 0
+        is_prefill[starts[has_past]] = False
+        is_pad = None
+        if bounds[-1] < num_rows:
+            is_pad = np.arange(num_rows) >= bounds[-1]
+            is_prefill[is_pad] = False
+        phase: Literal["prefill", "decode"] = "prefill" if is_prefill.any() else "decode"
+        num_requests = int(np.count_nonzero(lengths))
+        return IterationInfo(_frozen(is_prefill), None if is_pad is None else _frozen(is_pad), num_requests, phase)
+
+
+def _is_filled(cache: Any) -> bool:
+    get_seq_length = getattr(cache, "get_seq_length", None)
+    if get_seq_length is None:
+        return bool(cache)  # None, or a legacy tuple
+    try:
+        return bool(get_seq_length() > 0)
+    except ValueError:  # no attention layer to count tokens
+        return bool(cache.has_previous_state())
+
+
+def _pads(attention_mask: Any, batch: int, length: int) -> Mask | None:
+    """[T], from a mask [B, at least S] whose last S columns are this pass's tokens; None where nothing is a pad."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        return None
+    if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        return None
+    is_pad = (attention_mask[:, -length:] == 0).reshape(-1).cpu().numpy()
+    return _frozen(is_pad) if is_pad.any() else None
+
+
+def _frozen(mask: Mask) -> Mask:
+    mask.setflags(write=False)
+    return mask

@@ -1,0 +1,28 @@
+"""Least recently used goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+
+
+class LRU:
+    """Recency is the order of `used`; an expert admitted and not yet used counts as just used."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def admitted(self, expert: int) -> None:
+        self._order[expert] = None
+
+    def removed(self, expert: int) -> None:
+        del self._order[expert]
+
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
+        order = self._order
+        for expert in experts:
+            if expert in order:
+                order.move_to_end(expert)
+
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        return (expert for expert in self._order if expert not in protected)

@@ -1,0 +1,4 @@
+"""Bytes on disk: checkpoints as they come, and the packed store that experts are read from.
+
+Imports core, the standard library and NumPy; neither torch nor transformers.
+"""

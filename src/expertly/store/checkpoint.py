@@ -1,0 +1,180 @@
+"""A checkpoint folder as it comes from the hub: its config, its tensors and where they lie, its identity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import CheckpointError
+from expertly.store.files import is_plain_name, read_json_object
+from expertly.store.headers import parse_safetensors_header, read_header_bytes
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_SAMPLE_NBYTES = 4096
+_NUM_SAMPLES = 64
+_WHOLE_NBYTES = 4 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor on disk. `dtype` is safetensors' name for it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Opened checkpoint. No tensor is in memory; reads go through the page cache, by `preadv`, never by mmap."""
+
+    folder: Path
+    config: Mapping[str, Any]  # config.json as it is
+    tensors: Mapping[str, TensorRef]
+    headers: Mapping[str, bytes]  # of each file, by name
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read config, index and all headers. Raises CheckpointError naming the file and what is wrong with it."""
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        config = read_json_object(folder / "config.json", CheckpointError)
+        weight_map = _weight_map(folder)
+        names = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
+        headers: dict[str, bytes] = {}
+        tensors: dict[str, TensorRef] = {}
+        for file_name in names:
+            path = folder / file_name
+            if not path.is_file():
+                needs = f"{INDEX_NAME} names it for {sum(v == file_name for v in weight_map.values())} tensors"
+                raise CheckpointError(f"{path}: missing shard: {needs}")
+            headers[file_name] = raw = read_header_bytes(path)
+            for name, info in parse_safetensors_header(path, raw).items():
+                if name in tensors:
+                    raise CheckpointError(f"{path}: tensor {name!r} is also in {tensors[name].path.name}")
+                tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)
+        for name, file_name in weight_map.items():
+            if name not in tensors or tensors[name].path.name != file_name:
+                raise CheckpointError(f"{folder / file_name}: tensor {name!r} is not in it, but {INDEX_NAME} says so")
+        return cls(folder, config, tensors, headers)
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 over the config, each file's name, size and header, and a sample of each file's bytes.
+
+        The sample (64 blocks of 4 KiB spread over the file, or all of a file below 4 MiB) tells apart fine-tunings
+        of one model, whose headers are equal. Times and folder names do not enter.
+        """
+        digest = hashlib.sha256()
+
+        def add(part: bytes) -> None:
+            digest.update(len(part).to_bytes(8, "little") + part)
+
+        add((self.folder / "config.json").read_bytes())
+        for name, header in self.headers.items():
+            add(name.encode())
+            add(header)
+            for part in _samples(self.folder / name):
+                add(part)
+        return digest.hexdigest()
+
+    def read_into(self, name: str, buffer: memoryview, start: int = 0) -> None:
+        """Fill `buffer` with the tensor's bytes from `start`."""
+        ref = self.tensors[name]
+        assert start >= 0 and start + buffer.nbytes <= ref.nbytes, "read outside of the tensor"
+        left = memoryview(buffer).cast("B") if buffer.nbytes else memoryview(b"")
+        offset = ref.offset + start
+        try:
+            fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{ref.path}: cannot be opened ({error.strerror})") from None
+        try:
+            while left:
+                count = os.preadv(fd, [left], offset)
+                if count == 0:
+                    raise CheckpointError(f"{ref.path}: truncated inside tensor {name!r}, at offset {offset}")
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(
+                f"{ref.path}: reading tensor {name!r} at offset {offset} failed ({error.strerror})"
+            ) from error
+        finally:
+            os.close(fd)
+
+    def read(self, name: str) -> Bytes:
+        """All bytes of a tensor, [nbytes]; its dtype and shape are in `tensors`."""
+        return self._read(name, 0, self.tensors[name].nbytes)
+
+    def read_row(self, name: str, index: int) -> Bytes:
+        """The bytes of `tensor[index]`."""
+        ref = self.tensors[name]
+        assert ref.shape and index < ref.shape[0], "no such row"
+        nbytes = ref.nbytes // ref.shape[0]
+        return self._read(name, index * nbytes, nbytes)
+
+    def read_chunks(self, name: str, chunk_nbytes: int = 8 << 20) -> Iterator[Bytes]:
+        """The bytes of a tensor in pieces; each is only valid until the next."""
+        total = self.tensors[name].nbytes
+        buffer = np.empty(min(chunk_nbytes, total), np.uint8)
+        for start in range(0, total, chunk_nbytes):
+            piece = buffer[: min(chunk_nbytes, total - start)]
+            self.read_into(name, piece.data, start)
+            yield piece
+
+    def _read(self, name: str, start: int, nbytes: int) -> Bytes:
+        buffer = np.empty(nbytes, np.uint8)
+        self.read_into(name, buffer.data, start)
+        return buffer
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name; empty where the checkpoint is one file."""
+    if (folder / SINGLE_NAME).is_file():  # as transformers: before the index
+        return {}
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        if path.is_symlink() or (folder / SINGLE_NAME).is_symlink():
+            raise CheckpointError(f"{folder}: its weights are a broken link: an unfinished download?")
+        others = sorted(
+            p.name for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)
+        )
+        found = f"; found {', '.join(others[:3])}, which cannot be packed" if others else ""
+        raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{found}")
+    weight_map = read_json_object(path, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map={weight_map!r:.80}: must map tensor names to file names")
+    for name, file_name in weight_map.items():
+        if not is_plain_name(file_name):
+            raise CheckpointError(
+                f"{path}: weight_map[{name!r}]={file_name!r:.80}: must be a file name in the same folder"
+            )
+    return weight_map
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            yield size.to_bytes(8, "little")
+            if size <= _WHOLE_NBYTES:
+                yield file.read(size)
+                return
+            for i in range(_NUM_SAMPLES):
+                offset = i * (size - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1)
+                yield os.pread(file.fileno(), _SAMPLE_NBYTES, offset)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -1,0 +1,117 @@
+"""What a packed store says of itself: `manifest.json`, written last, read as hostile input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.geometry import LayerGeometry
+from expertly.store.dtypes import ITEMSIZE, STORE_DTYPES
+from expertly.store.files import is_plain_name, json_bytes, read_json_object, write_atomic
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerGeometry))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and checksum (CRC-32 of zlib) of one file of the store."""
+
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything but the bytes. `layers` and `sites` run over the MoE layers in model order."""
+
+    identity: str  # of the source checkpoint
+    source: str  # where it was
+    model_type: str
+    dtype: str  # of the experts: bfloat16, float16 or float32
+    layers: tuple[LayerGeometry, ...]
+    sites: tuple[str, ...]  # module path of each layer's experts
+    files: Mapping[str, FileEntry]
+    format_version: int = FORMAT_VERSION
+
+    def write(self, folder: Path) -> None:
+        write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format_version": self.format_version,
+            "identity": self.identity,
+            "source": self.source,
+            "model_type": self.model_type,
+            "dtype": self.dtype,
+            "layers": [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in self.layers],
+            "sites": list(self.sites),
+            "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises StoreError naming the file, the field and what is accepted."""
+        path = folder / MANIFEST_NAME
+        return cls.from_dict(path, read_json_object(path, StoreError))
+
+    @classmethod
+    def from_dict(cls, path: Path, raw: Mapping[str, Any]) -> Manifest:
+        def fail(field: str, accepted: str) -> StoreError:
+            return StoreError(f"{path}: {field}={raw.get(field)!r:.80}: {accepted}")
+
+        if raw.get("format_version") != FORMAT_VERSION:
+            raise fail("format_version", f"this version of expertly reads {FORMAT_VERSION}; pack again")
+        for field in ("identity", "source", "model_type"):
+            if not isinstance(raw.get(field), str):
+                raise fail(field, "must be a string")
+        if raw.get("dtype") not in STORE_DTYPES:
+            raise fail("dtype", f"accepted: {', '.join(STORE_DTYPES)}")
+        layers, sites, files = raw.get("layers"), raw.get("sites"), raw.get("files")
+        if not isinstance(layers, list) or not layers:
+            raise fail("layers", "must be a list of at least one layer")
+        if not isinstance(sites, list) or len(sites) != len(layers) or not all(isinstance(s, str) for s in sites):
+            raise fail("sites", f"must be {len(layers)} strings, one a layer")
+        if not isinstance(files, dict):
+            raise fail("files", "must be an object")
+        return cls(
+            raw["identity"],
+            raw["source"],
+            raw["model_type"],
+            raw["dtype"],
+            tuple(_layer(path, i, layer, ITEMSIZE[raw["dtype"]]) for i, layer in enumerate(layers)),
+            tuple(sites),
+            {name: _entry(path, name, entry) for name, entry in files.items()},
+        )
+
+
+def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
+    where = f"{path}: layers[{index}]={raw!r:.80}"
+    if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
+        raise StoreError(f"{where}: must be an object of {', '.join(_LAYER_FIELDS)}")
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value < 1 << 40 for value in raw.values()):
+        raise StoreError(f"{where}: must be whole numbers")
+    try:
+        layer = LayerGeometry(**raw)
+    except ConfigError as error:
+        raise StoreError(f"{path}: layers[{index}]: {error}") from None
+    if layer.itemsize != itemsize:
+        raise StoreError(f"{where}: itemsize disagrees with the dtype, whose size is {itemsize}")
+    return layer
+
+
+def _entry(path: Path, name: str, raw: object) -> FileEntry:
+    if not is_plain_name(name):
+        raise StoreError(f"{path}: files[{name!r}]: must be a file name in the same folder")
+    values = [raw.get(field) if isinstance(raw, dict) else None for field in ("nbytes", "checksum")]
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
+        raise StoreError(f"{path}: files[{name!r}]={raw!r:.80}: must hold nbytes and checksum, whole numbers from 0")
+    nbytes, checksum = values
+    assert isinstance(nbytes, int) and isinstance(checksum, int)
+    return FileEntry(nbytes, checksum)

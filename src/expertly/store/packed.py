@@ -1,0 +1,172 @@
+"""A packed store: a checkpoint rewritten so that any part of any expert is one contiguous read."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from expertly.core.errors import CheckpointError, StoreError
+from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
+from expertly.store.checkpoint import INDEX_NAME
+from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES
+from expertly.store.files import read_json_object
+from expertly.store.headers import TensorInfo, read_safetensors_header
+from expertly.store.manifest import MANIFEST_NAME, Manifest
+
+DENSE_NAME = "dense.safetensors"
+EXPERTS_KEY = "experts"
+
+_CHUNK_NBYTES = 4 << 20
+
+
+def experts_name(layer: int) -> str:
+    """File of a layer's experts: one tensor `experts`, [E, I, M, H]; M: gate (if any), up, down transposed."""
+    return f"experts-{layer:05d}.safetensors"
+
+
+def experts_shape(layer: LayerGeometry) -> tuple[int, int, int, int]:
+    return (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
+
+
+def is_packed_store(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    """An opened store: sizes and headers have been checked, nothing is in memory, no file is held open."""
+
+    folder: Path
+    manifest: Manifest
+    extents: tuple[tuple[Path, int], ...]  # file and offset of expert 0, of each layer
+    dense: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, folder: Path, expect_identity: str | None = None) -> PackedStore:
+        """Raises StoreError naming the file that is missing, of another size or damaged, or if the store was made of
+        another checkpoint than `expect_identity`."""
+        if not folder.is_dir():
+            raise StoreError(f"{folder}: no such folder")
+        if not is_packed_store(folder):
+            raise StoreError(f"{folder}: not a packed store (no {MANIFEST_NAME})")
+        manifest = Manifest.read(folder)
+        if expect_identity is not None and manifest.identity != expect_identity:
+            raise StoreError(
+                f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}; "
+                f"expected {expect_identity[:16]}), or that one has changed since: remove the store and pack again"
+            )
+        for name in ("config.json", INDEX_NAME, DENSE_NAME, *map(experts_name, range(len(manifest.layers)))):
+            if name not in manifest.files:
+                raise StoreError(f"{folder / MANIFEST_NAME}: files lacks {name!r}")
+        for name, entry in manifest.files.items():
+            _check_size(folder / name, entry.nbytes)
+        code = STORE_DTYPES[manifest.dtype]
+        extents = tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers))
+        return cls(folder, manifest, extents, _header(folder / DENSE_NAME))
+
+    def geometry(self, segments: int = 1) -> Geometry:
+        """Raises ConfigError where `segments` does not divide an intermediate size."""
+        return Geometry(self.manifest.layers, segments)
+
+    def layer_extent(self, layer: int) -> tuple[Path, int]:
+        """The file, and the offset in it of expert 0 (a multiple of 4096); expert e is e * expert_nbytes further."""
+        return self.extents[layer]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return read_json_object(self.folder / "config.json", StoreError)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the dense tensors once loaded in the store's dtype."""
+        itemsize = ITEMSIZE[self.manifest.dtype]
+        total = 0
+        for info in self.dense.values():
+            elements = 1
+            for size in info.shape:
+                elements *= size
+            total += elements * itemsize if info.dtype in IS_FLOAT else info.nbytes
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(entry.nbytes for entry in self.manifest.files.values())
+
+    def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
+        """Open again, checking sizes and headers; `full` reads all files and compares checksums.
+
+        `progress(done_nbytes, total_nbytes)`. Raises StoreError naming the first file that is damaged.
+        """
+        PackedStore.open(self.folder)
+        if not full:
+            return
+        done = 0
+        for name, entry in self.manifest.files.items():
+            checksum = 0
+            for chunk in _chunks(self.folder / name):
+                checksum = zlib.crc32(chunk, checksum)
+                done += len(chunk)
+                if progress is not None:
+                    progress(done, self.nbytes)
+            if checksum != entry.checksum:
+                raise StoreError(
+                    f"{self.folder / name}: checksum {checksum:08x}, but it was written with {entry.checksum:08x}: "
+                    "damaged; remove the store and pack again"
+                )
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _check_size(path: Path, nbytes: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); remove the store and pack again") from None
+    if size != nbytes:
+        what = "truncated" if size < nbytes else "changed"
+        raise StoreError(
+            f"{path}: {what}: {size} bytes, but {MANIFEST_NAME} says {nbytes}; remove the store and pack again"
+        )
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        return read_safetensors_header(path)
+    except CheckpointError as error:
+        raise StoreError(f"{error}; remove the store and pack again") from None
+
+
+def _extent(folder: Path, code: str, index: int, layer: LayerGeometry) -> tuple[Path, int]:
+    path = folder / experts_name(index)
+    info = _header(path).get(EXPERTS_KEY)
+    if info is None or info.dtype != code or info.shape != experts_shape(layer) or info.begin % PAGE_NBYTES:
+        found = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)} at offset {info.begin}"
+        raise StoreError(
+            f"{path}: tensor {EXPERTS_KEY!r}: {found}; must be {code} {list(experts_shape(layer))} at a multiple of "
+            f"{PAGE_NBYTES}: remove the store and pack again"
+        )
+    return path, info.begin
+
+
+def dense_index(names: list[str], nbytes: int) -> bytes:
+    """`model.safetensors.index.json` by which transformers finds the dense tensors."""
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict.fromkeys(names, DENSE_NAME)}
+    return json.dumps(index, indent=1, sort_keys=True).encode()

@@ -1,0 +1,102 @@
+"""Reading expert bytes straight from disk, past the page cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from expertly.core.errors import StoreError, TransferError
+from expertly.core.geometry import PAGE_NBYTES
+
+_MAX_BUFFERS = 1024
+"""IOV_MAX of Linux."""
+
+
+class ExpertFile:
+    """One open file of experts. Reads are positional, so any number of threads may share it.
+
+    Raises StoreError where it cannot be opened. A file system without O_DIRECT is read through the page cache,
+    whose pages are dropped afterwards; `is_direct` says which.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be opened ({error.strerror})") from None
+        try:
+            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
+            self._direct = -1
+        if hasattr(os, "posix_fadvise"):  # no readahead: what is read is what was asked for
+            os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether aligned reads bypass the page cache."""
+        return self._direct >= 0
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill `buffers` one after the other from `offset`; returns whether the page cache was bypassed.
+
+        It is where the offset and each buffer's address and length are multiples of 4096. Raises TransferError
+        naming file and offset on a read error or where the file ends early.
+        """
+        assert self._buffered >= 0, "read after close"
+        buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
+        direct = self._direct >= 0 and offset % PAGE_NBYTES == 0 and all(map(_is_aligned, buffers))
+        total = sum(map(len, buffers))
+        try:
+            self._read(self._direct if direct else self._buffered, offset, buffers)
+        except OSError as error:
+            raise TransferError(
+                f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
+            ) from error
+        if not direct:
+            self._drop(offset, total)
+        return direct
+
+    def _read(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        left = [view for view in buffers if len(view)]
+        while left:
+            count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+            if count == 0:
+                raise TransferError(
+                    f"{self.path}: ends at offset {offset}, {sum(map(len, left))} bytes short: truncated"
+                )
+            offset += count
+            if fd == self._direct and count % PAGE_NBYTES:  # only at the end of a file, or the device is odd
+                fd = self._buffered
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def _drop(self, offset: int, nbytes: int) -> None:
+        """Forget the pages just read. Those that another open read of the same file shares are only read again."""
+        if hasattr(os, "posix_fadvise"):
+            first = offset // PAGE_NBYTES * PAGE_NBYTES
+            end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+            os.posix_fadvise(self._buffered, first, end - first, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Idempotent. No read may be under way."""
+        for fd in (self._buffered, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._buffered = self._direct = -1
+
+
+def _is_aligned(view: memoryview) -> bool:
+    if len(view) % PAGE_NBYTES:
+        return False
+    return not len(view) or _address(view) % PAGE_NBYTES == 0
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

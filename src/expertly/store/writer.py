@@ -1,0 +1,281 @@
+"""Writing a packed store: resumable file by file, and visible under its name only when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from expertly.core.errors import StoreError
+from expertly.core.geometry import PAGE_NBYTES
+from expertly.store.checkpoint import INDEX_NAME, Bytes
+from expertly.store.dtypes import BITS, STORE_DTYPES
+from expertly.store.extras import copy_extras
+from expertly.store.files import disk_errors, existing_parent, json_bytes, sync_folder, write_atomic
+from expertly.store.manifest import FileEntry, Manifest
+from expertly.store.packed import (
+    DENSE_NAME,
+    EXPERTS_KEY,
+    PackedStore,
+    dense_index,
+    experts_name,
+    experts_shape,
+    is_packed_store,
+)
+
+Progress = Callable[[int, int], None]
+"""`progress(done_nbytes, total_nbytes)`."""
+
+_JOURNAL_NAME = "progress.json"
+_LOCK_NAME = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written; `dtype` is safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        num_bits = BITS[self.dtype]
+        for size in self.shape:
+            num_bits *= size
+        return num_bits // 8
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a store is while it is made."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
+    """Makes the store `plan` (a manifest without files) and `dense` describe at `folder`.
+
+    Works in `<folder>.partial`, which an earlier writer of the same plan may have left: the files it finished are
+    kept (`is_done`). Holds a lock there, waiting for another process that packs to the same place. `finish` renames
+    it to `folder`; a writer that ends before leaves only the partial folder. Raises StoreError where the disk is
+    full, not writable, or something else is in the way.
+    """
+
+    def __init__(self, folder: Path, plan: Manifest, dense: tuple[TensorSpec, ...], progress: Progress | None) -> None:
+        self.folder = folder
+        self._partial = partial_folder(folder)
+        self._plan = plan
+        self._dense = dense
+        self._progress = progress
+        self._total = sum(layer.nbytes for layer in plan.layers) + sum(spec.nbytes for spec in dense)
+        self._written = 0
+        self._done: dict[str, FileEntry] = {}
+        _check_place(folder, self._partial)
+        with disk_errors(self._partial, "making the folder"):
+            self._lock = _acquire(self._partial)
+        try:
+            self._resume()
+            self._check_space()
+            self._report(0)
+        except BaseException:
+            self.close()
+            raise
+
+    def finished_store(self) -> PackedStore | None:
+        """The store, where another process has finished it while this one waited for the lock."""
+        if not self.folder.is_dir() or not any(self.folder.iterdir()):
+            return None
+        store = PackedStore.open(self.folder, self._plan.identity)
+        shutil.rmtree(self._partial, ignore_errors=True)
+        return store
+
+    def is_done(self, name: str) -> bool:
+        return name in self._done
+
+    def write_layer(self, layer: int, experts: Iterable[Bytes]) -> None:
+        """Write a layer's experts, given in order, each `expert_nbytes` long."""
+        geometry = self._plan.layers[layer]
+        spec = TensorSpec(EXPERTS_KEY, STORE_DTYPES[self._plan.dtype], experts_shape(geometry))
+        self._write(experts_name(layer), [spec], experts)
+
+    def write_dense(self, chunks_of: Callable[[TensorSpec], Iterable[Bytes]]) -> None:
+        """Write the dense tensors, each given in chunks that add up to it."""
+        self._write(DENSE_NAME, self._dense, (chunk for spec in self._dense for chunk in chunks_of(spec)))
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a small file: config, tokenizer."""
+        with disk_errors(self._partial, f"writing {name}"):
+            write_atomic(self._partial / name, data)
+        self._mark(name, FileEntry(len(data), zlib.crc32(data)))
+
+    def copy_extras(self, source: Path) -> None:
+        """Copy tokenizer and the like, which may be changed later and so are not in the manifest."""
+        copy_extras(source, self._partial)
+
+    def finish(self) -> PackedStore:
+        """Write index and manifest, and give the store its name."""
+        names = [spec.name for spec in self._dense]
+        self.write_file(INDEX_NAME, dense_index(names, sum(spec.nbytes for spec in self._dense)))
+        with disk_errors(self._partial, "finishing the store"):
+            replace(self._plan, files=dict(sorted(self._done.items()))).write(self._partial)
+            (self._partial / _JOURNAL_NAME).unlink()
+            sync_folder(self._partial)
+            self._partial.rename(self.folder)
+            sync_folder(self.folder.parent)
+            (self.folder / _LOCK_NAME).unlink()
+        return PackedStore.open(self.folder, self._plan.identity)
+
+    def close(self) -> None:
+        """Let go of the lock. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, name: str, specs: Iterable[TensorSpec], chunks: Iterable[Bytes]) -> None:
+        header = _header(list(specs))
+        path = self._partial / name
+        total = len(header) + sum(spec.nbytes for spec in specs)
+        with disk_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
+            checksum = zlib.crc32(header)
+            nbytes = _write_all(file.fileno(), memoryview(header))
+            for chunk in _converted(chunks):
+                checksum = zlib.crc32(chunk, checksum)
+                nbytes += _write_all(file.fileno(), chunk)
+                self._report(chunk.nbytes)
+            assert nbytes == total, f"{name}: {nbytes} bytes written, not {total}"
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # the store is read past the page cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._mark(name, FileEntry(nbytes, checksum))
+
+    def _mark(self, name: str, entry: FileEntry) -> None:
+        self._done[name] = entry
+        with disk_errors(self._partial, "recording progress"):
+            write_atomic(self._partial / _JOURNAL_NAME, json_bytes(self._journal(self._done)))
+
+    def _journal(self, done: Mapping[str, FileEntry]) -> dict[str, Any]:
+        dense = [[spec.name, spec.dtype, list(spec.shape)] for spec in self._dense]
+        return replace(self._plan, files=done).as_dict() | {"dense": zlib.crc32(json.dumps(dense).encode())}
+
+    def _resume(self) -> None:
+        """Keep the files that are done; remove everything else of ours."""
+        path = self._partial / _JOURNAL_NAME
+        found: Any = None
+        try:
+            found = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            pass  # none yet, or torn by a crash of the machine: start over
+        expected = self._journal({})
+        if isinstance(found, dict) and {**found, "files": {}, "source": self._plan.source} == expected:
+            with contextlib.suppress(StoreError):
+                files = Manifest.from_dict(path, found).files
+                self._done = {name: e for name, e in files.items() if _size(self._partial / name) == e.nbytes}
+        with disk_errors(self._partial, "clearing the folder"):
+            for stale in self._partial.iterdir():
+                if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
+                    stale.unlink()
+            write_atomic(path, json_bytes(self._journal(self._done)))
+        for layer, geometry in enumerate(self._plan.layers):
+            self._written += geometry.nbytes if self.is_done(experts_name(layer)) else 0
+        self._written += sum(spec.nbytes for spec in self._dense) if self.is_done(DENSE_NAME) else 0
+
+    def _check_space(self) -> None:
+        needed = self._total - self._written
+        with disk_errors(self._partial, "asking for free space"):
+            free = shutil.disk_usage(existing_parent(self._partial)).free
+        if needed > free:
+            raise StoreError(
+                f"{self._partial}: the disk is full: {needed} more bytes are needed, {free} are free; make room or "
+                "choose another folder with --out or EXPERTLY_CACHE"
+            )
+
+    def _report(self, nbytes: int) -> None:
+        self._written += nbytes
+        if self._progress is not None:
+            self._progress(self._written, self._total)
+
+
+def _check_place(folder: Path, partial: Path) -> None:
+    """Refuse to write over what is not ours."""
+    with disk_errors(folder, "looking at it"):
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder}: a file is in the way; must be a new or empty folder")
+        if folder.is_dir() and any(folder.iterdir()) and not is_packed_store(folder):
+            raise StoreError(f"{folder}: holds other files; must be a new or empty folder, or a packed store")
+        if (
+            partial.exists()
+            and not (partial / _LOCK_NAME).exists()
+            and (not partial.is_dir() or any(partial.iterdir()))
+        ):
+            raise StoreError(f"{partial}: in the way, and not left by packing; move it, or choose another folder")
+
+
+def _converted(chunks: Iterable[Bytes]) -> Iterable[memoryview]:
+    return (chunk.data.cast("B") if chunk.nbytes else memoryview(b"") for chunk in chunks)
+
+
+def _write_all(fd: int, data: memoryview) -> int:
+    left = data
+    while left:
+        left = left[os.write(fd, left) :]
+    return data.nbytes
+
+
+def _header(specs: list[TensorSpec]) -> bytes:
+    """Length and JSON of a safetensors header, padded so that data starts at a multiple of 4096."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    raw = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    nbytes = -(-(8 + len(raw)) // PAGE_NBYTES) * PAGE_NBYTES - 8
+    return nbytes.to_bytes(8, "little") + raw.ljust(nbytes)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _acquire(partial: Path) -> int:
+    """The descriptor of a locked lock file in `partial`, which is made where it is not there."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(partial / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # its owner finished and renamed the folder
+            continue
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logging.getLogger("expertly").warning("waiting for another process that writes %s", partial)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.stat(partial / _LOCK_NAME)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)

@@ -1,0 +1,70 @@
+"""`expertly doctor`, quick and small: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expertly.cli.main import main
+from expertly.core.profile import MachineProfile
+from expertly.engine import machine, measure
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1)
+    monkeypatch.setattr(machine, "Effort", lambda: effort)
+    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
+    monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
+    monkeypatch.setattr(machine, "monotonic", lambda: 0.0)  # no disk is too slow
+    monkeypatch.setattr(measure, "DEPTHS", (1, 2))
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+
+
+def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor"]) == 0
+    out, err = capsys.readouterr()
+    for row in ("64 KiB", "16 MiB", "matrix x vector, float16, 1 threads"):
+        assert any(line.startswith(row) for line in out.splitlines()), out
+    path = tmp_path / "cache" / "machine.json"
+    assert str(path) in err
+    profile = MachineProfile.read(path)
+    assert profile.disk is not None and profile.disk.folder == str(tmp_path / "cache")
+    assert profile.disk_nbytes_per_s(MIB, depth=2) > 0
+    assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
+
+
+def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "disk").mkdir()
+    out_path = tmp_path / "profile.json"
+    assert main(["doctor", "--json", "--dir", str(tmp_path / "disk"), "--out", str(out_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads(out_path.read_text())
+    assert {key: printed[key] for key in written} == written
+    assert printed["profile_path"] == str(out_path)
+    assert 0 < printed["seconds"] < 30
+    assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])
+    assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
+
+
+def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--dir", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out.json")]) == 2
+    assert "dir=" in capsys.readouterr().err
+
+
+def test_a_cache_folder_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
+    assert main(["doctor", "--json"]) == 2
+    printed = json.loads(capsys.readouterr().out)
+    assert {problem["subject"] for problem in printed["problems"] if problem["level"] == "error"} == {
+        "folder",
+        "profile",
+    }
+    assert printed["matvec"], "the rest is measured all the same"

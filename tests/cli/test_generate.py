@@ -1,0 +1,169 @@
+"""`expertly generate` from the command line to the text, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from expertly.cli.main import main
+from tests.families import make_checkpoint, make_tokenizer, reference_generate
+
+PROMPT = "Once upon a time"
+KEYS = {
+    "text", "tokens", "ttft_s", "tpot_s", "hit_rate", "stall_s", "bytes_loaded", "expert_bytes", "memory_bytes",
+    "peak_rss_bytes", "system", "segments",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> str:
+    """What the unmodified model writes."""
+    tokenizer = make_tokenizer()
+    tokens = reference_generate(model, [tokenizer(PROMPT)["input_ids"]], max_new_tokens=20)[0]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def generate(model: Path, *arguments: str) -> int:
+    return main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "20", *arguments])
+
+
+def test_text_then_one_line_of_measures(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
+    assert generate(model, "--memory", "50%") == 0
+    out = capsys.readouterr().out
+    text, _, line = out.rstrip("\n").rpartition("\n")
+    assert text.rstrip("\n") == expected.rstrip("\n")
+    for word in ("20 tokens", "TTFT", "TPOT", "decode hit rate", "stall", "loaded", "budget", "50.0% of", "system lru"):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--system", "lfu"), ("--segments", "4"), ("--system", "on-demand", "--ring", "2")]
+)
+def test_json_is_one_object_with_the_same_text(
+    model: Path, expected: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    assert generate(model, "--memory", "50%", "--json", *arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result.keys() >= KEYS
+    assert result["text"] == expected
+    assert result["tokens"] == 20
+    assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
+    assert result["ttft_s"] > 0 and result["tpot_s"] > 0
+    assert 0 <= result["hit_rate"] <= 1
+    assert result["peak_rss_bytes"] > 50 << 20
+    assert "layers" not in result
+
+
+def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert generate(model, "--memory", "50%", "--stats") == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["decode"]]
+    assert rows == [["0", "decode"], ["1", "decode"], ["2", "decode"], ["all", "decode"]]
+    assert generate(model, "--memory", "50%", "--stats", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
+    assert sum(layer["decode"]["misses"] for layer in result["layers"]) == result["phases"]["decode"]["misses"]
+
+
+def test_auto_says_what_it_chose(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert generate(model) == 0
+    assert "memory auto" in capsys.readouterr().err
+
+
+def test_one_token_has_no_tpot(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert generate(model, "--memory", "50%", "--max-new-tokens", "1", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["tokens"], result["tpot_s"]) == (1, None)
+
+
+def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert generate(model, "--memory", "50%", "--temperature", "2", "--seed", seed, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+    assert len({*texts, expected}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--system", "nonsense"), ("system", "nonsense", "lru")),
+        (("--device", "nonsense"), ("device", "nonsense", "cpu")),
+        (("--dtype", "int3"), ("dtype", "int3", "bfloat16")),
+        (("--memory", "lots"), ("memory", "lots", "25%")),
+        (("--memory", "100"), ("memory", "least")),
+        (("--memory", "50%", "--segments", "3"), ("segments=3", "16")),
+        (("--order", "nonsense"), ("order", "nonsense", "resident")),
+        (("--memory", "50%", "--prompt", ""), ("prompt", "no token")),
+    ],
+)
+@pytest.mark.parametrize("is_json", [False, True])
+def test_bad_settings_name_themselves(
+    model: Path, arguments: tuple[str, ...], words: tuple[str, ...], is_json: bool, capsys: pytest.CaptureFixture[str]
+):
+    assert generate(model, *arguments, *(["--json"] if is_json else [])) == 2
+    out, err = capsys.readouterr()
+    error = err.splitlines()[-1]
+    assert error.startswith("expertly: error: ") and "Traceback" not in err
+    for word in words:
+        assert word in error
+    assert (json.loads(out)["error"]["message"] in error) if is_json else out == ""
+
+
+def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert generate(tmp_path / "nowhere", "--memory", "50%") == 2
+    err = capsys.readouterr().err
+    assert "nowhere" in err and "Traceback" not in err
+
+
+def test_a_prompt_from_stdin_and_text_that_comes_piece_by_piece(model: Path, expected: str):
+    command = [sys.executable, "-m", "expertly", "generate", str(model), "--memory", "50%", "--max-new-tokens", "20"]
+    process = subprocess.Popen(
+        [*command, "--prompt", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(PROMPT.encode())
+    process.stdin.close()
+    pieces = []
+    while piece := os.read(process.stdout.fileno(), 65536):
+        pieces.append(piece)
+    assert process.wait(60) == 0
+    assert process.stderr is not None and process.stderr.read() == b"", "progress and advice are for terminals"
+    assert b"".join(pieces).decode().startswith(expected)
+    assert len(pieces) > 1
+
+
+@pytest.mark.slow
+def test_interrupting_ends_at_once_without_a_traceback(model: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "expertly",
+        "generate",
+        str(model),
+        "--memory",
+        "50%",
+        "--max-new-tokens",
+        "100000",
+    ]
+    process = subprocess.Popen([*command, "--prompt", PROMPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    process.stdout.read()
+    assert process.wait(30) == 130
+    assert time.monotonic() - start < 10
+    assert b"Traceback" not in process.stderr.read()

@@ -1,0 +1,135 @@
+"""The dispatcher: exit codes, one-line errors, the --json rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from expertly import __version__
+from expertly.cli import main as main_module
+from expertly.cli.main import main
+from expertly.cli.output import add_json_flag, format_nbytes, print_json, reserved_stdout, table
+from expertly.core.errors import BudgetError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """A subcommand `fake` that does what `command.run` is set to."""
+    module = types.ModuleType("expertly.cli.fake")
+    module.add_parser = lambda subparsers: add_json_flag(subparsers.add_parser("fake"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "expertly.cli.fake", module)
+    monkeypatch.setattr(main_module, "COMMANDS", ("fake",))
+    return module
+
+
+def fail(error: BaseException):
+    def run(args):
+        raise error
+
+    return run
+
+
+def test_returns_what_the_command_returns(command):
+    command.run = lambda args: 7
+    assert main(["fake"]) == 7
+
+
+def test_user_error_is_one_line_and_exit_2(command, capsys):
+    command.run = fail(BudgetError("memory=1: too little;\n  the least is 2"))
+    assert main(["fake"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "expertly: error: memory=1: too little; the least is 2\n"
+
+
+def test_user_error_with_json_is_one_object_on_stdout(command, capsys):
+    command.run = fail(BudgetError("memory=1: too little"))
+    assert main(["fake", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": {"type": "BudgetError", "message": "memory=1: too little"}}
+    assert "memory=1" in err and "Traceback" not in err
+
+
+def test_interrupt_is_130(command, capsys):
+    command.run = fail(KeyboardInterrupt())
+    assert main(["fake"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_our_own_bugs_are_not_hidden(command):
+    command.run = fail(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["fake"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["systems", "--nonsense"], ["generate"], ["generate", "--prompt", "x", "--top-p", "2"]],
+)
+def test_bad_arguments_are_reported_as_errors(arguments, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("expertly: error: ") and err.count("\n") == 1
+
+
+def test_a_missing_dependency_is_named(command, capsys):
+    command.run = fail(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    assert main(["fake"]) == 2
+    assert capsys.readouterr().err.startswith("expertly: error: torch is not installed")
+
+
+def test_bad_arguments_with_json_give_one_object(capsys):
+    assert main(["systems", "--json", "--nonsense"]) == 2
+    assert "--nonsense" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_counts_must_be_positive(value, capsys):
+    assert main(["generate", "--prompt", "x", "--max-new-tokens", value]) == 2
+    err = capsys.readouterr().err
+    assert "--max-new-tokens" in err and value in err and "from 1" in err
+
+
+def test_module_and_version():
+    done = subprocess.run([sys.executable, "-m", "expertly", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, f"expertly {__version__}")
+
+
+def test_reader_that_went_away_is_no_traceback():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "expertly", "systems"], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(write_end)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_libraries_cannot_print_into_the_result(capsys):
+    with reserved_stdout() as stdout:
+        print("a library says hello")
+        print_json({"x": float("nan"), "y": [1.5, None]}, stdout)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"x": None, "y": [1.5, None]}
+    assert err == "a library says hello\n"
+
+
+def test_table_aligns_columns():
+    assert table(("name", "n"), [("a", "1"), ("long name", "10")]).splitlines() == [
+        "name        n",
+        "---------  --",
+        "a           1",
+        "long name  10",
+    ]
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2 << 30, "2 GiB")])
+def test_bytes_are_binary_units(nbytes, text):
+    assert format_nbytes(nbytes) == text

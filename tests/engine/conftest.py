@@ -1,0 +1,53 @@
+"""One checkpoint, packed store and reference a family for the whole session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertly.models.packing import pack
+from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
+
+
+@dataclass
+class Case:
+    """A family's checkpoint, its store, and what the unmodified model makes of the prompts."""
+
+    folder: Path
+    store: Path
+    prompts: list[list[int]] = field(default_factory=lambda: make_prompts(2, length=14))
+    tokens: list[list[int]] = field(init=False)
+    logits: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        reference = load_reference(self.folder)
+        self.tokens = generate(reference, self.prompts)
+        self.logits = logits_of(reference, self.prompts)
+
+
+class Cases:
+    """Made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Case] = {}
+
+    def __getitem__(self, family: str) -> Case:
+        if family not in self._made:
+            folder = make_checkpoint(family, self._folder / family / "checkpoint")
+            pack(folder, self._folder / family / "store")
+            self._made[family] = Case(folder, self._folder / family / "store")
+        return self._made[family]
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,90 @@
+"""Every family, system, P and budget: the tokens and logits of the unmodified model (DESIGN, Lossless)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import BudgetError
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.families import FAMILIES, generate, logits_of
+
+LEAST = "least"
+
+
+def least_memory(store: str) -> int:
+    """The least budget of a store, from the error that names it."""
+    with pytest.raises(BudgetError) as caught:
+        expertly.load(store, memory=1, device="cpu")
+    return int(str(caught.value).split("the least that works is ")[1].split()[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("segments", [1, 4])
+def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    for system in ("on-demand", "lru", "lfu"):
+        for memory in (LEAST, "25%", "100%"):
+            budget = least_memory(str(case.store)) if memory == LEAST else memory
+            model, _ = expertly.load(str(case.store), memory=budget, system=system, segments=segments, device="cpu")
+            try:
+                label = f"{family} {system} P={segments} {memory}"
+                assert generate(model, case.prompts) == case.tokens, label
+                torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5, msg=label)
+                stats = expertly.stats(model).as_dict()
+                decode = stats["phases"]["decode"]
+                assert decode["hits"] + decode["partial_hits"] + decode["misses"] > 0, label
+                handle(model).engine.controller.check()
+                if memory == "100%":
+                    assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded at most once"
+                else:
+                    assert stats["memory_bytes"] < stats["expert_bytes"]
+                    assert decode["bytes_loaded"] > 0, f"{label}: nothing was streamed"
+            finally:
+                expertly.unload(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+def test_a_ring_of_one_segment_streams_a_whole_layer(family: str, cases: Cases) -> None:
+    case = cases[family]
+    full, _ = expertly.load(str(case.store), memory="100%", device="cpu")
+    nbytes = expertly.stats(full).as_dict()["expert_bytes"]
+    layers = len(expertly.stats(full).as_dict()["layers"])
+    expertly.unload(full)
+    one_segment = nbytes // (layers * 8 * 4)
+    model, _ = expertly.load(str(case.store), memory=one_segment, ring=1, segments=4, device="cpu")
+    assert generate(model, case.prompts) == case.tokens
+    assert expertly.stats(model).as_dict()["memory_bytes"] == one_segment
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize("system", ["lcp", "random", "static", "resident"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_the_other_systems_change_no_token_either(system: str, segments: int, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    memory = "100%" if system == "resident" else "25%"
+    model, _ = expertly.load(str(case.store), memory=memory, system=system, segments=segments, device="cpu")
+    assert generate(model, case.prompts) == case.tokens
+    decode = expertly.stats(model).as_dict()["phases"]["decode"]
+    assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases: Cases) -> None:
+    from tests.families import load_reference
+
+    case = cases[family]
+    errors = []
+    for implementation in ("grouped_mm", "batched_mm", "eager"):
+        if family == "switch_transformers" and implementation != "grouped_mm":
+            continue
+        extra = {} if family == "switch_transformers" else {"experts_implementation": implementation}
+        reference = load_reference(case.folder, dtype=torch.bfloat16, **extra)
+        errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
+    model, _ = expertly.load(str(case.folder), dtype="bfloat16", memory="25%", segments=4, device="cpu")
+    error = (logits_of(model, case.prompts).float() - case.logits).abs().max()
+    expertly.unload(model)
+    assert error <= 1.5 * max(errors), f"{family}: {error} against {errors}"

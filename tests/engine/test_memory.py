@@ -1,0 +1,64 @@
+"""What `--memory` accepts, and what `auto` chooses."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertly.core.errors import BudgetError, ConfigError
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, choose_budget, kv_cache_nbytes, parse_memory
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("memory", "nbytes"),
+    [("25%", 250), ("12.5 %", 125), ("100%", 1000), ("1.5GiB", 3 * GIB // 2), ("800MB", 800_000_000), ("64k", 65536)]
+    + [(4096, 4096), ("4096", 4096), (" 2 gib ", 2 * GIB)],
+)
+def test_amounts_and_shares_are_understood(memory: str | int, nbytes: int) -> None:
+    assert parse_memory(memory, 1000) == nbytes
+
+
+def test_auto_is_left_to_the_caller() -> None:
+    assert parse_memory("auto", 1000) is None
+
+
+@pytest.mark.parametrize("memory", ["", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"])
+def test_anything_else_is_named_with_what_is_accepted(memory: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_memory(memory, 1000)
+    assert repr(memory) in str(caught.value)
+    assert "25%" in str(caught.value) and "auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("memory", ["0", "0%", 0])
+def test_no_memory_is_refused(memory: str | int) -> None:
+    with pytest.raises(BudgetError, match="no memory"):
+        parse_memory(memory, 1000)
+
+
+def test_auto_leaves_room_for_the_dense_part_the_cache_and_working_memory() -> None:
+    chosen = choose_budget(8 * GIB, 40 * GIB, dense_nbytes=2 * GIB, cache_nbytes=GIB, context=4096)
+    assert chosen.nbytes == 5 * GIB - WORKING_NBYTES
+    assert "8.00 GiB are free" in chosen.reason and "4096 tokens" in chosen.reason
+
+
+def test_auto_never_takes_more_than_all_experts_nor_less_than_nothing() -> None:
+    assert choose_budget(64 * GIB, GIB, 0, 0, 1).nbytes == GIB
+    assert "all experts fit" in choose_budget(64 * GIB, GIB, 0, 0, 1).reason
+    assert choose_budget(GIB, 8 * GIB, 2 * GIB, 0, 1).nbytes == 0
+
+
+def test_available_memory_is_positive_and_within_the_machine() -> None:
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) << 10
+    assert 0 < available_host_nbytes() <= total
+
+
+def test_kv_cache_of_grouped_latent_and_encoder_decoder_attention() -> None:
+    grouped = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 12}
+    assert kv_cache_nbytes(grouped, 100, 2) == 12 * 2 * 64 * 100 * 2
+    latent = {"num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    assert kv_cache_nbytes(latent | {"v_head_dim": 8, "num_hidden_layers": 3}, 10, 4) == 3 * 4 * 24 * 10 * 4
+    switch = {"num_heads": 4, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
+    assert kv_cache_nbytes(switch, 10, 4) == 4 * 4 * 16 * 10 * 4

@@ -1,0 +1,81 @@
+"""disk -> host tier -> device, with a device that is RAM: the logic an accelerator shares, run for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.engine import api
+from expertly.engine.backend_tiered import TieredBackend
+from tests.engine.conftest import Cases
+from tests.families import generate
+
+
+class LateStreams:
+    """A device whose copies run only when somebody waits for them, so that order mistakes show as wrong tokens."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_copies = 0
+        self._done = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
+        self._queue.append((target, source))
+        self.num_copies += 1
+
+    def mark_copy(self) -> int:
+        return self.num_copies
+
+    def mark_compute(self) -> int:
+        return 0
+
+    def is_past(self, mark: int) -> bool:
+        return mark <= self._done
+
+    def hold_compute(self, mark: int) -> None:
+        while self._done < mark:
+            target, source = self._queue.pop(0)
+            target.copy_(source)
+            self._done += 1
+
+    def synchronize(self) -> None:
+        self.hold_compute(self.num_copies)
+
+    def stall_ns(self) -> int:
+        return 0
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
+
+
+@pytest.mark.parametrize("host_share", [100, 50, 9])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_tokens_are_the_reference_at_every_host_budget(
+    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["mixtral"]
+    made: list[TieredBackend] = []
+
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+        nbytes = geometry.nbytes * host_share // 100
+        made.append(TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes))
+        return made[0]
+
+    monkeypatch.setattr(api, "make_backend", make_backend)
+    model, _ = expertly.load(str(case.store), memory="25%", segments=segments, device="cpu")
+    assert generate(model, case.prompts) == case.tokens
+    made[0].tier.check()
+    moved = made[0].stats()
+    stats = expertly.stats(model).as_dict()
+    assert moved["copied_nbytes"] == stats["bytes_loaded"]
+    assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
+    if host_share == 100:
+        assert moved["disk_nbytes"] <= stats["expert_bytes"], "the host tier reads an expert once"
+        assert moved["host_hit_nbytes"] > 0
+    else:
+        assert moved["disk_nbytes"] > 0
+    expertly.unload(model)

@@ -1,0 +1,336 @@
+"""Tiny random checkpoints of every tested family, and what the unmodified model does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 128
+HIDDEN_SIZE = 32
+INTERMEDIATE_SIZE = 16  # of an expert: P may be 1, 2, 4, 8, 16
+NUM_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a tiny model of one family; `config` overrides what all families share."""
+
+    model_type: str
+    num_moe_layers: int
+    top_k: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    is_encoder_decoder: bool = False
+    runs_continuous_batching: bool = True  # upstream's own does
+
+    def make_config(self) -> PreTrainedConfig:
+        shared: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        }
+        if not self.is_encoder_decoder:
+            shared |= {
+                "hidden_size": HIDDEN_SIZE,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+            }
+        return AutoConfig.for_model(self.model_type, **(shared | self.config))
+
+
+def _moe(num_experts_key: str = "num_experts", top_k: int = 2, **extra: Any) -> dict[str, Any]:
+    """Config of a family that has its own width for experts."""
+    return {
+        num_experts_key: NUM_EXPERTS,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": INTERMEDIATE_SIZE,
+        "intermediate_size": 48,
+    } | extra
+
+
+_DEEPSEEK_ATTENTION: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("mixtral", 3, config={"num_local_experts": NUM_EXPERTS, "intermediate_size": INTERMEDIATE_SIZE}),
+        Family("qwen2_moe", 3, top_k=3, config=_moe(top_k=3, shared_expert_intermediate_size=24)),
+        Family("qwen3_moe", 3, top_k=3, config=_moe(top_k=3, head_dim=8, norm_topk_prob=True)),
+        Family("phimoe", 3, config={"num_local_experts": NUM_EXPERTS, "intermediate_size": INTERMEDIATE_SIZE}),
+        Family(
+            "olmoe",
+            3,
+            top_k=3,
+            config={
+                "num_experts": NUM_EXPERTS,
+                "num_experts_per_tok": 3,
+                "intermediate_size": INTERMEDIATE_SIZE,
+                "num_key_value_heads": 4,
+            },
+        ),
+        Family(
+            "deepseek_v2",
+            2,
+            config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1) | _DEEPSEEK_ATTENTION,
+            runs_continuous_batching=False,
+        ),
+        Family(
+            "deepseek_v3",
+            2,
+            config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1, n_group=2, topk_group=1)
+            | _DEEPSEEK_ATTENTION,
+            runs_continuous_batching=False,
+        ),
+        Family(
+            "gpt_oss",
+            3,
+            config={
+                "num_local_experts": NUM_EXPERTS,
+                "num_experts_per_tok": 2,
+                "intermediate_size": INTERMEDIATE_SIZE,
+                "head_dim": 8,
+                "sliding_window": 16,
+            },
+        ),
+        Family("glm4_moe", 2, config=_moe("n_routed_experts", first_k_dense_replace=1, head_dim=8)),
+        Family(
+            "granitemoe",
+            3,
+            config={
+                "num_local_experts": NUM_EXPERTS,
+                "num_experts_per_tok": 2,
+                "intermediate_size": INTERMEDIATE_SIZE,
+                "attention_multiplier": 0.25,
+            },
+        ),
+        Family(
+            "ernie4_5_moe",
+            2,
+            config={
+                "moe_num_experts": NUM_EXPERTS,
+                "moe_k": 2,
+                "moe_intermediate_size": INTERMEDIATE_SIZE,
+                "moe_num_shared_experts": 1,
+                "intermediate_size": 48,
+                "moe_layer_start_index": 1,
+            },
+        ),
+        Family("dots1", 2, config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1)),
+        Family(
+            "hunyuan_v1_moe",
+            3,
+            config={
+                "num_experts": NUM_EXPERTS,
+                "moe_topk": 2,
+                "intermediate_size": INTERMEDIATE_SIZE,
+                "head_dim": 8,
+            },
+        ),
+        Family(
+            "lfm2_moe",
+            2,
+            config=_moe(num_dense_layers=1, layer_types=["full_attention", "conv", "full_attention"]),
+            runs_continuous_batching=False,
+        ),
+        Family(
+            "jamba",
+            2,
+            config={
+                "num_hidden_layers": 4,
+                "num_experts": NUM_EXPERTS,
+                "num_experts_per_tok": 2,
+                "intermediate_size": INTERMEDIATE_SIZE,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "expert_layer_period": 2,
+                "expert_layer_offset": 1,
+                "mamba_d_state": 4,
+                "mamba_dt_rank": 4,
+                "use_mamba_kernels": False,
+            },
+            runs_continuous_batching=False,
+        ),
+        Family(
+            "qwen3_next",
+            3,
+            top_k=3,
+            config=_moe(
+                top_k=3,
+                shared_expert_intermediate_size=24,
+                head_dim=8,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                layer_types=["linear_attention", "full_attention", "linear_attention"],
+            ),
+            runs_continuous_batching=False,
+        ),
+        Family(
+            "switch_transformers",
+            4,  # two in the encoder, two in the decoder
+            top_k=1,
+            config={
+                "d_model": HIDDEN_SIZE,
+                "d_kv": 8,
+                "d_ff": INTERMEDIATE_SIZE,
+                "num_heads": 4,
+                "num_layers": 4,
+                "num_decoder_layers": 4,
+                "num_sparse_encoder_layers": 2,
+                "num_sparse_decoder_layers": 2,
+                "num_experts": NUM_EXPERTS,
+                "expert_capacity": 2,  # low, so that tokens are dropped
+                "decoder_start_token_id": 0,
+                "bos_token_id": None,
+                "tie_word_embeddings": True,
+            },
+            is_encoder_decoder=True,
+            runs_continuous_batching=False,
+        ),
+    )
+}
+"""Every family that must work, by model type."""
+
+INTERFACE_FAMILIES = tuple(name for name in FAMILIES if name != "switch_transformers")
+"""Those that go through transformers' experts interface."""
+
+_KEPT = ("A_log", "dt_bias", ".D", "norm.weight", "layernorm.weight", "layer_norm.weight")
+
+
+def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny random model: routing varies by token, greedy choices have a margin, biases are not zero."""
+    family = FAMILIES[family] if isinstance(family, str) else family
+    auto_class = AutoModelForSeq2SeqLM if family.is_encoder_decoder else AutoModelForCausalLM
+    model = auto_class.from_config(family.make_config(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    seen: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if id(tensor) in seen or not tensor.is_floating_point() or name.endswith(_KEPT) or "inv_freq" in name:
+                continue
+            seen.add(id(tensor))
+            if tensor.dim() == 1 or "bias" in name:
+                if not name.endswith("weight"):  # a norm whose name says nothing keeps its ones
+                    tensor.normal_(0.0, 0.1, generator=generator)
+            else:
+                tensor.normal_(0.0, _std(name), generator=generator)
+    generation_config = model.generation_config
+    generation_config.eos_token_id = None
+    generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
+
+
+def _std(name: str) -> float:
+    if any(word in name for word in ("router", "gate.weight", "gate.wg", "classifier")):
+        return 0.4
+    if name.endswith((".q.weight", ".k.weight")):
+        return 0.1  # T5 attention is not scaled: larger weights amplify rounding beyond what tests allow
+    if any(word in name for word in ("embed", "shared.weight", "lm_head")):
+        return 0.5
+    return 0.3
+
+
+def make_checkpoint(
+    family: Family | str,
+    folder: str | Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | None = None,
+    tokenizer: bool = False,
+) -> Path:
+    """Save a tiny random model as a checkpoint folder, in the format of the hub; `max_shard_size="20KB"` shards it."""
+    folder = Path(folder)
+    model = make_model(family, seed, dtype)
+    model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    if tokenizer:
+        make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer of single characters that fits `VOCAB_SIZE`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = ["<pad>", "<s>", "</s>", "<unk>", *characters]
+    words += [f"<{index}>" for index in range(len(words), VOCAB_SIZE)]
+    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=512,
+    )
+
+
+def make_prompts(num_prompts: int = 1, length: int = 12, seed: int = 0) -> list[list[int]]:
+    """Random prompts of different lengths (the first is the longest); no special tokens."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return [
+        torch.randint(4, VOCAB_SIZE, (max(1, length - 3 * index),), generator=generator).tolist()
+        for index in range(num_prompts)
+    ]
+
+
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask), both [B, S]."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def load_reference(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """The unmodified model with transformers' default experts implementation (grouped_mm)."""
+    config = AutoConfig.from_pretrained(folder)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return auto_class.from_pretrained(folder, **kwargs).eval()
+
+
+def generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+) -> list[list[int]]:
+    """New tokens of each prompt, greedy unless `kwargs` says otherwise; prompts are padded on the left."""
+    ids, mask = pad_left(prompts)
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | kwargs
+    with torch.no_grad():
+        output = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **settings)
+    start = 0 if model.config.is_encoder_decoder else ids.shape[1]
+    return output[:, start:].tolist()
+
+
+def reference_generate(
+    folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+) -> list[list[int]]:
+    """What the unmodified model generates: the expected tokens of a lossless run."""
+    return generate(load_reference(folder), prompts, max_new_tokens, **kwargs)
+
+
+def logits_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits [B, S, V] of one forward without a cache (encoder-decoder: the prompts are fed to both sides)."""
+    ids, mask = pad_left(prompts)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, use_cache=False, **extra).logits

@@ -1,0 +1,85 @@
+"""Checkpoints in the layouts and quantisations that hubs hold, made from tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.families import NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that is one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], source: Path, **config: Any) -> Path:
+    """One file of `tensors` beside the other files of `source`, with `config` changed (None removes a field)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json" and not path.name.endswith("index.json"):
+            shutil.copy(path, folder / path.name)
+    merged = json.loads((source / "config.json").read_text()) | config
+    merged = {key: value for key, value in merged.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(merged))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_fused_checkpoint(family: str, folder: Path) -> Path:
+    """A checkpoint whose tensors have the names and shapes of the module's parameters."""
+    source = make_checkpoint(family, folder.with_name(f"{folder.name}-source"))
+    state = load_reference(source).state_dict()
+    return write_checkpoint(folder, {name: tensor.clone() for name, tensor in state.items()}, source)
+
+
+def make_mxfp4_checkpoint(folder: Path) -> Path:
+    """gpt_oss as released: experts in blocks of 32 four-bit numbers with a scale each."""
+    hidden, intermediate = 64, 32
+    family = Family(
+        "gpt_oss",
+        3,
+        config={
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_local_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 16,
+        },
+    )
+    source = folder.with_name(f"{folder.name}-source")
+    make_model(family, dtype=torch.bfloat16).save_pretrained(source)
+    tensors = read_tensors(source)
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        del tensors[name]
+        rows, columns = (2 * intermediate, hidden) if "gate_up" in name else (hidden, intermediate)
+        shape = (NUM_EXPERTS, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, shape, generator=generator, dtype=torch.uint8)
+    return write_checkpoint(folder, tensors, source, quantization_config={"quant_method": "mxfp4"})
+
+
+def make_fp8_checkpoint(family: str, folder: Path, block: int = 8) -> Path:
+    """Linear layers, those of experts too, in float8 with a scale a block, as DeepSeek-V3 is released."""
+    source = make_checkpoint(family, folder.with_name(f"{folder.name}-source"), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, tensor in read_tensors(source).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) * 0.01 + 0.005
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        tensors[name] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    return write_checkpoint(folder, tensors, source, quantization_config=quantization)

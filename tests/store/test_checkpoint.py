@@ -1,0 +1,140 @@
+"""Opening a checkpoint folder: what is missing, damaged or dangerous is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from expertly.core.errors import CheckpointError
+from expertly.store.checkpoint import Checkpoint
+from tests.store.builders import entry, safetensors_bytes, write_checkpoint
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def test_opens_shards_and_reads_tensors(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    assert checkpoint.config == {"model_type": "toy"}
+    assert {name: ref.path.name for name, ref in checkpoint.tensors.items()}["t1"] == SHARD
+    assert checkpoint.read("t1").tolist() == [1, 1, 1, 1]
+
+
+def test_reads_rows_and_chunks(tmp_path: Path) -> None:
+    values = np.arange(5 * 4 * 3, dtype=np.float32).reshape(5, 4, 3)
+    save_file({"x": values, "scalar": np.array(7.0), "none": np.empty((0, 2))}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert np.array_equal(checkpoint.read_row("x", 3).view(np.float32).reshape(4, 3), values[3])
+    assert b"".join(bytes(chunk) for chunk in checkpoint.read_chunks("x", 7)) == values.tobytes()
+    assert checkpoint.read("scalar").view(np.float64).tolist() == [7.0]
+    assert checkpoint.read("none").size == 0 and list(checkpoint.read_chunks("none")) == []
+
+
+def set_index(folder: Path, **weight_map: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    (write_checkpoint(tmp_path) / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=f"{SHARD}: missing shard: {INDEX} names it for 1 tensors"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path) / SHARD
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(CheckpointError, match=f"{SHARD}: tensor 't1'.*truncated"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_shard_truncated_after_opening_is_named(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    path = tmp_path / SHARD
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(CheckpointError, match=f"{SHARD}: truncated inside tensor 't1'"):
+        checkpoint.read("t1")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=SHARD):
+        checkpoint.read("t1")
+
+
+@pytest.mark.parametrize("name", ["../escape.safetensors", "/etc/passwd", "..", "", "a\\b", "sub/x.safetensors", 3, None])
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    set_index(write_checkpoint(tmp_path), t0=name)
+    with pytest.raises(CheckpointError, match=r"weight_map\['t0'\]=.*same folder"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    set_index(tmp_path, t0=SHARD, t1=SHARD)
+    with pytest.raises(CheckpointError, match="tensor 't0' is not in it"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / SHARD).write_bytes(safetensors_bytes({"t0": entry("U8", (4,), (0, 4))}, b"abcd"))
+    with pytest.raises(CheckpointError, match="tensor 't0' is also in model-00001"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "NaN", '{"weight_map": []}', '{"weight_map": {}}', "{}"])
+def test_a_garbled_index_is_named(tmp_path: Path, content: str) -> None:
+    (write_checkpoint(tmp_path) / INDEX).write_text(content)
+    with pytest.raises(CheckpointError, match=INDEX):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff", b"{" * 100_000])
+def test_a_garbled_config_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = write_checkpoint(tmp_path) / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(tmp_path)
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors and no model"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin, which cannot be packed"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Checkpoint.open(tmp_path / "absent")
+
+
+def test_an_unfinished_download_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to("../blobs/absent")
+    with pytest.raises(CheckpointError, match="broken link"):
+        Checkpoint.open(tmp_path)
+
+
+def test_identity_is_of_the_content(tmp_path: Path) -> None:
+    first = Checkpoint.open(write_checkpoint(tmp_path / "a")).identity
+    assert Checkpoint.open(write_checkpoint(tmp_path / "b")).identity == first  # folder and times do not enter
+    seen = {first}
+    seen.add(Checkpoint.open(write_checkpoint(tmp_path / "c", config={"model_type": "other"})).identity)
+    path = write_checkpoint(tmp_path / "d") / SHARD
+    path.write_bytes(path.read_bytes()[:-4] + b"diff")  # same header, other weights
+    seen.add(Checkpoint.open(tmp_path / "d").identity)
+    seen.add(Checkpoint.open(write_checkpoint(tmp_path / "e", shards=3)).identity)
+    assert len(seen) == 4
+
+
+def test_identity_samples_large_files(tmp_path: Path) -> None:
+    weights = np.zeros(6 << 20, np.uint8)
+    (tmp_path / "config.json").write_text("{}")
+    identities = set()
+    for value in range(3):
+        save_file({"x": weights + value}, tmp_path / "model.safetensors")
+        identities.add(Checkpoint.open(tmp_path).identity)
+    assert len(identities) == 3

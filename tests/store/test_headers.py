@@ -1,0 +1,149 @@
+"""A header that lies is caught, whatever the lie."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from expertly.core.errors import CheckpointError
+from expertly.store.headers import MAX_HEADER_NBYTES, TensorInfo, read_safetensors_header
+from tests.store.builders import entry, safetensors_bytes
+
+
+def write(folder: Path, content: bytes) -> Path:
+    path = folder / "model.safetensors"
+    path.write_bytes(content)
+    return path
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.zeros((0, 4), np.int8), "c": np.float64(3)}
+    save_file({name: np.asarray(value) for name, value in tensors.items()}, path, {"format": "pt"})
+    found = read_safetensors_header(path)
+    assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
+        "a": ("I8", (0, 4)),
+        "b": ("F32", (2, 3)),
+        "c": ("F64", ()),
+    }
+    raw = path.read_bytes()
+    assert np.frombuffer(raw[found["b"].begin : found["b"].end], np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_header_may_be_padded_with_spaces(tmp_path: Path) -> None:
+    path = write(tmp_path, safetensors_bytes(b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   ', bytes(8)))
+    assert read_safetensors_header(path)["t"].nbytes == 8
+
+
+def test_data_may_lie_in_any_order(tmp_path: Path) -> None:
+    header = {"z": entry(offsets=(8, 16)), "a": entry(offsets=(0, 8)), "empty": entry(shape=(0, 3), offsets=(8, 8))}
+    found = read_safetensors_header(write(tmp_path, safetensors_bytes(header, bytes(16))))
+    assert list(found) == ["a", "empty", "z"]
+
+
+NAN = float("nan")
+BAD_ENTRIES = {
+    "dtype NaN": (entry(dtype="NaN"), "dtype='NaN': unknown; accepted: .*BF16"),
+    "dtype number": (entry(dtype=NAN), "dtype=nan"),
+    "dtype missing": ({"shape": [2], "data_offsets": [0, 8]}, "dtype=None"),
+    "shape negative": (entry(shape=(-2,)), "shape=.*whole numbers"),
+    "shape float": (entry(shape=(2.0,)), "shape="),
+    "shape bool": (entry(shape=(True, 2)), "shape="),
+    "shape text": (entry(shape="2"), "shape="),
+    "shape huge": (entry(shape=(1 << 70,)), "shape="),
+    "shape overflows": (entry(shape=(1 << 40, 1 << 40)), "hold 8 bytes"),
+    "length": (entry(shape=(3,)), "hold 8 bytes, but shape .3. of F32 needs 12"),
+    "offsets three": (entry(offsets=(0, 8, 9)), "data_offsets="),
+    "offsets negative": (entry(offsets=(-8, 0)), "data_offsets="),
+    "offsets reversed": (entry(offsets=(8, 0)), "hold -8 bytes"),
+    "not an object": ([1, 2], "must be an object"),
+    "half an element": (entry("F4", (3,), (0, 1)), "needs 1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ENTRIES)
+def test_a_bad_entry_is_named(tmp_path: Path, case: str) -> None:
+    bad, message = BAD_ENTRIES[case]
+    path = write(tmp_path, safetensors_bytes({"layers.0.weight": bad}, bytes(8)))
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_safetensors_header(path)
+    assert str(path) in str(error.value) and "'layers.0.weight'" in str(error.value)
+
+
+BAD_FILES = {
+    "empty": (b"", "truncated"),
+    "no header": (b"\x10\0\0", "truncated"),
+    "header beyond the file": (safetensors_bytes({}, nbytes=1000), "truncated: header length 1000"),
+    "huge header": (safetensors_bytes({}, nbytes=MAX_HEADER_NBYTES + 1), "header length"),
+    "gigantic header": (b"\xff" * 8 + b"{}", "header length"),
+    "not JSON": (safetensors_bytes(b"{nonsense}"), "not JSON"),
+    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not JSON"),
+    "deep JSON": (safetensors_bytes(b"[" * 200_000), "not JSON"),
+    "a number of many digits": (safetensors_bytes(b'{"t": ' + b"9" * 10_000 + b"}"), "not JSON"),
+    "a list": (safetensors_bytes([]), "must be an object"),
+    "a name twice": (
+        safetensors_bytes(
+            b'{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            b"x",
+        ),
+        "names 't' twice",
+    ),
+    "overlap": (
+        safetensors_bytes({"a": entry(offsets=(0, 8)), "b": entry(offsets=(4, 12))}, bytes(12)),
+        "tensor 'b'.*overlaps tensor 'a'",
+    ),
+    "same bytes": (safetensors_bytes({"a": entry(), "b": entry()}, bytes(8)), "overlaps"),
+    "hole": (safetensors_bytes({"a": entry(offsets=(4, 12))}, bytes(12)), "unused bytes"),
+    "beyond the file": (safetensors_bytes({"a": entry()}, bytes(7)), "tensor 'a'.*beyond the 7 data bytes"),
+    "trailing bytes": (safetensors_bytes({"a": entry()}, bytes(9)), "belong to no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_named(tmp_path: Path, case: str) -> None:
+    content, message = BAD_FILES[case]
+    path = write(tmp_path, content)
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_safetensors_header(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(CheckpointError, match=str(path)):
+            read_safetensors_header(path)
+
+
+def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None:
+    """Whatever is accepted lies inside the file, does not overlap, and has the length of its shape."""
+    header = {f"t{i}": entry("F32", (2, 3), (24 * i, 24 * i + 24)) for i in range(4)}
+    good = safetensors_bytes(header, bytes(96))
+    rng = random.Random(0)
+    accepted = 0
+    for _ in range(3000):
+        raw = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            position = rng.randrange(len(raw) - 96)
+            choice = rng.random()
+            if choice < 0.6:
+                raw[position] = rng.choice(b'0123456789[]{},:"eE.-tFU ' + bytes([rng.randrange(256)]))
+            elif choice < 0.8:
+                del raw[position]
+            else:
+                raw.insert(position, rng.choice(b"0123456789"))
+        path = write(tmp_path, bytes(raw))
+        try:
+            found = read_safetensors_header(path)
+        except CheckpointError:
+            continue
+        accepted += 1
+        infos: list[TensorInfo] = sorted(found.values(), key=lambda info: info.begin)
+        assert all(first.end <= second.begin for first, second in zip(infos, infos[1:], strict=False))
+        assert all(info.end <= len(raw) for info in infos)
+        sizes = {"F32": 4, "F16": 2, "F64": 8}
+        assert all(np.prod(info.shape) * sizes.get(info.dtype, 0) == info.nbytes for info in infos)
+    assert accepted  # a changed name is a good file

@@ -1,0 +1,174 @@
+"""tools/inflate_model.py: wider experts, the same function."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+
+TOOL = Path(__file__).parents[2] / "tools" / "inflate_model.py"
+MIB = 2.0**-10
+WIDTH = 24
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("inflate_model", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["inflate_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+inflate_model = load_tool()
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {"num_experts": 6, "moe_intermediate_size": WIDTH, "head_dim": 8}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "intermediate_size": WIDTH}),
+    "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "intermediate_size": WIDTH}),
+}
+PROMPT = torch.arange(1, 17)[None]
+
+
+def tiny_model(family: str) -> transformers.PreTrainedModel:
+    """Random weights, large enough that experts decide the next token."""
+    config_class, fields = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**COMMON, **fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def load(folder: Path) -> transformers.PreTrainedModel:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: transformers.PreTrainedModel) -> Tensor:
+    return model(PROMPT).logits
+
+
+def relative_distance(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(params=FAMILIES)
+def original(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    tiny_model(request.param).save_pretrained(tmp_path / "original")
+    return tmp_path / "original"
+
+
+def test_same_function(original: Path, tmp_path: Path) -> None:
+    result = inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
+    before, after = load(original), load(tmp_path / "big")
+    assert relative_distance(logits(after), logits(before)) < 1e-5
+    generate = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(after.generate(PROMPT, **generate), before.generate(PROMPT, **generate))
+    experts_nbytes = sum(p.numel() * 4 for name, p in after.named_parameters() if ".experts." in name)
+    assert experts_nbytes == result.experts_nbytes
+    assert abs(experts_nbytes / 2**20 - 16) < 0.5
+    assert result.width % 128 == 0
+
+
+def test_every_quarter_matters(original: Path, tmp_path: Path) -> None:
+    inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
+    expected = logits(load(original))
+    for quarter in range(4):
+        model = load(tmp_path / "big")
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                columns = parameter.data.chunk(4, dim=-1)[quarter]  # [E, H, I/4]
+                assert columns.abs().sum(dim=1).count_nonzero() == parameter.shape[0] * WIDTH // 4
+                columns.zero_()
+        assert relative_distance(logits(model), expected) > 1e-3
+
+
+def test_fused_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    with safe_open(tmp_path / "fused" / "model.safetensors", "pt") as file:
+        assert any(name.endswith("experts.gate_up_proj") for name in file.keys())  # noqa: SIM118 (not a dict)
+    inflate_model.inflate(tmp_path / "big", 4 * MIB, tmp_path / "fused", "float32")
+    assert relative_distance(logits(load(tmp_path / "big")), logits(model)) < 1e-5
+
+
+def test_added_rows_look_like_real_ones(original: Path, tmp_path: Path) -> None:
+    inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
+    model = load(tmp_path / "big")
+    gate_up = next(p for name, p in model.named_parameters() if name.endswith("experts.gate_up_proj"))
+    assert 0.25 < float(gate_up.std()) < 0.35
+    assert not torch.equal(gate_up[0], gate_up[1])
+
+
+def test_shards_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
+    monkeypatch.setattr(inflate_model, "SHARD_NBYTES", 1 << 20)
+    result = inflate_model.inflate(tmp_path / "big", 8 * MIB, tmp_path / "original", "bfloat16")
+    assert result.num_shards >= 8
+    for file in (tmp_path / "big").glob("*.safetensors"):
+        assert file.stat().st_size <= (1 << 20) + 64 * 1024
+    assert json.loads((tmp_path / "big" / "config.json").read_text())["moe_intermediate_size"] == result.width
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "big").dtype == torch.bfloat16
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
+    for name in ("a", "b"):
+        inflate_model.inflate(tmp_path / name, 2 * MIB, tmp_path / "original")
+    files = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
+    arguments = [str(tmp_path / "big"), "--experts-gib", str(2 * MIB), "--model", str(tmp_path / "original")]
+    assert inflate_model.main(arguments) == 0
+    assert "I = 896" in capsys.readouterr().out
+    assert inflate_model.main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"model_type": "llama"}, "model_type 'llama' is not supported"), ({"moe_intermediate_size": 40}, "expected 40")],
+)
+def test_refuses_what_it_cannot_widen(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
+    path = tmp_path / "original" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(inflate_model.InflateError, match=message):
+        inflate_model.inflate(tmp_path / "big", 2 * MIB, tmp_path / "original")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["original"]
+
+
+def test_refuses_to_shrink(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**COMMON, num_experts=6, moe_intermediate_size=256, head_dim=8)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "original")
+    with pytest.raises(inflate_model.InflateError, match="already are"):
+        inflate_model.inflate(tmp_path / "big", 0.01 * MIB, tmp_path / "original")

@@ -1,0 +1,152 @@
+"""Writes the demo model's card: data, licences, cost of training, and what was measured on held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from demo_data import EOT, Corpus
+from demo_eval import DomainResult, divergences, measure
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+PROMPTS = (
+    ("English", "The old man looked at the sea and"),
+    ("Question", "Question: Tom has 5 apples and buys 3 more. How many apples does he have?\nReasoning:"),
+    ("French", "La fonction renvoie une liste"),
+    ("Spanish", "Este módulo proporciona"),
+    ("Russian", "Жила-была маленькая девочка"),
+    ("Chinese", "春風"),
+    ("Code", "### Instruction:\nWrite a Python function that adds two numbers.\n### Response:\n"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What made the model."""
+
+    command: str
+    hardware: str
+    steps: int
+    tokens: int
+    elapsed_s: float
+
+
+def write_card(folder: Path, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], training: Training) -> None:
+    """Measure the model in `folder` (its bfloat16 weights, computed in float32) and write MODEL_CARD.md there."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    results = [measure(model, tokenizer, corpus) for corpus in corpora]
+    sections = [
+        _head(model),
+        _data(corpora, training),
+        _losses(results),
+        _experts(results),
+        _samples(model, tokenizer),
+    ]
+    (folder / "MODEL_CARD.md").write_text("\n".join(sections), encoding="utf-8")
+
+
+def _head(model: PreTrainedModel) -> str:
+    config = model.config
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    per_expert = 3 * config.hidden_size * config.moe_intermediate_size
+    idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * per_expert
+    return f"""# Demo model
+
+A small Mixture-of-Experts language model for tests, examples and measurements of `expertly`. Its routing is learned, so
+that caches and predictors meet the skew and the locality of a real model. It is not meant to be useful as a writer.
+
+| | |
+| --- | --- |
+| architecture | `{config.model_type}` of transformers, {config.num_hidden_layers} layers, hidden {config.hidden_size} |
+| experts | {config.num_experts} a layer, top-{config.num_experts_per_tok}, intermediate {config.moe_intermediate_size} |
+| parameters | {num_parameters:,} ({num_parameters - idle:,} active for a token), bfloat16 |
+| tokenizer | byte-level BPE, {config.vocab_size} tokens, `<|endoftext|>` ends a document |
+| context | {config.max_position_embeddings} tokens |
+| licence of the weights | Apache-2.0 |
+"""
+
+
+def _data(corpora: list[Corpus], training: Training) -> str:
+    rows = "\n".join(
+        f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |" for c in corpora
+    )
+    return f"""## Data and training
+
+| domain | text | licence | share of sequences | tokens available |
+| --- | --- | --- | --- | --- |
+{rows}
+
+A sequence comes from one domain. Documents are shuffled and the last 1 % of each domain (at least two) held out; the
+held-out text is used for nothing but the tables below.
+
+{training.tokens:,} tokens in {training.steps:,} steps and {training.elapsed_s / 60:.0f} minutes on {training.hardware}, by
+
+    {training.command}
+
+Muon for the matrices, Adam for the rest, load-balancing loss 0.01 a layer over a running mean of the load, router z-loss
+1e-4; sequences of 256 tokens, then of 1024 for the last 15 % of the time.
+"""
+
+
+def _losses(results: list[DomainResult]) -> str:
+    rows = "\n".join(f"| {r.name} | {r.num_tokens:,} | {r.nats_per_token:.3f} | {r.bits_per_byte:.3f} |" for r in results)
+    mean = np.mean([r.nats_per_token for r in results])
+    return f"""## Held-out loss
+
+The shipped bfloat16 weights computed in float32, in windows of 256 tokens.
+
+| domain | tokens | nats a token | bits a byte |
+| --- | --- | --- | --- |
+{rows}
+
+Mean over domains: {mean:.3f} nats a token (a uniform guess: {np.log(8192):.3f}).
+"""
+
+
+def _experts(results: list[DomainResult]) -> str:
+    load = np.mean([r.load for r in results], axis=0)  # [L, E]
+    between, within = divergences(results)
+    rows = "\n".join(
+        f"| {layer} | {load[layer].min():.2%} | {load[layer].max():.2%} | {int((load[layer] == 0).sum())} "
+        f"| {between[layer]:.3f} | {within[layer]:.3f} |"
+        for layer in range(len(load))
+    )
+    layer = int(between.argmax())
+    tops = "\n".join(
+        f"| {r.name} | " + ", ".join(f"{e} ({r.load[layer, e]:.0%})" for e in np.argsort(-r.load[layer])[:4]) + " |"
+        for r in results
+    )
+    return f"""## Experts
+
+Shares of a layer's assignments on held-out text, every domain counted equally; even use would be {1 / load.shape[1]:.2%}.
+Divergence is Jensen-Shannon in bits between the domains' shares, mean over pairs of domains; beside it, as the noise of
+the sample, between two halves of the same domain.
+
+| layer | least used | most used | dead experts | divergence between domains | within a domain |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+The experts each domain uses most in layer {layer}:
+
+| domain | expert (share) |
+| --- | --- |
+{tops}
+"""
+
+
+def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
+    parts = ["## Samples\n\nThe prompt, then what the model wrote: greedily, and sampled (temperature 0.8, top-p 0.95, seed 0).\n"]
+    for name, prompt in PROMPTS:
+        greedy, sampled = (_continue(model, tokenizer, prompt, is_sampled) for is_sampled in (False, True))
+        parts.append(f"**{name}**\n\n```text\n{prompt}\n--- greedy:\n{greedy}\n--- sampled:\n{sampled}\n```\n")
+    return "\n".join(parts)
+
+
+def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, is_sampled: bool) -> str:
+    torch.manual_seed(0)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0} if is_sampled else {"do_sample": False}
+    ids = model.generate(**inputs, max_new_tokens=60, **options)[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(ids)).replace(EOT, "").replace("```", "'''").strip("\n")

@@ -1,0 +1,188 @@
+"""Text domains of the demo model: reading, tokenizer, token streams and batches.
+
+Reads `<data>/text/*.txt.xz` (documents parted by a line `<|endoftext|>`), which is not part of this repository.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+EOT = "<|endoftext|>"
+PIECES = r"[^\S\r\n]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A text domain, its share of the training sequences, and what the model card says of it."""
+
+    name: str
+    file: str
+    share: float
+    source: str
+    licence: str
+
+
+DOMAINS = (
+    Domain("books", "books_en", 0.25, "225 classic English books", "public domain texts"),
+    Domain("instruct", "instruct_qa_en", 0.22, "FLAN chain of thought, GSM8K train, T0 sample", "Apache-2.0, MIT"),
+    Domain("code", "code_instruct", 0.12, "GPTeacher code and tool instructions", "MIT"),
+    Domain("es", "docs_es", 0.08, "Python documentation in Spanish", "CC0 contributions"),
+    Domain("fr", "docs_fr", 0.07, "Python documentation in French", "CC0 contributions"),
+    Domain("ru", "stories_ru", 0.13, "short stories in Russian", "Apache-2.0"),
+    Domain("zh", "poetry_and_tech_zh", 0.13, "classical Chinese poetry; a machine-learning text book", "MIT, Apache-2.0"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token streams of one domain (uint16, documents ended by EOT)."""
+
+    domain: Domain
+    train: npt.NDArray[np.uint16]
+    heldout: npt.NDArray[np.uint16]
+
+
+def read_documents(data: Path, domain: Domain, seed: int) -> tuple[list[str], list[str]]:
+    """(training, held-out) documents, shuffled by seed; about 1 % and at least two documents are held out."""
+    with lzma.open(data / "text" / f"{domain.file}.txt.xz", "rt", encoding="utf-8") as file:
+        documents = [doc.strip("\n") for doc in file.read().split(EOT)]
+    documents = [doc for doc in documents if doc.strip()]
+    order = np.random.default_rng(seed).permutation(len(documents))
+    shuffled = [documents[i] for i in order]
+    num_heldout = max(2, len(shuffled) // 100)
+    return shuffled[:-num_heldout], shuffled[-num_heldout:]
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; digits stand alone; `<|endoftext|>` is id 0 and serves as bos, eos and pad."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=24,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=EOT,
+        eos_token=EOT,
+        pad_token=EOT,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def prepare(data: Path, cache: Path, seed: int, vocab_size: int, max_chars: int) -> tuple[PreTrainedTokenizerFast, list[Corpus]]:
+    """Tokenizer and token streams, from `cache` when it has them.
+
+    A domain contributes at most `max_chars` characters to training, and 2 MB to the tokenizer's sample.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / "done").exists():
+        texts = {domain.name: read_documents(data, domain, seed) for domain in DOMAINS}
+        tokenizer = train_tokenizer(_sample(texts), vocab_size)
+        tokenizer.save_pretrained(cache / "tokenizer")
+        for name, (train, heldout) in texts.items():
+            np.save(cache / f"{name}.train.npy", _encode(tokenizer, _capped(train, max_chars)))
+            np.save(cache / f"{name}.heldout.npy", _encode(tokenizer, list(_capped(heldout, 400_000))))
+        (cache / "done").touch()
+    loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(cache / "tokenizer")
+    corpora = [
+        Corpus(d, np.load(cache / f"{d.name}.train.npy", mmap_mode="r"), np.load(cache / f"{d.name}.heldout.npy"))
+        for d in DOMAINS
+    ]
+    return loaded, corpora
+
+
+def _sample(texts: dict[str, tuple[list[str], list[str]]], limit: int = 2_000_000) -> Iterator[str]:
+    for train, _ in texts.values():
+        taken = 0
+        for doc in train:
+            part = doc[: max(60_000, limit // 20)]
+            taken += len(part.encode())
+            yield part
+            if taken > limit:
+                break
+
+
+def _capped(documents: list[str], max_chars: int) -> Iterator[str]:
+    left = max_chars
+    for doc in documents:
+        if left <= 0:
+            return
+        yield doc[:left]
+        left -= len(doc)
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, documents: Iterator[str] | list[str]) -> npt.NDArray[np.uint16]:
+    """Documents as one stream; long ones are cut at line ends so that they encode in parallel."""
+    pieces: list[str] = []
+    ends: list[bool] = []
+    for doc in documents:
+        parts = _cut(doc)
+        pieces += parts
+        ends += [False] * (len(parts) - 1) + [True]
+    ids: list[int] = []
+    for start in range(0, len(pieces), 2000):
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast(pieces[start : start + 2000], add_special_tokens=False)
+        for piece, is_end in zip(encoded, ends[start : start + 2000], strict=True):
+            ids += piece.ids
+            if is_end:
+                ids.append(tokenizer.eos_token_id)
+    return np.asarray(ids, dtype=np.uint16)
+
+
+def _cut(doc: str, size: int = 20_000) -> list[str]:
+    parts = []
+    while len(doc) > size:
+        at = doc.rfind("\n", 0, size)
+        at = size if at <= 0 else at
+        parts.append(doc[:at])
+        doc = doc[at:]
+    return [*parts, doc]
+
+
+class Sampler:
+    """Seeded batches of windows; a row comes from one domain, and a window is not seen twice in an epoch."""
+
+    def __init__(self, corpora: list[Corpus], seed: int) -> None:
+        self._corpora = corpora
+        self._rng = np.random.default_rng(seed)
+        self._shares = np.array([c.domain.share for c in corpora]) / sum(c.domain.share for c in corpora)
+        self._queues: dict[tuple[int, int], list[int]] = {}
+
+    def batch(self, num_rows: int, length: int) -> npt.NDArray[np.int64]:
+        """Token ids [num_rows, length + 1]."""
+        domains = self._rng.choice(len(self._corpora), size=num_rows, p=self._shares)
+        return np.stack([self._window(int(d), length) for d in domains])
+
+    def _window(self, domain: int, length: int) -> npt.NDArray[np.int64]:
+        stream = self._corpora[domain].train
+        queue = self._queues.setdefault((domain, length), [])
+        if not queue:
+            shift = int(self._rng.integers(0, length))
+            num_windows = (len(stream) - 1 - shift) // length
+            queue += [int(i) * length + shift for i in self._rng.permutation(num_windows)]
+        start = queue.pop()
+        return stream[start : start + length + 1].astype(np.int64)
+
+
+def heldout_windows(corpus: Corpus, num_rows: int, length: int) -> npt.NDArray[np.int64]:
+    """Evenly spaced held-out windows [n, length + 1], n <= num_rows."""
+    num_windows = (len(corpus.heldout) - 1) // length
+    picks = np.linspace(0, num_windows - 1, min(num_rows, num_windows)).astype(int)
+    return np.stack([corpus.heldout[i * length : i * length + length + 1] for i in picks]).astype(np.int64)

@@ -1,0 +1,287 @@
+"""Widen every expert of a Mixture-of-Experts checkpoint without changing the function it computes.
+
+    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--dtype bfloat16]
+
+Intermediate neurons are added whose down-projection is zero, so they add nothing to the output; their gate and up rows
+are random. The model's own neurons are spread evenly over the new width, so that a lost part of an expert shows. The
+routing stays that of the trained model while the experts get as many bytes as asked for: for tests and measurements of
+size and speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+DEMO = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
+WIDTH_STEP = 128
+SHARD_NBYTES = 1 << 30
+DTYPES = {
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "float16": (torch.float16, "F16"),
+    "float32": (torch.float32, "F32"),
+}
+WIDTH_FIELDS = {
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "olmoe": "intermediate_size",
+    "mixtral": "intermediate_size",
+}
+EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_proj|up_proj|down_proj|w1|w2|w3|gate_up_proj)(?:\.weight)?$")
+KINDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+class InflateError(Exception):
+    """The request cannot be met; the message says what was given and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint's tensors by name: (file, shape), in order of name; nothing is loaded."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, tuple[Path, tuple[int, ...]]]
+    expert_kinds: dict[str, str]
+    """Tensor name -> gate_proj, up_proj, down_proj or gate_up_proj, for the tensors that are experts."""
+    width: int
+
+    @property
+    def bytes_per_neuron(self) -> int:
+        """Elements that one more intermediate neuron in every expert adds (bytes once times the item size)."""
+        return sum(math.prod(self.tensors[name][1]) for name in self.expert_kinds) // self.width
+
+
+def open_source(folder: Path) -> Source:
+    """Index `folder`. InflateError if it is not a checkpoint of a family in WIDTH_FIELDS."""
+    if not (folder / "config.json").exists():
+        raise InflateError(f"--model {folder}: no config.json there; give a transformers model folder")
+    config = json.loads((folder / "config.json").read_text())
+    family = config.get("model_type")
+    if family not in WIDTH_FIELDS:
+        raise InflateError(f"--model {folder}: model_type {family!r} is not supported; accepted: {', '.join(WIDTH_FIELDS)}")
+    tensors: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                tensors[name] = (file, tuple(opened.get_slice(name).get_shape()))
+    kinds = {name: KINDS.get(m[1], m[1]) for name in tensors if (m := EXPERT.search(name))}
+    width = int(config[WIDTH_FIELDS[family]])
+    if "down_proj" not in kinds.values():
+        raise InflateError(f"--model {folder}: no experts with gate, up and down projections in its safetensors files")
+    unknown = sorted(name for name in tensors if ".experts." in name and name not in kinds)
+    if unknown:
+        raise InflateError(f"--model {folder}: expert tensor {unknown[0]} is neither gate, up nor down projection")
+    for name, kind in kinds.items():
+        axis = -1 if kind == "down_proj" else -2
+        expected = 2 * width if kind == "gate_up_proj" else width
+        if tensors[name][1][axis] != expected:
+            raise InflateError(f"--model {folder}: {name} is {tensors[name][1]}, expected {expected} intermediate neurons")
+    return Source(folder, config, dict(sorted(tensors.items(), key=_by_number)), kinds, width)
+
+
+def _by_number(item: tuple[str, Any]) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
+
+
+def choose_width(source: Source, experts_nbytes: int, item_nbytes: int) -> int:
+    """The multiple of WIDTH_STEP whose experts come nearest to `experts_nbytes`, at least the model's own width."""
+    wanted = experts_nbytes / (source.bytes_per_neuron * item_nbytes)
+    width = max(WIDTH_STEP, WIDTH_STEP * round(wanted / WIDTH_STEP))
+    if width < source.width:
+        least = source.bytes_per_neuron * item_nbytes * source.width / 2**30
+        raise InflateError(f"--experts-gib {experts_nbytes / 2**30:g}: the model's experts already are {least:.4g} GiB; give more")
+    return width
+
+
+def real_positions(old: int, new: int) -> Tensor:
+    """Where the old neurons go among `new`: floor(j * new / old), [old]."""
+    return torch.arange(old) * new // old
+
+
+@dataclass(slots=True)
+class Widener:
+    """Widens one tensor at a time; the random rows of all tensors are slices of one seeded block."""
+
+    old: int
+    new: int
+    dtype: torch.dtype
+    generator: torch.Generator
+    noise: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.noise = torch.randn(1 << 22, generator=self.generator)
+        self.positions = real_positions(self.old, self.new)
+
+    def widen(self, kind: str, tensor: Tensor) -> Tensor:
+        """[..., I, H] (gate, up), [..., 2I, H] (gate above up) or [..., H, I] (down) with I = old -> the same with new."""
+        if tensor.dim() == 3:
+            return torch.stack([self.widen(kind, expert) for expert in tensor])
+        if kind == "gate_up_proj":
+            return torch.cat([self.widen("gate_proj", half) for half in tensor.chunk(2)])
+        if kind == "down_proj":
+            widened = torch.zeros(tensor.shape[0], self.new, dtype=self.dtype)
+            widened[:, self.positions] = tensor.to(self.dtype)
+            return widened
+        widened = self._random(self.new * tensor.shape[1], float(tensor.float().std())).view(self.new, -1)
+        widened[self.positions] = tensor.to(self.dtype)
+        return widened
+
+    def _random(self, count: int, std: float) -> Tensor:
+        block = (self.noise * std).to(self.dtype)
+        start = int(torch.randint(len(block), (1,), generator=self.generator))
+        repeats = -(-(start + count) // len(block))
+        return block.repeat(repeats)[start : start + count] if repeats > 1 else block[start : start + count].clone()
+
+
+class ShardWriter:
+    """Writes tensors whose shapes are known beforehand to safetensors shards of at most SHARD_NBYTES each."""
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+        self._folder = folder
+        torch_dtype, self._code = DTYPES[dtype]
+        self._item_nbytes = torch_dtype.itemsize
+        self._shapes = shapes
+        self._shards = self._assign()
+        self._dtype = torch_dtype
+
+    def _nbytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * self._item_nbytes
+
+    def _assign(self) -> list[list[str]]:
+        shards: list[list[str]] = [[]]
+        used = 0
+        for name in self._shapes:
+            if shards[-1] and used + self._nbytes(name) > SHARD_NBYTES:
+                shards.append([])
+                used = 0
+            shards[-1].append(name)
+            used += self._nbytes(name)
+        return shards
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> int:
+        """Write `tensors`, which come in the order of the shapes; the number of shards."""
+        weight_map = {}
+        for number, names in enumerate(self._shards, start=1):
+            file = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+            with open(self._folder / file, "wb") as out:
+                out.write(self._header(names))
+                for expected in names:
+                    name, tensor = next(tensors)
+                    assert name == expected and tuple(tensor.shape) == self._shapes[name] and tensor.dtype == self._dtype
+                    out.write(tensor.contiguous().view(torch.uint8).numpy().data)
+                    weight_map[name] = file
+        total = sum(self._nbytes(name) for name in self._shapes)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        return len(self._shards)
+
+    def _header(self, names: list[str]) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            end = offset + self._nbytes(name)
+            entries[name] = {"dtype": self._code, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(entries).encode()
+        text += b" " * (-(8 + len(text)) % 4096)
+        return struct.pack("<Q", len(text)) + text
+
+
+@dataclass(frozen=True, slots=True)
+class Inflated:
+    experts_nbytes: int
+    width: int
+    num_shards: int
+
+
+def inflate(out: Path, experts_gib: float, model: Path = DEMO, dtype: str = "bfloat16", seed: int = 0) -> Inflated:
+    """Write to `out`, which must not exist, `model` with experts of about `experts_gib` GiB in all.
+
+    Holds one tensor of the result at a time in memory. `out` appears when it is complete.
+    """
+    if out.exists():
+        raise InflateError(f"OUT {out}: exists already; give a new path")
+    if dtype not in DTYPES:
+        raise InflateError(f"--dtype {dtype}: accepted: {', '.join(DTYPES)}")
+    torch_dtype = DTYPES[dtype][0]
+    source = open_source(model)
+    width = choose_width(source, int(experts_gib * 2**30), torch_dtype.itemsize)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _copy_other_files(source, partial, width, dtype)
+        widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed))
+        shapes = {name: _new_shape(source, name, width) for name in source.tensors}
+        num_shards = ShardWriter(partial, shapes, dtype).write(_tensors(source, widener))
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Inflated(source.bytes_per_neuron * width * torch_dtype.itemsize, width, num_shards)
+
+
+def _copy_other_files(source: Source, to: Path, width: int, dtype: str) -> None:
+    for file in source.folder.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.suffix not in {".bin", ".md", ".py"}:
+            shutil.copy(file, to / file.name)
+    config = dict(source.config)
+    config[WIDTH_FIELDS[config["model_type"]]] = width
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _new_shape(source: Source, name: str, width: int) -> tuple[int, ...]:
+    shape = list(source.tensors[name][1])
+    kind = source.expert_kinds.get(name)
+    if kind is not None:
+        shape[-1 if kind == "down_proj" else -2] = 2 * width if kind == "gate_up_proj" else width
+    return tuple(shape)
+
+
+def _tensors(source: Source, widener: Widener) -> Iterator[tuple[str, Tensor]]:
+    path: Path | None = None
+    opened: Any = None
+    for name, (file, _) in source.tensors.items():
+        if file != path:
+            path, opened = file, safe_open(file, "pt")
+        tensor = opened.get_tensor(name)
+        kind = source.expert_kinds.get(name)
+        yield name, tensor.to(widener.dtype) if kind is None else widener.widen(kind, tensor)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument("--experts-gib", type=float, required=True, help="GiB of all experts together")
+    parser.add_argument("--model", type=Path, default=DEMO, help="transformers model folder (default: the demo model)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    try:
+        result = inflate(given.out, given.experts_gib, given.model, given.dtype, given.seed)
+    except InflateError as error:
+        print(f"inflate_model: {error}", file=sys.stderr)
+        return 2
+    gib = result.experts_nbytes / 2**30
+    print(f"{given.out}: experts {result.experts_nbytes} bytes ({gib:.3f} GiB), I = {result.width}, {result.num_shards} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
