@@ -91,7 +91,10 @@ def main() -> None:
     ids = AutoTokenizer.from_pretrained(model)(text * 4)["input_ids"][: 16 + args.tokens]
     rows = []
     for name, segments in (("expertly", 1), ("expertly", 4), ("accelerate", None)):
-        with memory_cgroup(int(args.limit_gib * GIB)) as group, tempfile.TemporaryDirectory(dir=model.parent) as scratch:
+        with (
+            memory_cgroup(int(args.limit_gib * GIB)) as group,
+            tempfile.TemporaryDirectory(dir=model.parent) as scratch,
+        ):
             drop_page_cache(model)
             settings = {"name": name, "segments": segments}
             # accelerate gets what is left of the limit after Python, torch and one layer's working copy

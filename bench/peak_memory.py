@@ -28,7 +28,12 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         from expertly.models.packing import pack
 
         store = pack(Path(arguments["model"]), Path(arguments["out"]))
-        return {"peak_rss_bytes": peak_rss_nbytes(), "dense_bytes": store.dense_nbytes, "memory_bytes": 0, "kv_bytes": 0}
+        return {
+            "peak_rss_bytes": peak_rss_nbytes(),
+            "dense_bytes": store.dense_nbytes,
+            "memory_bytes": 0,
+            "kv_bytes": 0,
+        }
     import torch
 
     import expertly
@@ -63,7 +68,10 @@ def main() -> None:
                 settings = {"what": what, "experts_gib": gib, "memory": memory, "segments": segments}
                 row = settings | child("peak_memory.py", settings | {"model": str(model), "out": str(out)})
                 allowed = row["dense_bytes"] + row["memory_bytes"] + row["kv_bytes"] + MARGIN_NBYTES
-                rows.append(row | {"allowed_bytes": allowed, "over_parts_bytes": row["peak_rss_bytes"] - allowed + MARGIN_NBYTES})
+                rows.append(
+                    row
+                    | {"allowed_bytes": allowed, "over_parts_bytes": row["peak_rss_bytes"] - allowed + MARGIN_NBYTES}
+                )
         finally:
             shutil.rmtree(out.parent)
     print_report("peak_memory", rows, vars(args))

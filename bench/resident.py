@@ -57,7 +57,9 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     models: dict[str, Any] = {f"transformers {name}": plain for name in IMPLEMENTATIONS}
     for segments in (1, 4):
-        models[f"resident P={segments}"], _ = expertly.load(str(folder), system="resident", segments=segments, device="cpu")
+        models[f"resident P={segments}"], _ = expertly.load(
+            str(folder), system="resident", segments=segments, device="cpu"
+        )
     ids = torch.randint(0, plain.config.vocab_size, (1, args.prefill), generator=torch.Generator().manual_seed(0))
     decode: dict[str, list[float]] = {name: [] for name in models}
     prefill: dict[str, list[float]] = {name: [] for name in models}
@@ -82,7 +84,9 @@ def main() -> None:
             }
         )
     fastest_decode = min(row["decode_ms"] for row in rows if row["name"].startswith("transformers"))
-    fastest_prefill = min(row["prefill_ms"] for row in rows if row["name"].startswith("transformers") and row["prefill_ms"])
+    fastest_prefill = min(
+        row["prefill_ms"] for row in rows if row["name"].startswith("transformers") and row["prefill_ms"]
+    )
     for row in rows:
         row["decode_ratio"] = row["decode_ms"] / fastest_decode
         row["prefill_ratio"] = row["prefill_ms"] / fastest_prefill if row["prefill_ms"] else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,9 @@ def write_card(folder: Path, tokenizer: PreTrainedTokenizerFast, corpora: list[C
 def _head(model: PreTrainedModel) -> str:
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    per_expert = 3 * config.hidden_size * config.moe_intermediate_size
-    idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * per_expert
+    top_k, width = config.num_experts_per_tok, config.moe_intermediate_size
+    per_expert = 3 * config.hidden_size * width
+    idle = config.num_hidden_layers * (config.num_experts - top_k) * per_expert
     return f"""# Demo model
 
 A small Mixture-of-Experts language model for tests, examples and measurements of `expertly`. Its routing is learned, so
@@ -60,7 +62,7 @@ that caches and predictors meet the skew and the locality of a real model. It is
 | | |
 | --- | --- |
 | architecture | `{config.model_type}` of transformers, {config.num_hidden_layers} layers, hidden {config.hidden_size} |
-| experts | {config.num_experts} a layer, top-{config.num_experts_per_tok}, intermediate {config.moe_intermediate_size} |
+| experts | {config.num_experts} a layer, top-{top_k}, intermediate {width} |
 | parameters | {num_parameters:,} ({num_parameters - idle:,} active for a token), bfloat16 |
 | tokenizer | byte-level BPE, {config.vocab_size} tokens, `<|endoftext|>` ends a document |
 | context | {config.max_position_embeddings} tokens |
@@ -70,8 +72,10 @@ that caches and predictors meet the skew and the locality of a real model. It is
 
 def _data(corpora: list[Corpus], training: Training) -> str:
     rows = "\n".join(
-        f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |" for c in corpora
+        f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |"
+        for c in corpora
     )
+    minutes = training.elapsed_s / 60
     return f"""## Data and training
 
 | domain | text | licence | share of sequences | tokens available |
@@ -81,17 +85,19 @@ def _data(corpora: list[Corpus], training: Training) -> str:
 A sequence comes from one domain. Documents are shuffled and the last 1 % of each domain (at least two) held out; the
 held-out text is used for nothing but the tables below.
 
-{training.tokens:,} tokens in {training.steps:,} steps and {training.elapsed_s / 60:.0f} minutes on {training.hardware}, by
+{training.tokens:,} tokens in {training.steps:,} steps and {minutes:.0f} minutes on {training.hardware}, by
 
     {training.command}
 
-Muon for the matrices, Adam for the rest, load-balancing loss 0.01 a layer over a running mean of the load, router z-loss
-1e-4; sequences of 256 tokens, then of 1024 for the last 15 % of the time.
+Muon for the matrices, Adam for the rest; load-balancing loss 0.01 a layer over a running mean of the load, router
+z-loss 1e-4; sequences of 256 tokens, then of 1024 for the last 15 % of the time.
 """
 
 
 def _losses(results: list[DomainResult]) -> str:
-    rows = "\n".join(f"| {r.name} | {r.num_tokens:,} | {r.nats_per_token:.3f} | {r.bits_per_byte:.3f} |" for r in results)
+    rows = "\n".join(
+        f"| {r.name} | {r.num_tokens:,} | {r.nats_per_token:.3f} | {r.bits_per_byte:.3f} |" for r in results
+    )
     mean = np.mean([r.nats_per_token for r in results])
     return f"""## Held-out loss
 
@@ -120,7 +126,7 @@ def _experts(results: list[DomainResult]) -> str:
     )
     return f"""## Experts
 
-Shares of a layer's assignments on held-out text, every domain counted equally; even use would be {1 / load.shape[1]:.2%}.
+Shares of a layer's assignments on held-out text, every domain counted equally; even is {1 / load.shape[1]:.2%}.
 Divergence is Jensen-Shannon in bits between the domains' shares, mean over pairs of domains; beside it, as the noise of
 the sample, between two halves of the same domain.
 
@@ -137,14 +143,14 @@ The experts each domain uses most in layer {layer}:
 
 
 def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
-    parts = ["## Samples\n\nThe prompt, then what the model wrote: greedily, and sampled (temperature 0.8, top-p 0.95, seed 0).\n"]
+    parts = ["## Samples\n\nThe prompt, then what the model wrote, greedy and sampled (temperature 0.8, top-p 0.95).\n"]
     for name, prompt in PROMPTS:
         greedy, sampled = (_continue(model, tokenizer, prompt, is_sampled) for is_sampled in (False, True))
         parts.append(f"**{name}**\n\n```text\n{prompt}\n--- greedy:\n{greedy}\n--- sampled:\n{sampled}\n```\n")
     return "\n".join(parts)
 
 
-def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, is_sampled: bool) -> str:
+def _continue(model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, is_sampled: bool) -> str:
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0} if is_sampled else {"do_sample": False}

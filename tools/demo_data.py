@@ -37,7 +37,7 @@ DOMAINS = (
     Domain("es", "docs_es", 0.08, "Python documentation in Spanish", "CC0 contributions"),
     Domain("fr", "docs_fr", 0.07, "Python documentation in French", "CC0 contributions"),
     Domain("ru", "stories_ru", 0.13, "short stories in Russian", "Apache-2.0"),
-    Domain("zh", "poetry_and_tech_zh", 0.13, "classical Chinese poetry; a machine-learning text book", "MIT, Apache-2.0"),
+    Domain("zh", "poetry_and_tech_zh", 0.13, "classical Chinese poetry; a machine-learning book", "MIT, Apache-2.0"),
 )
 
 
@@ -65,7 +65,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     """Byte-level BPE; digits stand alone; `<|endoftext|>` is id 0 and serves as bos, eos and pad."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -86,7 +89,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def prepare(data: Path, cache: Path, seed: int, vocab_size: int, max_chars: int) -> tuple[PreTrainedTokenizerFast, list[Corpus]]:
+def prepare(
+    data: Path, cache: Path, seed: int, vocab_size: int, max_chars: int
+) -> tuple[PreTrainedTokenizerFast, list[Corpus]]:
     """Tokenizer and token streams, from `cache` when it has them.
 
     A domain contributes at most `max_chars` characters to training, and 2 MB to the tokenizer's sample.

@@ -32,7 +32,9 @@ class DomainResult:
     """The same of the even and the odd windows: what differs between them is sampling noise."""
 
 
-def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, num_rows: int = 40) -> DomainResult:
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, num_rows: int = 40
+) -> DomainResult:
     """Run up to `num_rows` windows of 256 tokens of the domain's held-out text."""
     windows = torch.from_numpy(heldout_windows(corpus, num_rows, LENGTH)).to(model.device)
     nats, num_bytes = 0.0, 0

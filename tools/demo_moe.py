@@ -20,27 +20,28 @@ EXPERTS_FUNCTION = "demo_training"
 
 def demo_config() -> Qwen3MoeConfig:
     """About 23 million parameters, 6.5 million of them active for a token."""
-    return Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=INTERMEDIATE,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        router_aux_loss_coef=0.01,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": INTERMEDIATE,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "router_aux_loss_coef": 0.01,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return Qwen3MoeConfig(**fields)
 
 
 def build_model(device: torch.device) -> Qwen3MoeForCausalLM:
@@ -68,6 +69,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        ctx.dtype = gate_up.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights, gate_up, down = (t.to(dtype) for t in (x, weights, gate_up, down))
@@ -109,7 +111,10 @@ class _Experts(torch.autograd.Function):
         grad_xs = _by_expert(grad_projected, gate_up, ends)  # [T*K, H]
         grad_x = grad_xs[inverse].view(-1, top_k, grad.shape[1]).sum(1)
         grad_weights = grad_scale[inverse].view(-1, top_k)
-        return grad_x.float(), None, grad_weights.float(), grad_gate_up.float(), grad_down.float()
+        grad_x, grad_weights, grad_gate_up, grad_down = (
+            t.to(ctx.dtype) for t in (grad_x, grad_weights, grad_gate_up, grad_down)
+        )
+        return grad_x, None, grad_weights, grad_gate_up, grad_down
 
 
 def _by_expert(rows: Tensor, weights: Tensor, ends: list[int]) -> Tensor:

@@ -42,7 +42,9 @@ def make_slots(model: nn.Module, num_workers: int) -> list[Slot]:
             for tensor in (value, *blanks):
                 tensor.share_memory_()
         second = None if uses_muon else blanks[-1]
-        slot = Slot(name, value, tuple(blanks[:num_workers]), blanks[num_workers], second, 2 if "gate_up" in name else 1)
+        slot = Slot(
+            name, value, tuple(blanks[:num_workers]), blanks[num_workers], second, 2 if "gate_up" in name else 1
+        )
         slots.append(slot)
     return slots
 

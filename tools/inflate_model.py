@@ -72,7 +72,9 @@ def open_source(folder: Path) -> Source:
     config = json.loads((folder / "config.json").read_text())
     family = config.get("model_type")
     if family not in WIDTH_FIELDS:
-        raise InflateError(f"--model {folder}: model_type {family!r} is not supported; accepted: {', '.join(WIDTH_FIELDS)}")
+        raise InflateError(
+            f"--model {folder}: model_type {family!r} is not supported; accepted: {', '.join(WIDTH_FIELDS)}"
+        )
     tensors: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -89,7 +91,9 @@ def open_source(folder: Path) -> Source:
         axis = -1 if kind == "down_proj" else -2
         expected = 2 * width if kind == "gate_up_proj" else width
         if tensors[name][1][axis] != expected:
-            raise InflateError(f"--model {folder}: {name} is {tensors[name][1]}, expected {expected} intermediate neurons")
+            raise InflateError(
+                f"--model {folder}: {name} is {tensors[name][1]}, expected {expected} intermediate neurons"
+            )
     return Source(folder, config, dict(sorted(tensors.items(), key=_by_number)), kinds, width)
 
 
@@ -103,7 +107,9 @@ def choose_width(source: Source, experts_nbytes: int, item_nbytes: int) -> int:
     width = max(WIDTH_STEP, WIDTH_STEP * round(wanted / WIDTH_STEP))
     if width < source.width:
         least = source.bytes_per_neuron * item_nbytes * source.width / 2**30
-        raise InflateError(f"--experts-gib {experts_nbytes / 2**30:g}: the model's experts already are {least:.4g} GiB; give more")
+        raise InflateError(
+            f"--experts-gib {experts_nbytes / 2**30:g}: the experts already are {least:.4g} GiB; give more"
+        )
     return width
 
 
@@ -124,11 +130,11 @@ class Widener:
     positions: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.noise = torch.randn(1 << 22, generator=self.generator)
+        self.noise = torch.randn(1 << 23, generator=self.generator).to(self.dtype)
         self.positions = real_positions(self.old, self.new)
 
     def widen(self, kind: str, tensor: Tensor) -> Tensor:
-        """[..., I, H] (gate, up), [..., 2I, H] (gate above up) or [..., H, I] (down) with I = old -> the same with new."""
+        """[..., I, H] (gate, up), [..., 2I, H] (gate over up) or [..., H, I] (down), I = old -> the same, I = new."""
         if tensor.dim() == 3:
             return torch.stack([self.widen(kind, expert) for expert in tensor])
         if kind == "gate_up_proj":
@@ -142,10 +148,11 @@ class Widener:
         return widened
 
     def _random(self, count: int, std: float) -> Tensor:
-        block = (self.noise * std).to(self.dtype)
-        start = int(torch.randint(len(block), (1,), generator=self.generator))
-        repeats = -(-(start + count) // len(block))
-        return block.repeat(repeats)[start : start + count] if repeats > 1 else block[start : start + count].clone()
+        start = int(torch.randint(len(self.noise), (1,), generator=self.generator))
+        if start + count <= len(self.noise):
+            return self.noise[start : start + count] * std
+        repeats = -(-(start + count) // len(self.noise))
+        return self.noise.repeat(repeats)[start : start + count] * std
 
 
 class ShardWriter:
@@ -182,7 +189,8 @@ class ShardWriter:
                 out.write(self._header(names))
                 for expected in names:
                     name, tensor = next(tensors)
-                    assert name == expected and tuple(tensor.shape) == self._shapes[name] and tensor.dtype == self._dtype
+                    assert (name, tuple(tensor.shape)) == (expected, self._shapes[expected])
+                    assert tensor.dtype == self._dtype
                     out.write(tensor.contiguous().view(torch.uint8).numpy().data)
                     weight_map[name] = file
         total = sum(self._nbytes(name) for name in self._shapes)
@@ -279,7 +287,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2
     gib = result.experts_nbytes / 2**30
-    print(f"{given.out}: experts {result.experts_nbytes} bytes ({gib:.3f} GiB), I = {result.width}, {result.num_shards} files")
+    size = f"{result.experts_nbytes} bytes ({gib:.3f} GiB)"
+    print(f"{given.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")
     return 0
 
 

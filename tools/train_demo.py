@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from demo_card import Training, write_card
 from demo_data import Corpus, Sampler, prepare
-from demo_moe import VOCAB, RouterLoss, build_model, demo_config
+from demo_moe import NUM_EXPERTS, VOCAB, RouterLoss, build_model, demo_config
 from demo_optim import Rates, Slot, attach, make_slots, update
 from torch import Tensor
 from torch import multiprocessing as mp
@@ -163,17 +164,32 @@ def load_checkpoint(path: Path, slots: list[Slot]) -> Progress:
 
 def export(slots: list[Slot], tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write a transformers folder in bfloat16 to `out`; files already there with other names stay."""
-    model = Qwen3MoeForCausalLM(demo_config()).to(torch.bfloat16)
+    model = Qwen3MoeForCausalLM(demo_config())
+    model.bfloat16()
     missing, unexpected = model.load_state_dict({slot.name: slot.value for slot in slots}, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    _amend(partial / "config.json", num_experts=NUM_EXPERTS)
+    _amend(
+        partial / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        is_local=None,
+        local_files_only=None,
+    )
     out.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
+        file.chmod(0o644)
         os.replace(file, out / file.name)
     partial.rmdir()
+
+
+def _amend(file: Path, **fields: Any) -> None:
+    """Set fields (None: remove) that other versions of transformers read under another name, or not at all."""
+    amended = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in amended.items() if k not in fields or v is not None}, indent=2) + "\n")
 
 
 def train(settings: Settings, command: str) -> None:
@@ -192,7 +208,7 @@ def train(settings: Settings, command: str) -> None:
         work(0, settings, slots, state, threading.Barrier(1), shared)
     else:
         barrier = mp.get_context("spawn").Barrier(settings.workers)
-        mp.spawn(work, (settings, slots, state, barrier, shared), nprocs=settings.workers)  # type: ignore[no-untyped-call]
+        mp.start_processes(work, (settings, slots, state, barrier, shared), nprocs=settings.workers)
     print(f"trained in {time.time() - began:.0f} s; exporting", flush=True)
     export(slots, tokenizer, settings.out)
     describe(settings, tokenizer, corpora, command)
@@ -200,7 +216,8 @@ def train(settings: Settings, command: str) -> None:
 
 def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], command: str) -> None:
     """Measure the exported model and write its card; what the training cost is in the last checkpoint."""
-    step, tokens, elapsed_s = torch.load(settings.work / "checkpoint.pt", weights_only=True, map_location="cpu")["state"]
+    saved = torch.load(settings.work / "checkpoint.pt", weights_only=True, map_location="cpu")
+    step, tokens, elapsed_s = saved["state"]
     if settings.device == "cpu":
         hardware = f"{settings.workers} cores of a {_cpu_name()}, shared with other work"
     else:
@@ -226,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     end.add_argument("--minutes", type=float, help="length of the run")
     end.add_argument("--until", help="UTC time HH:MM at which the run ends")
     end.add_argument("--steps", type=int, default=default.steps, help="length of the run in steps")
-    end.add_argument("--card-only", action="store_true", help="only measure the model in --out and write its card again")
+    end.add_argument("--card-only", action="store_true", help="only write the card of the model in --out again")
     for name in ("seed", "workers", "rows", "muon_lr", "adam_lr", "device", "save_every_s"):
         value = getattr(default, name)
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)

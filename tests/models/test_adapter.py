@@ -55,18 +55,18 @@ def test_experts_without_a_gate() -> None:
 
 @pytest.mark.parametrize("model_type", ["dbrx", "jetmoe", "llama4", "longcat_flash"])
 def test_families_outside_the_interface_are_refused(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"{model_type}.*not on transformers' experts interface; supported"):
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type}.*not on transformers' experts interface"):
         find_experts(build_meta_model(AutoConfig.for_model(model_type)), 2)
 
 
 def test_the_family_that_is_wrong_upstream_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedModelError, match="nllb-moe.*only experts 0 and 1 ever run"):
+    with pytest.raises(UnsupportedModelError, match=r"nllb-moe.*only experts 0 and 1 ever run"):
         build_meta_model(AutoConfig.for_model("nllb-moe"))
 
 
 def test_a_dense_model_is_refused() -> None:
     config = AutoConfig.for_model("llama", hidden_size=32, intermediate_size=32, num_attention_heads=4, vocab_size=32)
-    with pytest.raises(UnsupportedModelError, match="llama.*not a Mixture-of-Experts model"):
+    with pytest.raises(UnsupportedModelError, match=r"llama.*not a Mixture-of-Experts model"):
         find_experts(build_meta_model(config), 2)
 
 
@@ -74,7 +74,9 @@ def test_experts_that_slots_cannot_compute_are_refused() -> None:
     meta = build_meta_model(FAMILIES["mixtral"].make_config())
     experts: Any = meta.model.layers[1].mlp.experts
     experts.has_post_expert_norm = True
-    with pytest.raises(UnsupportedModelError, match="mixtral.*layers.1.mlp.experts normalises each expert's output"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"mixtral.*layers\.1\.mlp\.experts normalises each expert's output"
+    ):
         find_experts(meta, 2)
     experts.has_post_expert_norm = False
     experts.down_proj = torch.nn.Parameter(torch.empty(8, 40, 16, device="meta"))
@@ -88,7 +90,7 @@ def _folder(folder: Path, **config: Any) -> Path:
 
 
 def test_configs_that_make_no_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -134,7 +134,7 @@ def test_continuous_batching_mixes_phases(family: str, toys: Toys) -> None:
 
 def test_packed_sequences_with_a_phase_each() -> None:
     """Requests: 3 new tokens; 1 token on a past of 7; 1 token and no past; then two rows of padding."""
-    context = IterationContext(ToyRuntime.__new__(ToyRuntime), "cpu")
+    context = IterationContext(ToyRuntime.__new__(ToyRuntime))
     bounds, keys = torch.tensor([0, 3, 4, 5]), torch.tensor([0, 3, 11, 12])
     ids = torch.zeros(1, 7, dtype=torch.long)
     positions = torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
@@ -199,7 +199,7 @@ def test_two_threads_are_serialised(toys: Toys) -> None:
 
 def test_describing_a_decode_step_is_cheap(toys: Toys) -> None:
     """The bound is 30 us on one core (measured: 2); ten times that here, for a busy machine."""
-    context = IterationContext(ToyRuntime.__new__(ToyRuntime), "cpu")
+    context = IterationContext(ToyRuntime.__new__(ToyRuntime))
     cache = DynamicCache(config=toys["mixtral"].model.config)
     with torch.no_grad():
         toys["mixtral"].model(torch.tensor(make_prompts(1)), past_key_values=cache)

@@ -154,6 +154,11 @@ def test_lm_eval_takes_it_as_it_is(toys: Toys) -> None:
     toy = toys["qwen3_moe"]
     harness = huggingface.HFLM(pretrained=toy.model, tokenizer=make_tokenizer())
     assert harness.model is toy.model
+    ids = torch.tensor(make_prompts(1))
+    assert torch.equal(harness._model_call(ids), logits_of(toy.model, make_prompts(1)))
+    context, continuation = make_prompts(1)[0], make_prompts(1, length=4)[0]
+    [(log_likelihood, is_greedy)] = harness._loglikelihood_tokens([(("", ""), context, continuation)])
+    assert log_likelihood < 0 and is_greedy in (True, False)
 
 
 def test_continuous_batching_is_bounded_and_uncaptured(model: Model) -> None:

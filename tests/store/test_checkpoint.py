@@ -64,7 +64,9 @@ def test_a_shard_truncated_after_opening_is_named(tmp_path: Path) -> None:
         checkpoint.read("t1")
 
 
-@pytest.mark.parametrize("name", ["../escape.safetensors", "/etc/passwd", "..", "", "a\\b", "sub/x.safetensors", 3, None])
+@pytest.mark.parametrize(
+    "name", ["../escape.safetensors", "/etc/passwd", "..", "", "a\\b", "sub/x.safetensors", 3, None]
+)
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
     set_index(write_checkpoint(tmp_path), t0=name)
     with pytest.raises(CheckpointError, match=r"weight_map\['t0'\]=.*same folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
     good = safetensors_bytes(header, bytes(96))
     rng = random.Random(0)
     accepted = 0
-    for _ in range(3000):
+    for _ in range(1000):
         raw = bytearray(good)
         for _ in range(rng.randint(1, 3)):
             position = rng.randrange(len(raw) - 96)
@@ -142,7 +143,7 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
             continue
         accepted += 1
         infos: list[TensorInfo] = sorted(found.values(), key=lambda info: info.begin)
-        assert all(first.end <= second.begin for first, second in zip(infos, infos[1:], strict=False))
+        assert all(first.end <= second.begin for first, second in pairwise(infos))
         assert all(info.end <= len(raw) for info in infos)
         sizes = {"F32": 4, "F16": 2, "F64": 8}
         assert all(np.prod(info.shape) * sizes.get(info.dtype, 0) == info.nbytes for info in infos)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.store.packed import PackedStore
@@ -30,9 +30,12 @@ def test_every_expert_is_where_the_geometry_says(store: PackedStore) -> None:
 
 
 def test_the_library_reads_what_was_written(store: PackedStore) -> None:
-    dense = load_file(store.folder / "dense.safetensors")
-    assert dense["embed.weight"].shape == (10, 8)
-    assert dense["embed.weight"].view(np.uint8).min() == len("embed.weight")
+    with safe_open(store.folder / "dense.safetensors", "np") as file:
+        assert set(file.keys()) == {spec.name for spec in DENSE}
+        tensor = file.get_tensor("embed.weight")
+    assert tensor.shape == (10, 8) and tensor.view(np.uint8).min() == len("embed.weight")
+    with safe_open(store.layer_extent(0)[0], "np") as file:
+        assert file.get_slice("experts").get_shape() == [4, 32, 3, 64]
     index = json.loads((store.folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {spec.name: "dense.safetensors" for spec in DENSE}
 

@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "--order", default="resident", metavar="NAME", help="of computing: resident (default: what is here first) or id"
     )
     add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
+    add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
     add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
     add("--top-p", type=probability, default=1.0, metavar="X", help="with a temperature (default: 1)")
     add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 ring=args.ring,
                 order=args.order,
                 context=args.context,
+                host_memory=args.host_memory,
                 progress=progress,
             )
         try:

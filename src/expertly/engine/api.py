@@ -25,6 +25,7 @@ from expertly.systems import DEFAULT_SYSTEM, System, get_system
 DEFAULT_CONTEXT = 4096
 """Tokens of KV cache that `memory="auto"` leaves room for."""
 
+
 @dataclass(frozen=True)
 class Handle:
     """A loaded model's store, engine and statistics; `finalizer` closes the engine, once."""

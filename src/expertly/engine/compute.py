@@ -8,6 +8,7 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,7 +77,6 @@ class LayerCompute:
             up = up + bias[0][piece.expert, first : first + up.shape[1]]
         return self.activate(up)
 
-
     def _gate_up(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         if x.shape[0] != 1 or not self._doubles:
             return linear(x, matrices[0]), linear(x, matrices[1])
@@ -118,7 +118,7 @@ class PartialExpert:
         return True
 
 
-def _activation(module: nn.Module, is_gated: bool) -> Callable[..., torch.Tensor]:
+def _activation(module: Any, is_gated: bool) -> Callable[..., torch.Tensor]:
     """The module's own gating of (gate [n, r], up [n, r]), or its activation of (up [n, r])."""
     if not is_gated:
         activation: Callable[..., torch.Tensor] = module.act_fn
@@ -133,7 +133,7 @@ def _activation(module: nn.Module, is_gated: bool) -> Callable[..., torch.Tensor
     return lambda gate, up: apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))  # interleaved: g0 u0 g1 u1 ...
 
 
-def _biases(module: nn.Module, is_gated: bool) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+def _biases(module: Any, is_gated: bool) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
     """Biases before the activation, (gate [E, I], up [E, I]) or (up [E, I],), and after, [E, H]."""
     if not getattr(module, "has_bias", False):
         return None, None

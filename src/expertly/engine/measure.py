@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece
 from expertly.core.profile import CopyRate, DiskRate, MatvecRate
 from expertly.engine.transfer import MIN_READ_NBYTES, Readers
-from expertly.store.packed import PackedStore
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
@@ -110,7 +108,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
 
     places = np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist()
     num_reads = 0
-    readers = Readers(cast(PackedStore, _OneExtent(path)), geometry, buffer_of, num_readers=depth)
+    readers = Readers(_OneExtent(path), geometry, buffer_of, num_readers=depth)
     try:
         for slot in range(in_flight):
             readers.submit([Piece(0, places[slot % num_places], 0, 1, slot)])

@@ -64,7 +64,7 @@ class AutoBudget:
 
 
 def choose_budget(available: int, expert_nbytes: int, dense_nbytes: int, cache_nbytes: int, context: int) -> AutoBudget:
-    """All that is free after the dense part, the KV cache of `context` tokens and working memory; at most every expert."""
+    """What is free after the dense part, the KV cache of `context` tokens and working memory; at most all experts."""
     left = available - dense_nbytes - cache_nbytes - WORKING_NBYTES
     nbytes = max(0, min(left, expert_nbytes))
     gib = 1 << 30

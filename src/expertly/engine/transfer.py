@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.core.messages import Piece
-from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 
 NUM_READERS = 4
@@ -37,12 +38,19 @@ class _Read:
     buffer: memoryview
 
 
+class ExtentSource(Protocol):
+    """What readers need of a PackedStore."""
+
+    def layer_extent(self, layer: int) -> tuple[Path, int]:
+        """The file of a layer's experts and the offset of expert 0 in it."""
+
+
 class Readers:
     """Submit pieces, then take them back as they arrive, in any order. One caller thread."""
 
     def __init__(
         self,
-        store: PackedStore,
+        store: ExtentSource,
         geometry: Geometry,
         buffer_of: Callable[[Piece], memoryview],
         num_readers: int = NUM_READERS,

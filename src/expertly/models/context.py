@@ -31,7 +31,7 @@ def attach(model: PreTrainedModel, runtime: Runtime) -> None:
     stay what they are. Passes of one model, and of its deep copies, are serialised by one re-entrant lock.
     torch.compile around the model leaves the stacks as they are (or says that it may not, with fullgraph=True).
     """
-    context = IterationContext(runtime, next(model.parameters()).device.type)
+    context = IterationContext(runtime)
     for name in dict.fromkeys(_stack_of(model, site) for site, _ in find_experts_modules(model)):
         stack: Any = model.get_submodule(name)
         role: Role = "causal"
@@ -85,19 +85,16 @@ def _announcing(original: type[PreTrainedModel], role: Role) -> type[PreTrainedM
 class IterationContext:
     """What one model, and all deep copies of it, share: the runtime, the lock, and whether a pass is running."""
 
-    def __init__(self, runtime: Runtime, device_type: str) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.lock = threading.RLock()
         self.is_running = False
         self._runtime = runtime
-        self._may_capture = device_type == "cuda"
         self._shared: dict[tuple[int, int, bool], IterationInfo] = {}  # of passes without pads, by shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IterationContext:
         return self
 
     def begin(self, info: IterationInfo) -> None:
-        if self._may_capture and torch.cuda.is_current_stream_capturing():
-            raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
         self._runtime.begin_iteration(info)
         self.is_running = True
 

@@ -66,12 +66,13 @@ class Manifest:
         def fail(field: str, accepted: str) -> StoreError:
             return StoreError(f"{path}: {field}={raw.get(field)!r:.80}: {accepted}")
 
-        if raw.get("format_version") != FORMAT_VERSION:
+        version = raw.get("format_version")
+        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
             raise fail("format_version", f"this version of expertly reads {FORMAT_VERSION}; pack again")
         for field in ("identity", "source", "model_type"):
             if not isinstance(raw.get(field), str):
                 raise fail(field, "must be a string")
-        if raw.get("dtype") not in STORE_DTYPES:
+        if not isinstance(raw.get("dtype"), str) or raw["dtype"] not in STORE_DTYPES:
             raise fail("dtype", f"accepted: {', '.join(STORE_DTYPES)}")
         layers, sites, files = raw.get("layers"), raw.get("sites"), raw.get("files")
         if not isinstance(layers, list) or not layers:

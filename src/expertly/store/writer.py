@@ -174,10 +174,8 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """Keep the files that are done; remove everything else of ours."""
         path = self._partial / _JOURNAL_NAME
         found: Any = None
-        try:
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # none yet, or torn: start over
             found = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            pass  # none yet, or torn by a crash of the machine: start over
         expected = self._journal({})
         if isinstance(found, dict) and {**found, "files": {}, "source": self._plan.source} == expected:
             with contextlib.suppress(StoreError):

@@ -1,0 +1,157 @@
+"""The command, as a process: what it prints, its exit codes, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.cli.main import main
+from expertly.core.errors import ConfigError
+from tests.families import make_checkpoint
+from tests.store.mounts import tiny_disk
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["pack", *argv, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The message of a refusal, having checked that it is one line, one JSON object and exit code 2."""
+    assert main(["pack", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("expertly: error: ") and captured.err.count("\n") == 1
+    assert main(["pack", *argv, "--json"]) == 2
+    message: str = json.loads(capsys.readouterr().out)["error"]["message"]
+    return message
+
+
+def test_packs_lists_verifies_and_removes(capsys: pytest.CaptureFixture[str], source: Path, cache: Path) -> None:
+    packed = run_json(capsys, str(source))
+    assert (packed["model_type"], packed["dtype"], packed["layers"], packed["experts"]) == (
+        "qwen3_moe",
+        "float32",
+        3,
+        24,
+    )
+    assert packed["expert_bytes"] == 24 * 16 * 3 * 32 * 4
+    store = Path(packed["store"])
+    assert store.parent == cache / "stores"
+    listed = run_json(capsys, "--list")
+    assert [(e["name"], e["source"], e["problem"]) for e in listed["stores"]] == [(store.name, str(source), None)]
+    assert run_json(capsys, "--verify", str(store))["verified"] is True
+    assert run_json(capsys, "--remove", store.name)["removed"]["name"] == store.name
+    assert run_json(capsys, "--list")["stores"] == []
+    assert not store.exists()
+
+
+def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+    assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'store'}\n"  # for scripts
+    assert "qwen3_moe, 24 experts in 3 layers, 72 KiB in bfloat16" in captured.err
+    assert main(["pack", "--verify", str(tmp_path / "store")]) == 0
+    assert "is whole" in capsys.readouterr().err
+    assert main(["pack", "--list"]) == 0
+    assert "no store in" in capsys.readouterr().err
+    assert main(["pack", str(source)]) == 0
+    capsys.readouterr()
+    assert main(["pack", "--list"]) == 0
+    assert "float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to pack; accepted: MODEL"),
+        (["./absent"], "no such folder"),
+        (["someone/absent"], "the hub cannot be reached"),
+        (["--list", "x"], "not accepted with --list"),
+        (["--remove", "x", "--dtype", "float16"], "not accepted with --remove"),
+        (["--list", "--remove", "x"], "not allowed with"),
+        (["--remove", "x"], "the cache is empty"),
+        (["--verify", "/absent"], "no such folder"),
+        (["--verify", "/"], "not a packed store"),
+        (["x", "--dtype", "NaN"], "dtype='NaN'"),
+    ],
+)
+def test_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert message in refused(capsys, *argv)
+
+
+def test_refuses_a_damaged_store(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+    run_json(capsys, str(source), "--out", str(tmp_path / "store"))
+    path = tmp_path / "store" / "experts-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert "experts-00001.safetensors: checksum" in refused(capsys, "--verify", str(tmp_path / "store"))
+    path.write_bytes(content[:-1])
+    assert "truncated" in refused(capsys, str(source), "--out", str(tmp_path / "store"))
+
+
+def test_refuses_a_folder_of_something_else(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    assert "must be a new or empty folder" in refused(capsys, str(source), "--out", str(tmp_path))
+
+
+def test_refuses_a_full_disk(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+    with tiny_disk(tmp_path) as disk:
+        assert "the disk is full" in refused(capsys, str(source), "--out", str(disk / "store"))
+
+
+def test_refuses_a_cache_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], source: Path, cache: Path) -> None:
+    cache.touch()
+    assert str(cache) in refused(capsys, str(source))
+
+
+def run_process(*argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "expertly", "pack", *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def test_a_real_process_ends_with_2_and_no_traceback(source: Path, tmp_path: Path) -> None:
+    process = run_process(str(source), "--dtype", "NaN", "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert json.loads(out)["error"]["type"] == ConfigError.__name__
+    assert "Traceback" not in err and err.count("\n") == 1
+
+
+def test_an_interrupted_process_leaves_nothing_half_written(source: Path, cache: Path) -> None:
+    """Wherever the interrupt lands, the next run ends well."""
+    process = run_process(str(source))
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not list(cache.glob("stores/*")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (0, 130) and "Traceback" not in err
+    process = run_process(str(source), "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    store = json.loads(out)["store"]
+    assert main(["pack", "--verify", store]) == 0
+    assert [path.name for path in (cache / "stores").iterdir()] == [Path(store).name]

@@ -1,0 +1,56 @@
+"""The same truths on a CUDA device; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import expertly
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.families import FAMILIES, generate, load_reference, logits_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("segments", [1, 4])
+def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    reference = load_reference(case.folder).to("cuda")
+    tokens, logits = generate(reference, case.prompts), logits_of(reference, case.prompts)
+    for system in ("on-demand", "lru", "lfu"):
+        for memory, host_memory in (("25%", "100%"), ("25%", "40%"), ("100%", "100%")):
+            label = f"{family} {system} P={segments} {memory} host {host_memory}"
+            model, _ = expertly.load(
+                str(case.store), memory=memory, host_memory=host_memory, system=system, segments=segments, device="cuda"
+            )
+            assert generate(model, case.prompts) == tokens, label
+            torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5, msg=label)
+            moved = handle(model).engine.backend.stats()
+            assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"] > 0, label
+            handle(model).engine.controller.check()
+            expertly.unload(model)
+
+
+def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
+    case = cases["mixtral"]
+    before = torch.cuda.memory_allocated()
+    model, _ = expertly.load(str(case.store), memory="25%", device="cuda")
+    stats = expertly.stats(model).as_dict()
+    dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert torch.cuda.memory_allocated() - before <= 1.5 * dense + stats["memory_bytes"] + (1 << 20)
+    expertly.unload(model)
+    del model
+    assert torch.cuda.memory_allocated() - before <= 1 << 20
+
+
+def test_a_reused_slot_waits_for_the_kernels_that_read_it(cases: Cases) -> None:
+    """A ring of one segment: each copy overwrites what the kernel before it reads."""
+    case = cases["qwen3_moe"]
+    reference = load_reference(case.folder).to("cuda")
+    tokens = generate(reference, case.prompts, 40)
+    model, _ = expertly.load(str(case.store), memory="6%", ring=1, segments=4, host_memory="100%", device="cuda")
+    for _ in range(5):
+        assert generate(model, case.prompts, 40) == tokens
+    expertly.unload(model)

@@ -1,0 +1,217 @@
+"""Reads go straight to the disk, exactly as many bytes as asked for, and leave no trace in the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import StoreError, TransferError
+from expertly.store.reader import ExpertFile
+
+PAGE = 4096
+NUM_PAGES = 256
+
+
+def aligned(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes))[:nbytes]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of NUM_PAGES pages and 100 bytes, on disk and not in the page cache."""
+    path = tmp_path / "experts"
+    with path.open("wb") as file:
+        file.write(np.random.default_rng(0).integers(0, 256, NUM_PAGES * PAGE + 100, np.uint8).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+@pytest.fixture
+def file(path: Path) -> Iterator[ExpertFile]:
+    file = ExpertFile(path)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def direct(file: ExpertFile) -> ExpertFile:
+    if not file.is_direct:
+        pytest.skip("this file system has no O_DIRECT")
+    return file
+
+
+def cached_pages(path: Path) -> int:
+    """Pages of a file in the page cache, by mincore(2)."""
+    nbytes = path.stat().st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as handle, mmap.mmap(handle.fileno(), nbytes, access=mmap.ACCESS_COPY) as view:
+        residency = (ctypes.c_ubyte * -(-nbytes // PAGE))()
+        holder = ctypes.c_char.from_buffer(view)
+        result = libc.mincore(ctypes.c_void_p(ctypes.addressof(holder)), ctypes.c_size_t(nbytes), residency)
+        del holder
+        if result:
+            pytest.skip("mincore is not available")
+        return sum(byte & 1 for byte in residency)
+
+
+def disk_reads() -> int:
+    """Bytes this process has caused to be read from block devices."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        pytest.skip("/proc/self/io is not available")
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def test_reads_the_right_bytes(file: ExpertFile, path: Path) -> None:
+    content = path.read_bytes()
+    for offset, nbytes in ((0, PAGE), (PAGE, 5 * PAGE), (7, 100), (PAGE, 50), (NUM_PAGES * PAGE, 100), (PAGE, 0)):
+        buffer = aligned(max(nbytes, 1))[:nbytes]
+        file.read_into(offset, [buffer])
+        assert bytes(buffer) == content[offset : offset + nbytes]
+
+
+def test_scatters_one_read_over_several_buffers(file: ExpertFile, path: Path) -> None:
+    buffers = [aligned(PAGE), aligned(3 * PAGE), aligned(PAGE)]
+    file.read_into(2 * PAGE, buffers)
+    assert b"".join(map(bytes, buffers)) == path.read_bytes()[2 * PAGE : 7 * PAGE]
+
+
+def test_scatters_over_more_buffers_than_one_call_takes(file: ExpertFile, path: Path) -> None:
+    memory = aligned(64 * 1500)
+    file.read_into(10, [memory[i : i + 64] for i in range(0, len(memory), 64)])
+    assert bytes(memory) == path.read_bytes()[10 : 10 + len(memory)]
+
+
+def test_buffers_of_any_type_are_filled(file: ExpertFile, path: Path) -> None:
+    values = np.zeros(10, np.float32)
+    file.read_into(4, [memoryview(values)])
+    assert values.tobytes() == path.read_bytes()[4:44]
+
+
+def test_is_direct_when_everything_is_aligned(direct: ExpertFile) -> None:
+    memory = aligned(3 * PAGE)
+    assert direct.read_into(PAGE, [memory[:PAGE], memory[PAGE:]])
+    assert not direct.read_into(PAGE + 1, [memory[:PAGE]])  # offset
+    assert not direct.read_into(PAGE, [memory[: PAGE - 1]])  # length
+    assert not direct.read_into(PAGE, [memory[64 : 64 + PAGE]])  # address
+    assert not direct.read_into(PAGE, [memory[:PAGE], memory[64 : 64 + PAGE]])
+
+
+def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertFile, path: Path) -> None:
+    memory = aligned(16 * PAGE)
+    assert cached_pages(path) == 0, "the test's own writing is still cached"
+    before = disk_reads()
+    for offset in range(0, NUM_PAGES * PAGE, 32 * PAGE):
+        assert direct.read_into(offset, [memory])
+    assert disk_reads() - before == NUM_PAGES // 32 * len(memory)
+    assert cached_pages(path) == 0
+
+
+def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> None:
+    memory = aligned(16 * PAGE)
+    before = disk_reads()
+    assert not file.read_into(5 * PAGE + 3, [memory])
+    assert cached_pages(path) == 0
+    assert disk_reads() - before <= len(memory) + 2 * PAGE  # no readahead (0 on a file system in memory)
+
+
+def test_a_file_system_without_direct_reads_is_read_all_the_same() -> None:
+    content = bytes(range(256)) * 32
+    path = Path("/dev/shm") / f"expertly-test-{os.getpid()}"
+    try:
+        path.write_bytes(content)
+    except OSError:
+        pytest.skip("no /dev/shm")
+    try:
+        file = ExpertFile(path)
+        memory = aligned(PAGE)
+        file.read_into(PAGE, [memory])
+        assert bytes(memory) == content[PAGE:]
+        file.close()
+    finally:
+        path.unlink()
+
+
+def test_a_short_file_is_named_with_its_offset(file: ExpertFile, path: Path) -> None:
+    for buffer in (aligned(PAGE), aligned(2 * PAGE)[:5000]):
+        with pytest.raises(TransferError, match=rf"{path}: ends at offset {NUM_PAGES * PAGE + 100}.*truncated"):
+            file.read_into(NUM_PAGES * PAGE, [buffer])
+    with pytest.raises(TransferError, match="truncated"):
+        file.read_into(10 * NUM_PAGES * PAGE, [aligned(PAGE)])
+
+
+def test_a_file_truncated_while_open_is_named(file: ExpertFile, path: Path) -> None:
+    os.truncate(path, 4 * PAGE)
+    file.read_into(3 * PAGE, [aligned(PAGE)])
+    with pytest.raises(TransferError, match="truncated"):
+        file.read_into(3 * PAGE, [aligned(2 * PAGE)])
+
+
+def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(
+        TransferError, match=rf"{path}: reading 4096 bytes at offset 8192 failed \(Input/output error\)"
+    ):
+        file.read_into(2 * PAGE, [aligned(PAGE)])
+
+
+@pytest.mark.parametrize("shortfall", [PAGE, 100])
+def test_short_reads_are_continued(
+    file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch, shortfall: int
+) -> None:
+    whole = os.preadv
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return max(1, whole(fd, buffers[:1], offset) - shortfall)
+
+    monkeypatch.setattr(os, "preadv", short)
+    buffers = [aligned(8 * PAGE), aligned(4 * PAGE)]
+    file.read_into(PAGE, buffers)
+    assert b"".join(map(bytes, buffers)) == path.read_bytes()[PAGE : 13 * PAGE]
+
+
+def test_many_threads_share_one_file(file: ExpertFile, path: Path) -> None:
+    content = path.read_bytes()
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        memory = aligned(4 * PAGE)
+        for page in rng.integers(0, NUM_PAGES - 4, 50).tolist():
+            shift = int(rng.integers(0, 2)) * 7
+            file.read_into(page * PAGE + shift, [memory])
+            if bytes(memory) != content[page * PAGE + shift : page * PAGE + shift + len(memory)]:
+                wrong.append(page)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="absent: cannot be opened"):
+        ExpertFile(tmp_path / "absent")
+
+
+def test_close_is_idempotent_and_frees_the_descriptors(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = ExpertFile(path)
+    file.close()
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,196 @@
+"""Writing a store: atomic, resumable after SIGKILL, refused in time on a full disk, safe against a second packer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import StoreError
+from expertly.store import writer as writer_module
+from expertly.store.packed import PackedStore
+from expertly.store.writer import StoreWriter, partial_folder
+from tests.store.builders import DENSE, PLAN, dense_chunks, expert_bytes, files_of, fill, write_store
+from tests.store.mounts import tiny_disk
+
+SLOW_WRITER = """
+import sys, time
+from pathlib import Path
+from tests.store.builders import write_store
+write_store(Path(sys.argv[1]), progress=lambda done, total: time.sleep(float(sys.argv[2])))
+"""
+
+
+def start_writer(folder: Path, pause_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW_WRITER, str(folder), str(pause_s)]
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the writer ended early"
+        time.sleep(0.005)
+
+
+def test_writes_all_or_nothing(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    store = write_store(tmp_path / "store", progress=lambda done, total: seen.append((done, total)))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert set(files_of(store.folder)) == {*store.manifest.files, "manifest.json"}
+    total = sum(layer.nbytes for layer in PLAN.layers) + sum(spec.nbytes for spec in DENSE)
+    assert seen[0] == (0, total) and seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("stop_at", ["experts-00000.safetensors", "experts-00001.safetensors", "dense.safetensors"])
+def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path, stop_at: str) -> None:
+    folder = tmp_path / "store"
+    process = start_writer(folder, 0.05)
+    wait_for(partial_folder(folder) / stop_at, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not folder.exists()
+    with pytest.raises(StoreError):
+        PackedStore.open(partial_folder(folder))
+    finished = json.loads((partial_folder(folder) / "progress.json").read_text())["files"]
+    first: list[int] = []
+    write_store(folder, progress=lambda done, total: first.append(done))
+    assert first[0] == sum(
+        (PLAN.layers[i].nbytes for i in range(2) if f"experts-{i:05d}.safetensors" in finished),
+        sum(spec.nbytes for spec in DENSE) if "dense.safetensors" in finished else 0,
+    )
+    assert files_of(folder) == files_of(write_store(tmp_path / "uninterrupted").folder)
+    assert not partial_folder(folder).exists()
+
+
+def test_what_an_exception_leaves_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
+        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+        raise KeyboardInterrupt
+    with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
+        assert writer.is_done("experts-00000.safetensors") and not writer.is_done("experts-00001.safetensors")
+        fill(writer).verify(full=True)
+
+
+@pytest.mark.parametrize("damage", ["other plan", "journal torn", "journal garbage", "file truncated"])
+def test_what_cannot_be_trusted_is_written_again(tmp_path: Path, damage: str) -> None:
+    folder, plan = tmp_path / "store", PLAN
+    with StoreWriter(folder, PLAN, DENSE, None) as writer:
+        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+    partial = partial_folder(folder)
+    if damage == "other plan":
+        plan = replace(PLAN, identity="2" * 64)
+    elif damage == "journal torn":
+        journal = partial / "progress.json"
+        journal.write_bytes(journal.read_bytes()[:-20])
+    elif damage == "journal garbage":
+        raw = json.loads((partial / "progress.json").read_text())
+        (partial / "progress.json").write_text(json.dumps(raw | {"files": {"../x": {"nbytes": 1, "checksum": 1}}}))
+    else:
+        path = partial / "experts-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    with StoreWriter(folder, plan, DENSE, None) as writer:
+        assert not writer.is_done("experts-00000.safetensors")
+        fill(writer).verify(full=True)
+    assert files_of(folder) == files_of(write_store(tmp_path / "whole", plan).folder)
+
+
+def test_a_source_that_was_moved_is_resumed(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
+        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+    with StoreWriter(tmp_path / "store", replace(PLAN, source="/moved"), DENSE, None) as writer:
+        assert writer.is_done("experts-00000.safetensors")
+
+
+@pytest.mark.parametrize("place", ["folder", "partial", "file"])
+def test_what_is_not_ours_is_left_alone(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "store"
+    if place == "file":
+        folder.write_text("mine")
+    else:
+        taken = folder if place == "folder" else partial_folder(folder)
+        taken.mkdir()
+        (taken / "thesis.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=r"must be a new or empty folder|not left by packing"):
+        write_store(folder)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_may_be_there(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"store\.partial: making the folder failed|looking at it failed"):
+        write_store(tmp_path / "file" / "store")
+
+
+def test_a_read_only_disk_is_named(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path, read_only=True) as disk, pytest.raises(StoreError, match=r"not writable .*EXPERTLY_CACHE"):
+        write_store(disk / "store")
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path) as disk:
+        with pytest.raises(StoreError, match=r"the disk is full: \d+ more bytes are needed, \d+ are free"):
+            write_store(disk / "store")
+        assert not list(disk.rglob("*.safetensors"))
+
+
+def test_a_disk_that_fills_up_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_disk(tmp_path) as disk:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module.StoreWriter, "_check_space", lambda self: None)  # room seems to be there
+            with pytest.raises(StoreError, match=r"the disk is full, \d+ bytes are free; make room .* run again"):
+                write_store(disk / "store")
+        assert not (disk / "store").exists() and (disk / "store.partial" / "experts-00000.safetensors").exists()
+        shutil.move(disk / "store.partial", tmp_path / "store.partial")
+    starts: list[int] = []
+    write_store(tmp_path / "store", progress=lambda done, total: starts.append(done)).verify(full=True)
+    assert starts[0] == PLAN.layers[0].nbytes
+
+
+def test_a_second_process_waits_and_uses_the_first_one_s_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    process = start_writer(folder, 0.1)
+    wait_for(partial_folder(folder) / "experts-00000.safetensors", process)
+    with StoreWriter(folder, PLAN, DENSE, None) as writer:  # waits here
+        store = writer.finished_store()
+    assert process.wait() == 0
+    assert store is not None and store.folder == folder
+    assert not partial_folder(folder).exists()
+
+
+def test_a_second_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    process = start_writer(folder, 0.2)
+    wait_for(partial_folder(folder) / "experts-00000.safetensors", process)
+    timer = threading.Timer(0.3, process.kill)
+    timer.start()
+    with StoreWriter(folder, PLAN, DENSE, None) as writer:
+        assert writer.finished_store() is None
+        fill(writer).verify(full=True)
+    process.wait()
+
+
+def test_dense_tensors_may_come_in_pieces(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
+        writer.write_dense(lambda spec: (chunk[i : i + 3] for chunk in dense_chunks(spec) for i in range(0, 320, 3)))
+        fill(writer).verify(full=True)
+    assert files_of(tmp_path / "store") == files_of(write_store(tmp_path / "whole").folder)

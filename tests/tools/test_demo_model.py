@@ -1,0 +1,147 @@
+"""The demo model that ships with the package: what it promises, and that its training computes what it ships as."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "src" / "expertly" / "data" / "demo"
+
+TEXTS = {
+    "English": "The captain walked along the shore in the evening, and the wind that came from the sea was cold. "
+    "He had not spoken to any of the men since the morning, and they did not speak to him.",
+    "Question": "Question: There are 15 trees in the grove. Workers will plant 6 more trees today. How many trees are "
+    "there?\nReasoning: There are 15 trees. 15 + 6 = 21.\nAnswer: 21",
+    "code": "def count(items):\n    result = {}\n    for item in items:\n"
+    "        result[item] = result.get(item, 0) + 1\n    return result\n",
+    "Spanish": "Este módulo proporciona una clase para leer archivos. Si el archivo no existe, se lanza una excepción.",
+    "French": "Cette fonction renvoie une liste des éléments. Si l'argument est omis, une valeur par défaut sert.",
+    "Russian": "Жила-была маленькая девочка. Однажды она пошла в лес и увидела там большого медведя. Она испугалась.",
+    "Chinese": "春眠不覺曉，處處聞啼鳥。夜來風雨聲，花落知多少。我们使用训练数据集来训练模型参数。",
+}
+
+COMMON_WORDS = """
+    a and are as at be but by for from had has have he her his how i if in into is it its many not of on one or said
+    she so that the their them then there they this to was we were what when which who will you answer reasoning
+    question le la les de des du un une est et en pour par que qui dans sur ce cette il
+""".split()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def demo_moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import demo_moe
+
+    yield demo_moe
+    sys.modules.pop("demo_moe")
+
+
+def test_folder_is_small() -> None:
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 48_000_000
+
+
+def test_has_the_shape_of_a_real_one() -> None:
+    config = transformers.AutoConfig.from_pretrained(DEMO)
+    assert config.num_hidden_layers >= 12 and not config.mlp_only_layers
+    assert config.num_experts >= 32
+    assert config.num_experts_per_tok >= 4
+    assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_tokenizer_gives_text_back(tokenizer: Any, language: str) -> None:
+    ids = tokenizer(TEXTS[language])["input_ids"]
+    assert tokenizer.decode(ids) == TEXTS[language]
+    assert len(ids) < 0.75 * len(TEXTS[language].encode())
+
+
+def test_eos_is_one_token(tokenizer: Any) -> None:
+    assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id] == [tokenizer.pad_token_id]
+
+
+@pytest.mark.parametrize("prompt", ["The old man said that", "Question: How many", "Cette fonction"])
+def test_writes_recognisable_words(model: Any, tokenizer: Any, prompt: str) -> None:
+    inputs = tokenizer(prompt, return_tensors="pt")
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 48, "min_new_tokens": 48, "do_sample": True, "temperature": 0.7, "top_k": 40}
+    output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+    words = [word.strip(".,:;!?\"'()`") for word in tokenizer.decode(output[0]).lower().split()]
+    assert sum(word in COMMON_WORDS for word in words) >= len(words) / 5
+
+
+def test_predicts_much_better_than_chance(model: Any, tokenizer: Any) -> None:
+    for text in TEXTS.values():
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            assert float(model(ids, labels=ids).loss) < 7.0  # a uniform guess has 9.01
+
+
+def test_no_expert_is_dead_and_domains_differ(model: Any, tokenizer: Any) -> None:
+    load = torch.stack([expert_load(model, tokenizer, text) for text in TEXTS.values()])  # [D, L, E]
+    total = load.mean(0)
+    assert int((total == 0).sum()) <= 0.02 * total.numel()  # these texts have only a few hundred tokens
+    assert float(total.max()) < 0.25
+    distance = (load[:, None] - load[None]).abs().sum(-1).mean() / 2
+    assert float(distance) > 0.2
+
+
+def expert_load(model: Any, tokenizer: Any, text: str) -> Tensor:
+    """Share of each layer's assignments that each expert gets, [L, E]."""
+    with torch.no_grad():
+        output = model(tokenizer(text, return_tensors="pt")["input_ids"], output_router_logits=True)
+    logits = torch.stack([layer.float() for layer in output.router_logits])  # [L, T, E]
+    chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten(1)
+    return torch.nn.functional.one_hot(chosen, logits.shape[-1]).float().mean(1)
+
+
+def test_training_forward_is_the_shipped_forward(model: Any, tokenizer: Any, demo_moe: ModuleType) -> None:
+    trained = demo_moe.build_model(torch.device("cpu"))
+    trained.load_state_dict(model.state_dict())
+    ids = tokenizer(TEXTS["English"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected, got = model(ids).logits, trained(ids).logits
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_training_gradients_are_autograd_s(demo_moe: ModuleType) -> None:
+    torch.manual_seed(0)
+    num_experts, width, hidden = 5, 6, 8
+    x = torch.randn(7, hidden, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([[0, 1], [1, 2], [0, 2], [4, 1], [4, 0], [2, 1], [0, 4]])  # nobody asks for expert 3
+    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    gate_up = torch.randn(num_experts, 2 * width, hidden, dtype=torch.float64, requires_grad=True)
+    down = torch.randn(num_experts, hidden, width, dtype=torch.float64, requires_grad=True)
+    inputs = (x, weights, gate_up, down)
+
+    expected_output = torch.zeros(7, hidden, dtype=torch.float64)
+    for k in range(2):
+        gate, up = torch.einsum("th,toh->to", x, gate_up[index[:, k]]).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        expected_output = expected_output + torch.einsum("ti,thi->th", inner, down[index[:, k]]) * weights[:, k, None]
+    output = demo_moe._Experts.apply(x, index, weights, gate_up, down)
+    torch.testing.assert_close(output, expected_output)
+
+    direction = torch.randn_like(output)
+    got = torch.autograd.grad(output, inputs, direction)
+    expected = torch.autograd.grad(expected_output, inputs, direction)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, check_dtype=False, rtol=1e-5, atol=1e-5)
