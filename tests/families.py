@@ -216,7 +216,9 @@ def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.f
     """A tiny random model: routing varies by token, greedy choices have a margin, biases are not zero."""
     family = FAMILIES[family] if isinstance(family, str) else family
     auto_class = AutoModelForSeq2SeqLM if family.is_encoder_decoder else AutoModelForCausalLM
-    model = auto_class.from_config(family.make_config(), dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for what is kept below as the family initialises it
+        model = auto_class.from_config(family.make_config(), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
     with torch.no_grad():
@@ -236,10 +238,12 @@ def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 def _std(name: str) -> float:
-    if any(word in name for word in ("router", "gate.weight", "gate.wg", "classifier")):
+    if name.endswith("classifier.weight"):
+        return 0.8
+    if any(word in name for word in ("router", "gate.weight", "gate.wg")):
         return 0.4
     if name.endswith((".q.weight", ".k.weight")):
-        return 0.1  # T5 attention is not scaled: larger weights amplify rounding beyond what tests allow
+        return 0.2  # T5 attention is not scaled: larger weights amplify rounding beyond what tests allow
     if any(word in name for word in ("embed", "shared.weight", "lm_head")):
         return 0.5
     return 0.3

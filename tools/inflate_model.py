@@ -18,7 +18,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,41 +118,45 @@ def real_positions(old: int, new: int) -> Tensor:
     return torch.arange(old) * new // old
 
 
-@dataclass(slots=True)
 class Widener:
-    """Widens one tensor at a time; the random rows of all tensors are slices of one seeded block."""
+    """Widens one tensor at a time; the random rows of all tensors are slices of one seeded block.
 
-    old: int
-    new: int
-    dtype: torch.dtype
-    generator: torch.Generator
-    noise: Tensor = field(init=False)
-    positions: Tensor = field(init=False)
+    What `widen` returns is overwritten by its next call: fresh memory for every tensor costs more than filling it.
+    """
 
-    def __post_init__(self) -> None:
-        self.noise = torch.randn(1 << 23, generator=self.generator).to(self.dtype)
-        self.positions = real_positions(self.old, self.new)
+    def __init__(self, old: int, new: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+        self.new, self.dtype = new, dtype
+        self._generator = generator
+        self._noise = torch.randn(1 << 23, generator=generator).to(dtype)
+        self._positions = real_positions(old, new)
+        self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def widen(self, kind: str, tensor: Tensor) -> Tensor:
         """[..., I, H] (gate, up), [..., 2I, H] (gate over up) or [..., H, I] (down), I = old -> the same, I = new."""
         if tensor.dim() == 3:
-            return torch.stack([self.widen(kind, expert) for expert in tensor])
+            return torch.stack([self.widen(kind, expert).clone() for expert in tensor])
         if kind == "gate_up_proj":
-            return torch.cat([self.widen("gate_proj", half) for half in tensor.chunk(2)])
+            return torch.cat([self.widen("gate_proj", half).clone() for half in tensor.chunk(2)])
         if kind == "down_proj":
-            widened = torch.zeros(tensor.shape[0], self.new, dtype=self.dtype)
-            widened[:, self.positions] = tensor.to(self.dtype)
+            widened = self._buffer(kind, tensor.shape[0], self.new)  # zero elsewhere, always
+            widened[:, self._positions] = tensor.to(self.dtype)
             return widened
-        widened = self._random(self.new * tensor.shape[1], float(tensor.float().std())).view(self.new, -1)
-        widened[self.positions] = tensor.to(self.dtype)
+        widened = self._buffer("gate_proj", self.new, tensor.shape[1])
+        self._fill(widened.view(-1), float(tensor.float().std()))
+        widened[self._positions] = tensor.to(self.dtype)
         return widened
 
-    def _random(self, count: int, std: float) -> Tensor:
-        start = int(torch.randint(len(self.noise), (1,), generator=self.generator))
-        if start + count <= len(self.noise):
-            return self.noise[start : start + count] * std
-        repeats = -(-(start + count) // len(self.noise))
-        return self.noise.repeat(repeats)[start : start + count] * std
+    def _buffer(self, kind: str, rows: int, columns: int) -> Tensor:
+        key = (kind, rows * columns)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(rows, columns, dtype=self.dtype)
+        return self._buffers[key].view(rows, columns)
+
+    def _fill(self, flat: Tensor, std: float) -> None:
+        count = len(flat)
+        noise = self._noise.repeat(count // len(self._noise) + 1) if count >= len(self._noise) else self._noise
+        start = int(torch.randint(len(noise) - count, (1,), generator=self._generator))
+        torch.mul(noise[start : start + count], std, out=flat)
 
 
 class ShardWriter:
@@ -281,11 +285,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
         result = inflate(given.out, given.experts_gib, given.model, given.dtype, given.seed)
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2
+    finally:
+        torch.set_num_threads(num_threads)
     gib = result.experts_nbytes / 2**30
     size = f"{result.experts_nbytes} bytes ({gib:.3f} GiB)"
     print(f"{given.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")

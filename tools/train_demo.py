@@ -197,7 +197,8 @@ def train(settings: Settings, command: str) -> None:
     settings.work.mkdir(parents=True, exist_ok=True)
     tokenizer, corpora = prepare(settings.data, settings.work / "tokens", settings.seed, VOCAB, settings.max_chars)
     if settings.card_only:
-        return describe(settings, tokenizer, corpora, command)
+        return describe(settings, tokenizer, corpora)
+    (settings.work / "command.txt").write_text(command)
     torch.manual_seed(settings.seed)
     slots = make_slots(build_model(torch.device(settings.device)), settings.workers)
     state = load_checkpoint(settings.work / "checkpoint.pt", slots)
@@ -211,15 +212,16 @@ def train(settings: Settings, command: str) -> None:
         mp.start_processes(work, (settings, slots, state, barrier, shared), nprocs=settings.workers)
     print(f"trained in {time.time() - began:.0f} s; exporting", flush=True)
     export(slots, tokenizer, settings.out)
-    describe(settings, tokenizer, corpora, command)
+    describe(settings, tokenizer, corpora)
 
 
-def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], command: str) -> None:
-    """Measure the exported model and write its card; what the training cost is in the last checkpoint."""
+def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus]) -> None:
+    """Measure the exported model and write its card; what the training cost is in the work folder."""
+    command = (settings.work / "command.txt").read_text()
     saved = torch.load(settings.work / "checkpoint.pt", weights_only=True, map_location="cpu")
     step, tokens, elapsed_s = saved["state"]
     if settings.device == "cpu":
-        hardware = f"{settings.workers} cores of a {_cpu_name()}, shared with other work"
+        hardware = f"{settings.workers} cores ({_cpu_name()}) shared with other work"
     else:
         hardware = torch.cuda.get_device_name()
     write_card(settings.out, tokenizer, corpora, Training(command, hardware, step, tokens, elapsed_s))

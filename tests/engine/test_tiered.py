@@ -23,6 +23,9 @@ class LateStreams:
         self.num_copies = 0
         self._done = 0
 
+    def is_capturing(self) -> bool:
+        return False
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
         self._queue.append((target, source))
         self.num_copies += 1

@@ -1,16 +1,21 @@
-"""Checkpoints in the layouts and quantisations that hubs hold, made from tiny models."""
+"""Checkpoints in the layouts and quantisations that hubs hold, made from tiny models; and what stores must hold."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
+from expertly.models.adapter import ExpertsSite, build_meta_model, find_experts
+from expertly.models.conversion import Conversion
+from expertly.store.packed import PackedStore
 from tests.families import NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
 
 
@@ -83,3 +88,63 @@ def make_fp8_checkpoint(family: str, folder: Path, block: int = 8) -> Path:
         tensors[f"{name}_scale_inv"] = scale
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     return write_checkpoint(folder, tensors, source, quantization_config=quantization)
+
+
+def set_config(source: Path, **fields: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change(source: Path, function: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Rewrite each tensor of a one-file checkpoint; None drops it."""
+    changed = {name: function(name, tensor) for name, tensor in read_tensors(source).items()}
+    kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+
+
+def canonical(site: ExpertsSite, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[E, I, M, H] from a loaded model's parameters, worked out apart from the packer."""
+    if not site.is_fused:
+        pairs = [site.expert_weight_names(expert) for expert in range(site.geometry.num_experts)]
+        return torch.stack([torch.stack([state[up], state[down].T], dim=1) for up, down in pairs])
+    up, down = (state[f"{site.name}.{name}"] for name in site.weight_names)
+    if site.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    rows = [up]
+    if site.has_gate:
+        rows = list(up.chunk(2, dim=1)) if site.is_concatenated else [up[:, 0::2], up[:, 1::2]]
+    return torch.stack([*rows, down.transpose(1, 2)], dim=2)
+
+
+def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
+    with safe_open(store.layer_extent(layer)[0], "pt") as file:
+        return file.get_tensor("experts")
+
+
+def assert_holds_what_transformers_loads(
+    store: PackedStore, source: Path, reference: PreTrainedModel | None = None, **load: Any
+) -> None:
+    """Experts and dense tensors, bit for bit; all parameters of the model are there."""
+    reference = reference or load_reference(source, **load)
+    state = reference.state_dict()
+    sites = find_experts(reference, 1)
+    assert store.manifest.sites == tuple(site.name for site in sites)
+    for layer, site in enumerate(sites):
+        stored = read_experts(store, layer)
+        expected = canonical(site, state)
+        assert torch.equal(stored.view(torch.uint8), expected.to(stored.dtype).contiguous().view(torch.uint8)), (
+            site.name
+        )
+    conversion = Conversion(build_meta_model(store.folder))  # an unquantised model's names
+    dense = load_file(store.folder / "dense.safetensors")
+    for name, tensor in dense.items():
+        target, pattern = conversion.target(name)
+        if pattern is None:
+            assert torch.equal(tensor.to(state[target].dtype), state[target]), name
+    experts = {f"{site.name}.{name}" for site in sites for name in site.weight_names}
+    experts |= {
+        n for s in sites if not s.is_fused for e in range(s.geometry.num_experts) for n in s.expert_weight_names(e)
+    }
+    tied = reference.all_tied_weights_keys
+    made = {conversion.target(name)[0] for name in dense}
+    assert {n for n, _ in reference.named_parameters()} - made - experts - set(tied) - set(tied.values()) == set()

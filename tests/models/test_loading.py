@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_same_tokens_and_logits_as_the_unmodified_model(family: str, toys: Toys)
     tokens = generate(toy.model, prompts, use_cache=True)
     assert tokens == generate(reference, prompts)
     assert len({token for row in tokens for token in row}) > 2, "a degenerate model proves nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tiny_models_route_unlike_tokens_to_unlike_experts(family: str, toys: Toys) -> None:
+    """Else the tests above would prove little."""
+    toy = toys[family]
+    chosen: dict[int, set[tuple[int, ...]]] = {}
+    compute = toy.runtime.forward_experts
+
+    def record(module: Any, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        chosen.setdefault(layer, set()).update(tuple(sorted(ids)) for ids in index.tolist())
+        return compute(module, layer, hidden, index, weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy.runtime, "forward_experts", record)
+        logits_of(toy.model, make_prompts(2, length=24))
+    assert len(chosen) == len(toy.manifest.sites)
+    assert all(len(choices) >= 3 for choices in chosen.values()), chosen
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -29,11 +29,13 @@ TEXTS = {
     "Chinese": "春眠不覺曉，處處聞啼鳥。夜來風雨聲，花落知多少。我们使用训练数据集来训练模型参数。",
 }
 
-COMMON_WORDS = """
+COMMON_WORDS = frozenset(
+    """
     a and are as at be but by for from had has have he her his how i if in into is it its many not of on one or said
     she so that the their them then there they this to was we were what when which who will you answer reasoning
     question le la les de des du un une est et en pour par que qui dans sur ce cette il
-""".split()
+    """.split()  # noqa: SIM905 (eighty words are read more easily so)
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from expertly.control.budget import Budget, split_budget
 from expertly.control.controller import Controller
-from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.errors import BudgetError, ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.engine.backends import available_nbytes, make_backend
 from expertly.engine.engine import Engine
@@ -140,13 +140,15 @@ def _budget(
             )
         return split_budget(geometry, geometry.nbytes), f"system {system.name}: all experts"
     nbytes = parse_memory("auto" if memory is None else memory, geometry.nbytes)
-    reason = f"memory {memory}"
     if nbytes is None:
         tokens = context or DEFAULT_CONTEXT
         cache = kv_cache_nbytes(store.config, tokens, geometry.layers[0].itemsize)
         chosen = choose_budget(available_nbytes(device), geometry.nbytes, store.dense_nbytes, cache, tokens)
-        nbytes, reason = chosen.nbytes, chosen.reason
-    return split_budget(geometry, nbytes, ring), reason
+        try:
+            return split_budget(geometry, chosen.nbytes, ring), chosen.reason
+        except BudgetError as error:
+            raise BudgetError(f"{error}; {chosen.reason}") from None
+    return split_budget(geometry, nbytes, ring), f"memory {memory}"
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

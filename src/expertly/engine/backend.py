@@ -22,6 +22,9 @@ class Backend(Protocol):
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, [S * I/P, M, H], on `device`."""
 
+    def begin(self) -> None:
+        """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
+
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Start bringing the pieces into their slots."""
 

@@ -33,6 +33,9 @@ class CpuBackend:
         assert self._pool is not None
         return self._pool.rows(layer)
 
+    def begin(self) -> None:
+        """Always possible."""
+
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Queue the reads."""
         pieces = list(pieces)

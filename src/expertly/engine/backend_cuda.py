@@ -20,6 +20,10 @@ class CudaStreams:
         self._holds: deque[tuple[Any, Any]] = deque()  # (before, after) each hold of the compute stream
         self._spare: list[Any] = []
 
+    def is_capturing(self) -> bool:
+        """A CUDA graph is being made."""
+        return torch.cuda.is_current_stream_capturing()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
         """Asynchronous, because the source is page-locked."""
         for mark in after:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from expertly.control.budget import class_segment_nbytes
+from expertly.core.errors import ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.host_tier import HostTier
@@ -19,6 +20,9 @@ from expertly.store.packed import PackedStore
 
 class Streams(Protocol):
     """The asynchronous side of a device. Marks are events: `Any`, made and read only here."""
+
+    def is_capturing(self) -> bool:
+        """Whether what is queued on the compute stream is recorded instead of run."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
         """Queue a copy on the copy stream, after these marks of the compute stream."""
@@ -88,6 +92,11 @@ class TieredBackend:
     def rows(self, layer: int) -> torch.Tensor:
         """[S * I/P, M, H] on the device, see Backend."""
         return self._views[layer]
+
+    def begin(self) -> None:
+        """Not while the stream is being captured."""
+        if self._streams.is_capturing():
+            raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Copy what the host has at once; the rest when it has been read."""

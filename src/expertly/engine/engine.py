@@ -61,6 +61,7 @@ class Engine:
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins."""
         self._check_open()
+        self.backend.begin()
         self._info = info
 
     def end_iteration(self, ok: bool) -> None:
@@ -68,13 +69,16 @@ class Engine:
         info, self._info = self._info, None
         if info is None or not ok:
             return
-        num_real = len(info.is_prefill) if info.is_pad is None else int((~info.is_pad).sum())
+        is_real = None if info.is_pad is None else ~info.is_pad
+        num_tokens = len(info.is_prefill) if is_real is None else int(is_real.sum())
+        num_prefill = 0
         if info.phase == "prefill":
             self.num_prefill_iterations += 1
-            self.num_prefill_tokens += num_real
+            num_prefill = int((info.is_prefill if is_real is None else info.is_prefill & is_real).sum())
         else:
             self.num_decode_iterations += 1
-            self.num_decode_tokens += num_real
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += num_tokens - num_prefill
 
     def forward_experts(
         self,

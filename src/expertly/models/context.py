@@ -23,6 +23,9 @@ Mask = npt.NDArray[np.bool_]
 
 _MAX_SHARED = 64
 
+_MAX_VERIFIED = 32
+"""Most tokens a sequence that assisted decoding verifies in one pass; transformers starts at 20 and adapts."""
+
 
 def attach(model: PreTrainedModel, runtime: Runtime) -> None:
     """Wrap the forward of every stack of `model` (the innermost transformers model around an experts module).
@@ -105,8 +108,9 @@ class IterationContext:
     def describe(self, role: Role, inputs: Mapping[str, Any]) -> IterationInfo | None:
         """The rows of a pass from the keyword arguments of its stack; None where there are no inputs to speak of.
 
-        More than one token on top of a filled cache is decode (assisted decoding verifies so), and so is a
-        decoder's single token (its prompt went to the encoder). Packed sequences have a phase each.
+        A few tokens on top of a filled cache are decode (assisted decoding verifies so many at once), more are
+        prefill (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: its prompt went
+        to the encoder. Packed sequences have a phase each.
         """
         rows = inputs.get("input_ids")
         if rows is None:
@@ -116,7 +120,9 @@ class IterationContext:
         batch, length = rows.shape[0], rows.shape[1]
         if inputs.get("cu_seq_lens_q") is not None:
             return self._describe_packed(batch * length, inputs)
-        is_prefill = not (role == "decoder" and length == 1) and not _is_filled(inputs.get("past_key_values"))
+        is_prefill = length > _MAX_VERIFIED or (
+            not (role == "decoder" and length == 1) and not _is_filled(inputs.get("past_key_values"))
+        )
         if length == 1 and not is_prefill:
             return self._unpadded(batch, length, is_prefill)
         is_pad = _pads(inputs.get("attention_mask"), batch, length)

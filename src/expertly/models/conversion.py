@@ -69,7 +69,7 @@ def _is_rowwise(operation: Any) -> bool:
     name = type(operation).__name__
     if name == "MergeModulelist":
         return bool(operation.dim == 0)
-    if name not in _ROWWISE_OPERATIONS or getattr(operation, "check_dims", False):
+    if name not in _ROWWISE_OPERATIONS:
         return False
     return all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
@@ -170,8 +170,10 @@ class Conversion:
             and not any(re.search(pattern, name) for pattern in ignored)
         ]
 
-    def convert(self, group: Group, tensors: Tensors, target: str | None = None) -> torch.Tensor:
-        """The parameter that `tensors` make, which are as `group.sources`, or one expert's part of that.
+    def convert(
+        self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
+    ) -> torch.Tensor:
+        """The parameter that `tensors` make, which are as `group.sources`, or (`is_one_row`) one row's part of it.
 
         Raises CheckpointError naming the sources where they do not fit together.
         """
@@ -182,10 +184,9 @@ class Conversion:
         for pattern, found in tensors.items():
             for tensor in found:
                 converter.add_tensor(group.target, group.target, pattern, tensor)
+        model = _OneRow(self._model) if is_one_row else self._model
         try:
-            made = converter.convert(
-                group.target, model=self._model, config=self._model.config, hf_quantizer=self._quantizer
-            )
+            made = converter.convert(group.target, model=model, config=self._model.config, hf_quantizer=self._quantizer)
         except (ValueError, RuntimeError, KeyError, IndexError, AttributeError, TypeError) as error:
             converter.collected_tensors.clear()
             shapes = [f"{n}" for n in group.names[:3]]
@@ -198,6 +199,19 @@ class Conversion:
         tensor = made[wanted]
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         return tensor.detach()
+
+
+class _OneRow:
+    """A model whose parameters have but one row, for operations that compare shapes with the model's."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, target: str) -> torch.Tensor:
+        return self._model.get_parameter(target)[:1]
 
 
 def _some(group: Group) -> str:

@@ -15,12 +15,12 @@ def local_folder(model: str | Path) -> Path:
 
     Raises CheckpointError saying why neither worked.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"model={str(model)!r}: a file; must be {_ACCEPTED}")
     name = str(model)
+    path = Path(model).expanduser()
+    if name.strip() and path.is_dir():
+        return path
+    if name.strip() and path.exists():
+        raise CheckpointError(f"model={name!r}: a file; must be {_ACCEPTED}")
     if isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise CheckpointError(f"model={name!r}: no such folder; must be {_ACCEPTED}")
     return _download(name)

@@ -75,7 +75,7 @@ class ExpertsReader:
         return self._whole[target][expert]
 
     def _convert(self, group: Group, target: str, expert: int | None, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._conversion.convert(group, self._read(group, expert), target)
+        tensor = self._conversion.convert(group, self._read(group, expert), target, expert is not None)
         if tuple(tensor.shape) != shape:
             raise self._mismatch(group, target, tuple(tensor.shape), shape)
         return tensor
@@ -145,7 +145,7 @@ class ExpertsReader:
             for pattern, names in group.sources.items()
         }
         shape = self._conversion.shape(target)
-        made = tuple(self._conversion.convert(group, tensors, target).shape)
+        made = tuple(self._conversion.convert(group, tensors, target, is_part).shape)
         if made != ((1, *shape[1:]) if is_part else shape):
             raise self._mismatch(group, target, (shape[0], *made[1:]) if is_part else made, shape)
 

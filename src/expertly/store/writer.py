@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from expertly.core.errors import StoreError
+from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import PAGE_NBYTES
 from expertly.store.checkpoint import INDEX_NAME, Bytes
 from expertly.store.dtypes import BITS, STORE_DTYPES
@@ -142,6 +143,8 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, ConfigError):  # what was asked for cannot be made: nothing to resume
+            shutil.rmtree(self._partial, ignore_errors=True)
         self.close()
 
     def _write(self, name: str, specs: Iterable[TensorSpec], chunks: Iterable[Bytes]) -> None:
@@ -269,6 +272,9 @@ def _acquire(partial: Path) -> int:
             except BlockingIOError:
                 logging.getLogger("expertly").warning("waiting for another process that writes %s", partial)
                 fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise  # those are file systems without locks, which must do without
             if os.path.samestat(os.fstat(fd), os.stat(partial / _LOCK_NAME)):
                 return fd
         except FileNotFoundError:

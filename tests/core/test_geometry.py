@@ -1,0 +1,63 @@
+"""Ids are dense and invertible; a geometry that cannot be is refused by field."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry, Segment
+
+
+def layer(experts: int = 4, width: int = 8, **changes: int) -> LayerGeometry:
+    fields = {"num_experts": experts, "top_k": 2, "hidden_size": 16, "intermediate_size": width}
+    return LayerGeometry(**(fields | {"num_matrices": 3, "itemsize": 2} | changes))
+
+
+def test_sizes_follow_from_the_shape() -> None:
+    one = layer()
+    assert one.neuron_nbytes == 3 * 16 * 2
+    assert one.expert_nbytes == 8 * one.neuron_nbytes
+    assert one.nbytes == 4 * one.expert_nbytes
+    geometry = Geometry((one, one), 4)
+    assert geometry.segment_nbytes(0) * 4 == one.expert_nbytes
+    assert geometry.neurons_per_segment(1) == 2
+    assert geometry.nbytes == 2 * one.nbytes
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_every_segment_has_one_dense_id(segments: int) -> None:
+    geometry = Geometry((layer(4), layer(7), layer(3, top_k=1)), segments)
+    every = [
+        Segment(index, expert, segment)
+        for index, one in enumerate(geometry.layers)
+        for expert in range(one.num_experts)
+        for segment in range(segments)
+    ]
+    assert [geometry.segment_id(segment) for segment in every] == list(range(14 * segments))
+    assert [geometry.segment(i) for i in range(14 * segments)] == every
+
+
+def test_layers_of_one_segment_size_share_a_class() -> None:
+    geometry = Geometry((layer(width=8), layer(width=16), layer(width=8)), 2)
+    assert geometry.size_classes == (0, 1, 0)
+    assert geometry.num_size_classes == 2
+
+
+def test_segments_that_do_not_divide_are_named_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"segments=3: .*8; accepted up to 64: 1, 2, 4, 8"):
+        Geometry((layer(),), 3)
+    with pytest.raises(ConfigError, match="segments=0"):
+        Geometry((layer(),), 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_matrices", 4), ("top_k", 5), ("hidden_size", 0), ("itemsize", -1), ("num_experts", 0)]
+)
+def test_impossible_fields_are_named(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value}"):
+        layer(**{field: value})
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without MoE layers"):
+        Geometry(())

@@ -1,0 +1,166 @@
+"""Many rows at once: pads are computed and not counted, phases belong to requests, the pool may be far too small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig
+
+import expertly
+from expertly.core.iteration import IterationInfo
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.engine.observe import assert_streamed, counts, loaded, recording
+from tests.families import (
+    FAMILIES,
+    INTERFACE_FAMILIES,
+    generate,
+    load_reference,
+    logits_of,
+    make_prompts,
+    pad_left,
+)
+
+CONTINUOUS = [name for name, family in FAMILIES.items() if family.runs_continuous_batching]
+
+
+@pytest.mark.parametrize("family", INTERFACE_FAMILIES)
+def test_pads_are_computed_and_not_counted(family: str, cases: Cases) -> None:
+    """On-demand with nothing kept: every counted demand is a miss, so the counts are those of the real rows' choices."""
+    case = cases[family]
+    prompts = [*make_prompts(1, length=3, seed=1), *make_prompts(1, length=20, seed=2)]  # 17 pads
+    ids, mask = pad_left(prompts)
+    reference = load_reference(case.folder)
+    with recording(reference) as recorder:
+        expected = logits_of(reference, prompts)
+    is_pad = mask.reshape(-1) == 0
+    real = recorder.num_demands(lambda call: True, is_pad)
+    with loaded(case.store, segments=4) as model:
+        torch.testing.assert_close(logits_of(model, prompts), expected, rtol=1e-4, atol=1e-5)
+        assert sum(counts(model, "prefill")) == real
+        assert counts(model, "decode") == (0, 0, 0)
+        assert expertly.stats(model).as_dict()["phases"]["prefill"]["tokens"] == 23
+        assert recorder.num_demands(lambda call: True) >= real
+
+
+def test_a_padded_prompt_demands_what_it_demands_without_pads(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    short = make_prompts(1, length=3, seed=1)[0]
+    seen = []
+    for num_pads in (0, 30):
+        ids = torch.tensor([[0] * num_pads + short])
+        mask = torch.tensor([[0] * num_pads + [1] * len(short)])
+        with loaded(case.store) as model:
+            output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+            phases = expertly.stats(model).as_dict()["phases"]
+            demanded = {phase: sum(counts(model, phase)) for phase in ("prefill", "decode")}
+            nbytes = {phase: phases[phase]["demanded_bytes"] for phase in ("prefill", "decode")}
+            tokens = {phase: phases[phase]["tokens"] for phase in ("prefill", "decode")}
+            seen.append((output[0, num_pads:].tolist(), demanded, nbytes, tokens))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_a_batch_counts_each_expert_once_a_layer(batch: int, segments: int, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    prompts = make_prompts(batch, length=16, seed=4)
+    reference = load_reference(case.folder)
+    with recording(reference) as recorder:
+        expected = generate(reference, prompts)
+    is_pad = pad_left(prompts)[1].reshape(-1) == 0
+    num_rows = len(is_pad)
+    with loaded(case.store, segments=segments) as model:
+        assert generate(model, prompts) == expected
+        assert sum(counts(model, "prefill")) == recorder.num_demands(lambda c: len(c.index) == num_rows, is_pad)
+        assert sum(counts(model, "decode")) == recorder.num_demands(lambda c: len(c.index) == batch)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_encoder_decoder_batch(segments: int, cases: Cases) -> None:
+    case = cases["switch_transformers"]
+    prompts = make_prompts(4, length=15, seed=6)
+    expected = generate(load_reference(case.folder), prompts)
+    with loaded(case.store, segments=segments) as model:
+        assert generate(model, prompts) == expected
+        layers = expertly.stats(model).as_dict()["layers"]
+        for layer in layers[:2]:
+            assert layer["decode"]["misses"] == 0 and layer["prefill"]["misses"] > 0, "the encoder does not decode"
+        assert all(layer["decode"]["misses"] > 0 for layer in layers[2:])
+        assert_streamed(model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, cases: Cases) -> None:
+    """One slot of ring and nothing kept, every expert of every layer needed: each is read once a layer, in turn."""
+    case = cases[family]
+    prompt = [make_prompts(1, length=120, seed=9)[0]]
+    reference = load_reference(case.folder)
+    with recording(reference) as recorder:
+        expected = generate(reference, prompt, 3)
+    needed = recorder.num_demands(lambda call: len(call.index) == 120)
+    num_layers = FAMILIES[family].num_moe_layers
+    assert needed >= 7 * num_layers
+    for segments, ring in ((1, 1), (4, 1), (4, 3)):
+        with loaded(case.store) as model:
+            nbytes = expertly.stats(model).as_dict()["expert_bytes"]
+        slots = nbytes * ring // (8 * num_layers * segments)
+        with loaded(case.store, memory=slots, ring=ring, segments=segments) as model:
+            assert generate(model, prompt, 3) == expected
+            stats = expertly.stats(model).as_dict()
+            assert stats["kept_bytes"] == 0
+            assert stats["phases"]["prefill"]["misses"] == needed
+            assert stats["phases"]["prefill"]["bytes_loaded"] == needed * nbytes // (8 * num_layers), "each once"
+
+
+# -- continuous batching ---------------------------------------------------------------------------------------------
+
+
+def run_batch(model: Any, prompts: list[list[int]], max_new_tokens: int = 6, **limits: int) -> list[list[int]]:
+    config = ContinuousBatchingConfig(**({"num_blocks": 16, "max_batch_tokens": 8} | limits))
+    outputs = model.generate_batch(
+        inputs=prompts, max_new_tokens=max_new_tokens, continuous_batching_config=config, progress_bar=False
+    )
+    assert all(output.error is None for output in outputs.values())
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.mark.parametrize("family", CONTINUOUS)
+def test_continuous_batching_mixes_phases(family: str, cases: Cases) -> None:
+    """Eight tokens a pass and prompts longer than that: some requests decode while others are still being read."""
+    case = cases[family]
+    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
+    reference = load_reference(case.folder)
+    expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
+    with loaded(case.store, segments=4) as model:
+        engine = handle(model).engine
+        seen: list[IterationInfo] = []
+        begin = engine.begin_iteration
+
+        def watch(info: IterationInfo) -> None:
+            seen.append(info)
+            begin(info)
+
+        engine.begin_iteration = watch  # type: ignore[method-assign]
+        assert run_batch(model, prompts) == expected
+        real = [np.ones(len(i.is_prefill), bool) if i.is_pad is None else ~i.is_pad for i in seen]
+        assert any((i.is_prefill & r).any() and (~i.is_prefill & r).any() for i, r in zip(seen, real, strict=True))
+        phases = expertly.stats(model).as_dict()["phases"]
+        assert phases["prefill"]["tokens"] == sum(map(len, prompts)), "a phase belongs to a request, not to a pass"
+        assert phases["decode"]["tokens"] == len(prompts) * 5, "the first new token came from the prompt"
+        assert sum(counts(model, "prefill")) > 0 < sum(counts(model, "decode"))
+        assert_streamed(model)
+
+
+def test_continuous_batching_after_another_batch_and_a_plain_call(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    reference = load_reference(case.folder)
+    prompts = make_prompts(3, length=9)
+    expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
+    with loaded(case.store) as model:
+        assert run_batch(model, prompts) == expected
+        assert generate(model, case.prompts) == case.tokens
+        assert run_batch(model, prompts[::-1], max_batch_tokens=64) == expected[::-1]

@@ -1,0 +1,225 @@
+"""Every way of generating that transformers has gives the tokens of the unmodified model, through the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import BudgetError, ConfigError
+from expertly.engine import api
+from tests.engine.conftest import Cases
+from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
+from tests.families import generate, load_reference, make_checkpoint, make_model, make_prompts
+
+FAMILY_SAMPLE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "switch_transformers")
+
+
+@pytest.mark.parametrize("family", FAMILY_SAMPLE)
+@pytest.mark.parametrize("segments", [1, 4])
+def test_beam_search(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    settings: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
+    expected = generate(load_reference(case.folder), case.prompts, **settings)
+    with loaded(case.store, segments=segments) as model:
+        assert generate(model, case.prompts, **settings) == expected
+        assert_streamed(model)
+
+
+@pytest.mark.parametrize("family", FAMILY_SAMPLE)
+def test_sampling_with_a_seed(family: str, cases: Cases) -> None:
+    case = cases[family]
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    torch.manual_seed(7)
+    expected = generate(load_reference(case.folder), case.prompts, **settings)
+    with loaded(case.store) as model:
+        torch.manual_seed(7)
+        assert generate(model, case.prompts, **settings) == expected
+        torch.manual_seed(8)
+        assert generate(model, case.prompts, **settings) != expected
+        assert_streamed(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_prompt_lookup_decoding(family: str, cases: Cases) -> None:
+    case = cases[family]
+    prompt = make_prompts(1, length=8)[0] * 3  # repeats, so that there is something to look up
+    expected = generate(load_reference(case.folder), [prompt], prompt_lookup_num_tokens=4)
+    with loaded(case.store, segments=4) as model:
+        assert generate(model, [prompt], prompt_lookup_num_tokens=4) == expected
+        assert_streamed(model)
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert decode["tokens"] > decode["iterations"], "several tokens were verified at once, and that is decoding"
+
+
+def test_assisted_decoding_with_an_assistant_of_our_own(cases: Cases) -> None:
+    """The target verifies what an assistant drafts; here both are loaded by expertly."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model, loaded(case.store, segments=4, system="lfu") as assistant:
+        assert generate(model, case.prompts[:1], assistant_model=assistant) == generate(
+            load_reference(case.folder), case.prompts[:1]
+        )
+        assert_streamed(model)
+        assert_streamed(assistant)
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert decode["iterations"] < 11, "the same model drafts what is accepted"
+
+
+def test_assisted_decoding_with_another_model(cases: Cases) -> None:
+    case, assistant = cases["qwen3_moe"], make_model("qwen3_moe", seed=5)
+    expected = generate(load_reference(case.folder), case.prompts[:1])
+    with loaded(case.store) as model:
+        assert generate(model, case.prompts[:1], assistant_model=assistant) == expected
+        assert_streamed(model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next"])
+def test_inputs_embeds(family: str, cases: Cases) -> None:
+    case = cases[family]
+    ids = torch.tensor(case.prompts[:1])
+
+    def run(model: Any) -> list[list[int]]:
+        embeds = model.get_input_embeddings()(ids).detach()
+        return model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=10).tolist()
+
+    expected = run(load_reference(case.folder))
+    with loaded(case.store) as model:
+        assert run(model) == expected
+        assert_streamed(model)
+        assert sum(counts(model, "prefill")) > 0 < sum(counts(model, "decode"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "switch_transformers"])
+def test_a_static_cache(family: str, cases: Cases) -> None:
+    case = cases[family]
+    expected = generate(load_reference(case.folder), case.prompts, cache_implementation="static")
+    stats = []
+    for settings in ({"cache_implementation": "static"}, {}):
+        with loaded(case.store) as model:
+            assert generate(model, case.prompts, **settings) == expected
+            stats.append(expertly.stats(model).as_dict()["phases"])
+    for phase in ("prefill", "decode"):
+        for name in ("iterations", "tokens", *COUNTS):
+            assert stats[0][phase][name] == stats[1][phase][name], "phases do not depend on the kind of cache"
+    assert stats[0]["decode"]["iterations"] >= 11
+
+
+def test_without_a_cache(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model:
+        assert generate(model, case.prompts, use_cache=False) == case.tokens
+        assert_streamed(model)
+
+
+def test_pipeline(tmp_path: Any) -> None:
+    from transformers import AutoTokenizer, pipeline
+
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    texts = ["Ask an expert.", "Segments of an expert"]
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = pipeline("text-generation", model=load_reference(folder), tokenizer=tokenizer)(texts, **settings)
+    model, own_tokenizer = expertly.load(str(folder), memory="25%", device="cpu")
+    assert own_tokenizer.encode(texts[0]) == tokenizer.encode(texts[0])
+    assert pipeline("text-generation", model=model, tokenizer=own_tokenizer)(texts, **settings) == expected
+    assert_streamed(model)
+    expertly.unload(model)
+
+
+def test_lm_eval_takes_the_model_as_it_is(tmp_path: Any) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    pairs = [("an expert", " is here"), ("an expert", " is not here"), ("", "words")]
+
+    def scores(model: Any, tokenizer: Any) -> list[Any]:
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64)
+        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+        texts = [Instance("generate_until", {}, ("an expert", {"until": ["\n"], "max_gen_toks": 8}), 0)]
+        return [*lm.loglikelihood(asked), *lm.generate_until(texts)]
+
+    expected = scores(load_reference(folder), AutoTokenizer.from_pretrained(folder))
+    model, tokenizer = expertly.load(str(folder), memory="25%", device="cpu")
+    actual = scores(model, tokenizer)
+    assert [one[1] for one in actual[:3]] == [one[1] for one in expected[:3]]
+    assert [one[0] for one in actual[:3]] == pytest.approx([one[0] for one in expected[:3]], rel=1e-4)
+    assert actual[3] == expected[3]
+    assert_streamed(model)
+    expertly.unload(model)
+
+
+# -- order and budget ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_order_id_gives_the_same_tokens_and_loads_no_less(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    prompts = make_prompts(2, length=60, seed=3)
+    expected = generate(load_reference(case.folder), prompts)
+    prefill = []
+    for order in ("resident", "id"):
+        with loaded(case.store, memory="50%", segments=segments, order=order) as model:
+            for _ in range(2):  # the second finds a full pool, which one expert at a time thrashes
+                assert generate(model, prompts) == expected
+            assert_streamed(model)
+            prefill.append(expertly.stats(model).as_dict()["phases"]["prefill"]["bytes_loaded"])
+    assert prefill[1] >= prefill[0] > 0
+
+
+@pytest.mark.parametrize("ring", [1, 2, 5, 100])
+def test_any_ring(ring: int, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    memory = "90%" if ring == 100 else "40%"
+    if ring == 100:
+        ring = 80  # of 96 segments
+    with loaded(case.store, memory=memory, segments=4, ring=ring) as model:
+        assert generate(model, case.prompts) == case.tokens
+        stats = expertly.stats(model).as_dict()
+        assert stats["ring_bytes"] == ring * stats["expert_bytes"] // 96
+        assert_streamed(model)
+
+
+@pytest.mark.parametrize("memory", ["50%", "50 %", "bytes", "number", "KiB", "GiB"])
+def test_ways_to_state_the_same_memory(memory: str, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, memory="100%") as model:
+        half = expertly.stats(model).as_dict()["expert_bytes"] // 2
+    stated = {"bytes": str(half), "number": half, "KiB": f"{half / 1024}KiB", "GiB": f"{half / 2**30:.12f} GiB"}
+    with loaded(case.store, memory=stated.get(memory, memory)) as model:
+        assert expertly.stats(model).as_dict()["memory_bytes"] in (half, half - half // 12)
+        assert generate(model, case.prompts) == case.tokens
+
+
+def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    store = str(case.store)
+    with loaded(store, memory="auto") as model:
+        stats = expertly.stats(model).as_dict()
+        assert stats["memory_bytes"] == stats["expert_bytes"]
+        assert "all experts fit" in stats["memory_reason"]
+    expert_nbytes, dense = stats["expert_bytes"], handle_dense(store)
+    cache = api.kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
+    free = dense + cache + (600 << 20) + expert_nbytes // 2
+    monkeypatch.setattr(api, "available_nbytes", lambda device: free)
+    with loaded(store, memory=None, context=100) as model:
+        stats = expertly.stats(model).as_dict()
+        assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
+        assert "50.0% of the experts" in stats["memory_reason"] and "KV cache of 100 tokens" in stats["memory_reason"]
+        assert generate(model, case.prompts) == case.tokens
+        assert_streamed(model)
+    monkeypatch.setattr(api, "available_nbytes", lambda device: 1 << 20)
+    with pytest.raises(BudgetError, match="the least that works is .* memory auto: .* are free"):
+        expertly.load(store, memory="auto", device="cpu")
+    with pytest.raises(ConfigError, match="context=0"):
+        expertly.load(store, context=0, device="cpu")
+
+
+def handle_dense(store: str) -> int:
+    with loaded(store) as model:
+        return int(api.handle(model).store.dense_nbytes)

@@ -1,0 +1,149 @@
+"""What every eviction policy promises, and what each of them means."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from expertly.policies.eviction import EVICTIONS, EvictionPolicy
+from expertly.policies.eviction.lcp import LCP
+from expertly.policies.eviction.lfu import LFU
+from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.random import RandomEviction
+from expertly.policies.eviction.static import Static
+
+
+@pytest.fixture(params=EVICTIONS)
+def make(request: pytest.FixtureRequest):
+    return EVICTIONS[request.param]
+
+
+def admit(policy: EvictionPolicy, experts: list[int]) -> None:
+    for expert in experts:
+        policy.admitted(expert)
+        policy.used([expert], [1], 1)
+
+
+class TestConformance:
+    """A new policy inherits these by being in EVICTIONS."""
+
+    def test_every_kept_expert_is_named_once_and_no_other(self, make) -> None:
+        policy = make(8)
+        admit(policy, [5, 1, 7, 3])
+        policy.removed(7)
+        policy.used([9], [4], 4)  # not kept
+        assert sorted(policy.victims(set())) == [1, 3, 5]
+
+    def test_what_is_protected_is_never_named(self, make) -> None:
+        policy = make(8)
+        admit(policy, list(range(8)))
+        assert not {2, 4} & set(policy.victims({2, 4}))
+
+    def test_naming_changes_nothing(self, make) -> None:
+        policy = make(8)
+        admit(policy, list(range(8)))
+        next(iter(policy.victims(set())))
+        assert sorted(policy.victims(set())) == list(range(8))
+
+    def test_an_empty_cache_has_no_victim(self, make) -> None:
+        assert list(make(4).victims(set())) == []
+
+    def test_equal_histories_give_equal_victims(self, make) -> None:
+        def run() -> list[list[int]]:
+            policy, dice, kept, seen = make(6), random.Random(3), [], []
+            for _ in range(300):
+                expert = dice.randrange(20)
+                if expert not in kept:
+                    if len(kept) == 6:
+                        victims = list(policy.victims({expert}))
+                        seen.append(victims)
+                        if not victims:
+                            continue
+                        kept.remove(victims[0])
+                        policy.removed(victims[0])
+                    kept.append(expert)
+                    policy.admitted(expert)
+                policy.used([expert], [1], 1)
+            return seen
+
+        assert run() == run()
+
+
+def test_lru_orders_by_last_use() -> None:
+    policy = LRU()
+    admit(policy, [1, 2, 3])
+    policy.used([1], [1], 1)
+    assert list(policy.victims(set())) == [2, 3, 1]
+
+
+def test_lfu_orders_by_tokens_served_and_counts_survive_eviction() -> None:
+    policy = LFU()
+    policy.used([4], [9], 9)  # before it was ever kept
+    admit(policy, [4, 2, 3])
+    policy.used([3], [2], 2)
+    assert list(policy.victims(set())) == [2, 3, 4]
+    policy.removed(4)
+    policy.admitted(4)
+    assert list(policy.victims(set())) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("policy_class", [LFU, LCP])
+def test_ties_go_to_the_lowest_id(policy_class: type) -> None:
+    policy = policy_class()
+    for expert in (9, 4, 6):
+        policy.admitted(expert)
+    policy.used([9, 4, 6], [1, 1, 1], 1)
+    assert list(policy.victims(set())) == [4, 6, 9]
+
+
+def test_lcp_is_the_papers_formula() -> None:
+    """mu * rho ** (nu / omega) computed directly, over a long random history (equation 4)."""
+    rho, omega, dice = 0.25, 128.0, random.Random(0)
+    policy = LCP(rho, omega)
+    count, last, now = dict.fromkeys(range(12), 0), {}, 0
+    for expert in range(12):
+        policy.admitted(expert)
+    for step in range(3000):
+        tokens = dice.choice([1, 1, 1, 17])
+        experts = dice.sample(range(12), 3)
+        used = [dice.randint(0, tokens) for _ in experts]
+        policy.used(experts, used, tokens)
+        now += tokens
+        for expert, num in zip(experts, used, strict=True):
+            if num:
+                count[expert] += num
+                last[expert] = now
+        if step % 50 == 49:
+            priority = {e: count[e] * rho ** ((now - last[e]) / omega) for e in last}
+            got = list(policy.victims(set()))
+            assert got == sorted(got, key=lambda e: (priority[e], e))
+
+
+def test_random_is_seeded_and_spreads() -> None:
+    def first(seed: int) -> list[int]:
+        policy = RandomEviction(seed)
+        admit(policy, list(range(10)))
+        return [next(iter(policy.victims(set()))) for _ in range(200)]
+
+    assert first(1) == first(1) != first(2)
+    assert set(first(1)) == set(range(10))
+
+
+def test_static_pins_the_most_popular_of_a_profile_and_replaces_the_spare_ones() -> None:
+    policy = Static(4, profile={0: 9, 1: 8, 2: 7, 3: 1}, num_spare=2)
+    admit(policy, [0, 1, 5, 6])
+    assert list(policy.victims(set())) == [5, 6], "0 and 1 are pinned"
+
+
+def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
+    policy = Static(3, num_spare=1, profile_tokens=10)
+    policy.admitted(0)
+    policy.admitted(1)
+    policy.admitted(2)
+    policy.used([0, 1, 2], [6, 1, 8], 9)
+    assert list(policy.victims(set())) == [1, 0, 2], "still learning: the least popular first"
+    policy.used([0], [1], 1)
+    assert list(policy.victims(set())) == [1], "0 and 2 are pinned now"
+    policy.used([1], [100], 100)
+    assert list(policy.victims(set())) == [1]
