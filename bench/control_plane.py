@@ -1,0 +1,100 @@
+"""What the control plane costs a layer, without any tensor: E = 64, K = 8, P = 4, 26 layers, one core.
+
+    python bench/control_plane.py [--tokens 400]
+
+Bounds (medians): 25 us a layer when all is resident, 100 us with misses. `misses` is the mean number of missing experts
+of a layer that had any; `all miss` is the ring alone, where each of the 8 experts is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+from report import print_report
+
+from expertly.control.budget import split_budget
+from expertly.control.controller import Controller
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import RouterRan
+from expertly.systems import SYSTEMS
+
+LAYERS, EXPERTS, TOP_K, SEGMENTS = 26, 64, 8, 4
+
+
+def routing(num_tokens: int) -> list[list[list[int]]]:
+    """[token][layer][K]: Zipf popularity a layer, and half of a token's experts stay for the next one."""
+    dice = random.Random(0)
+    popular = [dice.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
+    weights = [1 / (1 + rank) for rank in range(EXPERTS)]
+    tokens: list[list[list[int]]] = []
+    for token in range(num_tokens):
+        layers = []
+        for layer in range(LAYERS):
+            chosen = dice.sample(tokens[-1][layer], TOP_K // 2) if token else []
+            while len(chosen) < TOP_K:
+                expert = dice.choices(popular[layer], weights)[0]
+                if expert not in chosen:
+                    chosen.append(expert)
+            layers.append(chosen)
+        tokens.append(layers)
+    return tokens
+
+
+def run(system: str, share: float, tokens: list[list[list[int]]]) -> dict[str, Any]:
+    """Median microseconds of a layer, with and without misses."""
+    shape = Geometry(tuple(LayerGeometry(EXPERTS, TOP_K, 64, 64, 3, 2) for _ in range(LAYERS)), SEGMENTS)
+    parts = SYSTEMS[system]
+    budget = split_budget(shape, int(shape.nbytes * share))
+    control = Controller(shape, budget, parts.make_policy(), scope=parts.scope)
+    hit_us, miss_us, misses = [], [], []
+    ones, decode = [1] * TOP_K, [True] * TOP_K
+    for number, layers in enumerate(tokens):
+        for layer, experts in enumerate(layers):
+            router = RouterRan(layer, experts, ones, decode, 1)
+            start = time.perf_counter_ns()
+            step = control.begin_layer(router)
+            for piece in step.ready:
+                control.computed(piece)
+            loading = list(step.loads)
+            while loading:
+                piece = loading.pop()
+                control.loaded(piece)
+                following = control.computed(piece)
+                if following is not None:
+                    loading += following.loads
+            control.end_layer()
+            elapsed = (time.perf_counter_ns() - start) / 1e3
+            if number < len(tokens) // 2:
+                continue  # fills the cache
+            if step.loads:
+                miss_us.append(elapsed)
+                misses.append(len({piece.expert for piece in step.loads}))
+            else:
+                hit_us.append(elapsed)
+    return {
+        "system": system,
+        "memory": f"{share:.0%}",
+        "hit_us": statistics.median(hit_us) if hit_us else None,
+        "miss_us": statistics.median(miss_us) if miss_us else None,
+        "misses": statistics.mean(misses) if misses else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=400)
+    args = parser.parse_args()
+    tokens = routing(args.tokens)
+    rows = [run("lru", 1.0, tokens)]
+    for system in ("on-demand", "lru", "lfu", "lcp", "random", "static"):
+        rows.append(run(system, 0.25, tokens))
+    rows.append(run("lru", TOP_K / (EXPERTS * LAYERS), tokens) | {"memory": "all miss"})
+    print_report("control_plane", rows, vars(args))
+
+
+if __name__ == "__main__":
+    main()
