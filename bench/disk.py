@@ -49,10 +49,13 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
     from expertly.engine.measure import measure_disk
     from expertly.engine.transfer import MIN_READ_NBYTES, NUM_READERS
+    from expertly.models.packing import pack_cached
 
+    store = pack_cached(arguments["model"], None)
+    files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
+    cached_before = sum(map(cached_pages, files))  # the files' headers
     model, _ = expertly.load(
         arguments["model"],
         memory=arguments["memory"],
@@ -62,7 +65,6 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     )
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (1, arguments["tokens"] + 9), generator=torch.Generator().manual_seed(0))
-    store = handle(model).store
     with torch.no_grad():
         cache = model(ids[:, :8], use_cache=True).past_key_values
         for i in range(arguments["tokens"] // 4):  # touch every slot once: first use also takes the page
@@ -74,9 +76,8 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     decode = [stats["phases"]["decode"] for stats in (before, after)]
     demanded = decode[1]["bytes_loaded"] - decode[0]["bytes_loaded"]
     stalled = decode[1]["stall_s"] - decode[0]["stall_s"]
-    files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
     expert_nbytes = store.manifest.layers[0].expert_nbytes
-    cached = sum(map(cached_pages, files))
+    cached = sum(map(cached_pages, files)) - cached_before
     expertly.unload(model)
     read_nbytes = max(MIN_READ_NBYTES, expert_nbytes // NUM_READERS // 4096 * 4096)
     rates = [measure_disk(files[i % len(files)], read_nbytes, NUM_READERS, 1.0).nbytes_per_s for i in range(5)]
@@ -84,7 +85,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         "demanded_bytes": demanded,
         "kernel_read_bytes": read_after - read_before,
         "amplification": (read_after - read_before) / demanded,
-        "cached_pages": cached,
+        "pages_added_to_cache": cached,
         "stalled_bytes_per_s": demanded / stalled,
         "read_bytes": read_nbytes,
         "readers": NUM_READERS,

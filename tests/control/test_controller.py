@@ -19,7 +19,7 @@ def test_a_demand_story_of_one_layer() -> None:
     control = controller(shape, 4 / 8)
     assert run_layer(control, 0, [0, 1]).hits == []  # cold: both miss and are kept
     assert kept(control, 0) == {0, 1}
-    assert run_layer(control, 0, [1, 0]).hits == [1, 0]  # both hit; 0 is now the most recent
+    assert run_layer(control, 0, [1, 0]).hits == [1, 0]  # both hit
     ran = run_layer(control, 0, [0, 5])  # 5 misses, 1 goes, 0 is protected
     assert ran.hits == [0] and list(ran.loaded) == [5]
     assert kept(control, 0) == {0, 5}
@@ -137,7 +137,7 @@ class NaiveCache:
                 lfu = self.system == "lfu"
                 self.order.remove(min(candidates, key=lambda e: (self.count.get(e, 0), e)) if lfu else candidates[0])
             self.order.append(expert)
-        for expert in experts:
+        for expert in sorted(experts):  # one token: equally recent, ties go to the lowest id
             self.count[expert] = self.count.get(expert, 0) + 1
             if expert in self.order:
                 self.order.remove(expert)

@@ -46,6 +46,31 @@ class TestConformance:
         next(iter(policy.victims(set())))
         assert sorted(policy.victims(set())) == list(range(8))
 
+    def test_protection_changes_no_order(self, make) -> None:
+        first, second = make(2), make(2)
+        for policy in (first, second):
+            admit(policy, [5, 1, 7, 3, 8, 2])
+            policy.used([7, 5], [2, 3], 4)
+        if isinstance(first, RandomEviction):
+            return  # its order is drawn anew each time
+        assert [e for e in first.victims(()) if e not in (1, 8)] == list(second.victims({1, 8}))
+
+    def test_an_expert_can_go_and_come_back(self, make) -> None:
+        policy = make(8)
+        for _ in range(3):
+            admit(policy, [4, 2])
+            policy.removed(4)
+            assert list(policy.victims(())) == [2]
+            policy.removed(2)
+            assert list(policy.victims(())) == []
+
+    def test_being_used_by_pads_alone_is_no_use(self, make) -> None:
+        used, unused = make(2), make(2)
+        for policy in (used, unused):
+            admit(policy, [3, 1, 2])
+        used.used([3, 1], [0, 0], 0)
+        assert list(used.victims(())) == list(unused.victims(()))
+
     def test_an_empty_cache_has_no_victim(self, make) -> None:
         assert list(make(4).victims(set())) == []
 
@@ -75,6 +100,20 @@ def test_lru_orders_by_last_use() -> None:
     admit(policy, [1, 2, 3])
     policy.used([1], [1], 1)
     assert list(policy.victims(set())) == [2, 3, 1]
+
+
+def test_lru_takes_a_token_as_one_moment_and_ties_go_to_the_lowest_id() -> None:
+    policy = LRU()
+    admit(policy, [1, 2, 3, 4])
+    policy.used([4, 1, 3], [1, 1, 1], 1)
+    assert list(policy.victims(())) == [2, 1, 3, 4]
+
+
+def test_lru_of_many_tokens_keeps_the_busiest_longest() -> None:
+    policy = LRU()
+    admit(policy, [1, 2, 3, 4])
+    policy.used([1, 2, 3, 4], [9, 2, 0, 2], 9)
+    assert list(policy.victims(())) == [3, 2, 4, 1]
 
 
 def test_lfu_orders_by_tokens_served_and_counts_survive_eviction() -> None:
@@ -120,6 +159,32 @@ def test_lcp_is_the_papers_formula() -> None:
             assert got == sorted(got, key=lambda e: (priority[e], e))
 
 
+def test_lcp_priorities_that_are_equal_tie() -> None:
+    """Four times the tokens, omega tokens earlier: mu * rho ** (nu / omega) is the same (rho is a quarter)."""
+    policy = LCP()
+    for expert in (8, 5, 2):
+        policy.admitted(expert)
+    policy.used([8], [12], 12)
+    policy.used([], [], 64)
+    policy.used([2], [6], 0)
+    policy.used([], [], 64)
+    policy.used([5], [3], 0)
+    assert list(policy.victims(())) == [2, 5, 8]
+
+
+def test_lcp_forgets_in_the_end() -> None:
+    policy = LCP()
+    policy.admitted(0)
+    policy.admitted(1)
+    policy.used([1], [1000], 1000)  # ten halvings of 64 tokens weigh as much
+    policy.used([0], [1], 600)
+    assert list(policy.victims(())) == [0, 1]
+    policy.used([0], [1], 100)
+    assert list(policy.victims(())) == [1, 0]
+    policy.used([], [], 10**12)  # priorities of a long run are still ordered
+    assert list(policy.victims(())) == [1, 0]
+
+
 def test_random_is_seeded_and_spreads() -> None:
     def first(seed: int) -> list[int]:
         policy = RandomEviction(seed)
@@ -147,3 +212,15 @@ def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
     assert list(policy.victims(set())) == [1], "0 and 2 are pinned now"
     policy.used([1], [100], 100)
     assert list(policy.victims(set())) == [1]
+
+
+def test_static_pins_what_a_profile_ranks_first_with_ties_to_the_lowest_id() -> None:
+    policy = Static(3, profile={7: 5, 4: 5, 2: 5, 9: 1}, num_spare=1)
+    admit(policy, [7, 4, 2])
+    assert list(policy.victims(())) == [7], "2 and 4 are pinned"
+
+
+def test_static_with_no_more_than_the_spare_places_is_lru() -> None:
+    policy = Static(2, profile={0: 9})
+    admit(policy, [0, 1])
+    assert list(policy.victims(())) == [0, 1]

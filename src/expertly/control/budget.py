@@ -64,7 +64,7 @@ def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None
     if memory_nbytes < least:
         raise BudgetError(
             f"memory={memory_nbytes} bytes: below the ring through which experts are streamed; the least that works "
-            f"is {least} bytes ({100 * least / geometry.nbytes:.2f}% of the experts)"
+            f"is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
         )
     kept = _kept_slots(memory_nbytes - least, sizes, totals, rings)
     return Budget(memory_nbytes, tuple(rings), tuple(kept), tuple(_uniform_shares(geometry, kept)))
@@ -78,10 +78,25 @@ def _kept_slots(nbytes: int, sizes: list[int], totals: list[int], rings: list[in
 
 
 def _uniform_shares(geometry: Geometry, kept: list[int]) -> list[int]:
+    """Equal shares of each class's kept slots; a layer never gets more than its experts fill."""
     shares = [0] * geometry.num_layers
     for size_class, slots in enumerate(kept):
-        layers = [layer for layer, c in enumerate(geometry.size_classes) if c == size_class]
-        share, remainder = divmod(slots, len(layers))
-        for i, layer in enumerate(layers):
-            shares[layer] = share + (i < remainder)
+        most = {
+            layer: geometry.layers[layer].num_experts * geometry.segments_per_expert
+            for layer, c in enumerate(geometry.size_classes)
+            if c == size_class
+        }
+        for layer in sorted(most, key=most.__getitem__):  # those that an equal share more than fills
+            if most[layer] * len(most) > slots:
+                break
+            shares[layer] = most.pop(layer)
+            slots -= shares[layer]
+        for i, layer in enumerate(most):
+            shares[layer] = slots // len(most) + (i < slots % len(most))
     return shares
+
+
+def _percent_up(part: int, whole: int) -> str:
+    """A percentage that, given back as a budget, is enough."""
+    hundredths = -(-10_000 * part // whole)
+    return f"{hundredths // 100}.{hundredths % 100:02}"

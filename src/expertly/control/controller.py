@@ -39,13 +39,12 @@ class Controller:
         num_segments = geometry.segments_per_expert
         if scope == "layer":
             self.caches = [KeptCache(share, make_policy(share // num_segments)) for share in budget.layer_shares]
-            self._prefill_room = list(budget.layer_shares)
         else:
             shared = [KeptCache(slots, make_policy(slots // num_segments)) for slots in budget.kept_slots]
             self.caches = [shared[c] for c in geometry.size_classes]
-            self._prefill_room = list(budget.layer_shares)
+        self._prefill_room = list(budget.layer_shares)  # of each layer, what its share lacks: negative above it
         self._router: RouterRan | None = None
-        self._deferred: deque[tuple[int, int]] = deque()  # (expert, mask) waiting for ring slots
+        self._deferred: deque[tuple[int, int]] = deque()  # (position, mask) waiting for ring slots
         self._sequence: deque[int] = deque()  # positions not begun, when experts go one at a time
         self._in_flight: dict[Piece, None] = {}
         self._open = 0  # pieces said and not yet computed
@@ -118,15 +117,8 @@ class Controller:
         assert router is not None and not self._open and not self._deferred and not self._sequence
         self._router = None
         layer = router.layer
-        policy = self.caches[layer].policy
         first = self.geometry.first_expert_id(layer)
-        if len(router.experts) <= self.geometry.layers[layer].top_k:
-            policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
-            return
-        # Many tokens at once: the busiest expert is the most recent, ties as the router listed them.
-        order = sorted(range(len(router.experts)), key=router.num_tokens.__getitem__)
-        experts = [first + router.experts[i] for i in order]
-        policy.used(experts, [router.num_tokens[i] for i in order], router.batch_tokens)
+        self.caches[layer].policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
@@ -150,6 +142,7 @@ class Controller:
         """Keep a whole expert before anything ran; the pieces to load. For systems that keep everything."""
         eid = self.geometry.expert_id(layer, expert)
         self.caches[layer].keep(eid, self.residency.full)
+        self._prefill_room[layer] -= self.geometry.segments_per_expert
         pieces = self.residency.allocate(layer, expert, self.residency.full)
         self._in_flight.update(dict.fromkeys(pieces))
         return pieces
@@ -162,11 +155,17 @@ class Controller:
         for cache in {id(c): c for c in self.caches}.values():
             assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
             kept.update(cache.kept)
-        if self._router is None:
-            assert not self._in_flight and not any(residency.loading)
-            assert [kept.get(eid, 0) for eid in range(geometry.num_experts)] == residency.resident
+        for layer, share in enumerate(self.budget.layer_shares):
+            ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
+            here = sum(kept.get(eid, 0).bit_count() for eid in ids)
+            assert self._prefill_room[layer] == share - here, "what prefill may fill is what the share lacks"
+        if self._router is not None:
+            return
+        assert not (self._in_flight or self._deferred or self._sequence or self._open or self._passing)
+        assert not any(residency.loading)
+        assert [kept.get(eid, 0) for eid in range(geometry.num_experts)] == residency.resident
         for pool, ring in zip(residency.pools, self.budget.ring_slots, strict=True):
-            assert self._router is not None or pool.num_free >= ring, "the ring is free between layers"
+            assert pool.num_free >= ring, "the ring is free between layers"
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -174,40 +173,39 @@ class Controller:
         """Admit what is missing, free its slots, and load: first what is kept, then as much as the ring takes."""
         layer = router.layer
         residency, first = self.residency, self.geometry.first_expert_id(layer)
-        is_decode, experts = router.is_decode, router.experts
-        if len(missing) > 1:  # decode in router order, then prefill by falling number of tokens, ties on the lowest id
-            num_tokens = router.num_tokens
-            prefill = [i for i in missing if not is_decode[i]]
-            if prefill:
-                prefill.sort(key=lambda i: (-num_tokens[i], experts[i]))
-                missing = [i for i in missing if is_decode[i]] + prefill
+        is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
+        # Decode in router order, then prefill and pads by falling number of tokens, ties on the lowest id.
+        evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
+        filling = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
+        filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
+        full, resident = residency.full, residency.resident
+        if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
+            self._make_room(layer, sum((full & ~resident[first + experts[i]]).bit_count() for i in evicting), protected)
         admitted: list[tuple[int, int]] = []
-        for position in missing:
-            expert = experts[position]
-            mask = residency.full & ~residency.resident[first + expert]
-            kept = self._admit(layer, first + expert, mask, is_decode[position], protected)
-            if kept:
-                admitted.append((expert, kept))
-            if kept != mask:
-                self._deferred.append((expert, mask & ~kept))
-        for expert, mask in admitted:
-            self._load(layer, expert, mask, step)
+        for may_evict, positions in ((True, evicting), (False, filling)):
+            for position in positions:
+                eid = first + experts[position]
+                mask = full & ~resident[eid]
+                kept = self._admit(layer, eid, mask, protected if may_evict else None)
+                if kept:
+                    admitted.append((position, kept))
+                if kept != mask:
+                    self._deferred.append((position, mask & ~kept))
+        for position, mask in admitted:
+            self._load(layer, position, mask, step)
         if self._deferred:
             self._load_deferred(layer, step)
 
-    def _admit(self, layer: int, eid: int, mask: int, is_decode: bool, protected: set[int]) -> int:
-        """The part of `mask` that is kept from now on. Prefill only fills what is empty; decode evicts."""
+    def _admit(self, layer: int, eid: int, mask: int, protected: set[int] | None) -> int:
+        """The part of `mask` that is kept from now on. Decode evicts what is not `protected`; prefill (None) only fills
+        what is empty of the layer's share.
+        """
         cache = self.caches[layer]
         count = mask.bit_count()
-        room = cache.room
-        if not is_decode:
-            room = max(0, min(room, self._prefill_room[layer]))
-        elif room < count:
-            victims = cache.evict(count - room, protected)
-            if victims is not None:
-                for victim, gone in victims:
-                    self._evicted(victim, gone)
-                room = count
+        if protected is None:
+            room = max(0, min(cache.room, self._prefill_room[layer]))
+        else:
+            room = self._make_room(layer, count, protected)
         if room < count:
             mask = _lowest_bits(mask, room)
         if mask:
@@ -215,20 +213,33 @@ class Controller:
             self._prefill_room[layer] -= mask.bit_count()
         return mask
 
-    def _evicted(self, eid: int, mask: int) -> None:
-        layer = self.geometry.layer_of_expert(eid)
-        self.residency.release(layer, eid - self.geometry.first_expert_id(layer), mask)
-        self._prefill_room[layer] += mask.bit_count()
-        assert self._router is not None
-        nbytes = mask.bit_count() * self.geometry.segment_nbytes(layer)
-        self.counters[layer].decode.evicted_nbytes += nbytes
+    def _make_room(self, layer: int, count: int, protected: set[int]) -> int:
+        """Evict so that `count` segments fit, or nothing where that cannot be; the room there is."""
+        cache = self.caches[layer]
+        if cache.room < count:
+            for victim, gone in cache.evict(count - cache.room, protected) or ():
+                self._evicted(victim, gone)
+        return cache.room
 
-    def _load(self, layer: int, expert: int, mask: int, step: Step) -> None:
+    def _evicted(self, eid: int, mask: int) -> None:
+        """Counted where it lay, in the phase of the layer that needed the room."""
+        geometry, router = self.geometry, self._router
+        assert router is not None
+        layer = geometry.layer_of_expert(eid)
+        self.residency.release(layer, eid - geometry.first_expert_id(layer), mask)
+        num_segments = mask.bit_count()
+        self._prefill_room[layer] += num_segments
+        counters = self.counters[layer]
+        phase = counters.decode if True in router.is_decode else counters.prefill
+        phase.evicted_nbytes += num_segments * geometry.segment_nbytes(layer)
+
+    def _load(self, layer: int, position: int, mask: int, step: Step) -> None:
         router = self._router
         assert router is not None
+        expert = router.experts[position]
         self._passing += (mask & ~self.caches[layer].kept.get(self.geometry.expert_id(layer, expert), 0)).bit_count()
         counters = self.counters[layer]
-        phase = counters.decode if router.is_decode[router.experts.index(expert)] else counters.prefill
+        phase = counters.decode if router.is_decode[position] else counters.prefill
         phase.loaded_nbytes += mask.bit_count() * self.geometry.segment_nbytes(layer)
         for piece in self.residency.allocate(layer, expert, mask):
             self._in_flight[piece] = None
@@ -240,7 +251,7 @@ class Controller:
         ring = self.budget.ring_slots[self.geometry.size_classes[layer]]
         deferred = self._deferred
         while deferred and pool.num_free:
-            expert, mask = deferred[0]
+            position, mask = deferred[0]
             count = mask.bit_count()
             if pool.num_free >= count:
                 deferred.popleft()
@@ -248,9 +259,9 @@ class Controller:
                 return
             else:
                 now = _lowest_bits(mask, pool.num_free)
-                deferred[0] = (expert, mask & ~now)
+                deferred[0] = (position, mask & ~now)
                 mask = now
-            self._load(layer, expert, mask, step)
+            self._load(layer, position, mask, step)
 
     def _next_in_sequence(self) -> Step:
         """One expert at a time by rising id, only the running one protected (SYSTEMS.md section 3, order=id)."""
@@ -265,11 +276,11 @@ class Controller:
             step.ready.extend(self.residency.pieces(layer, expert, resident))
         mask = self.residency.full & ~resident
         if mask:
-            kept = self._admit(layer, eid, mask, True, {eid})
+            kept = self._admit(layer, eid, mask, {eid})
             if kept:
-                self._load(layer, expert, kept, step)
+                self._load(layer, position, kept, step)
             if kept != mask:
-                self._deferred.append((expert, mask & ~kept))
+                self._deferred.append((position, mask & ~kept))
                 self._load_deferred(layer, step)
         self._open = len(step.ready) + len(step.loads)
         return step

@@ -128,12 +128,13 @@ class TieredBackend:
 
     def drain(self) -> None:
         """Wait for reads and copies; forget them."""
-        self.tier.abandon()
-        self._streams.synchronize()
         self._waiting.clear()
         self._copying.clear()
         self._backlog.clear()
+        self.tier.abandon()
+        self._streams.synchronize()
         self._busy.clear()
+        self.tier.check()  # an interrupt in the middle of a decision shows here
 
     def stall_ns(self) -> int:
         """Time the compute stream was held for copies."""
@@ -151,8 +152,8 @@ class TieredBackend:
     def close(self) -> None:
         """Free threads, files, pinned and device memory."""
         if self._views:
-            self.drain()
             self.tier.readers.close()
+            self._streams.synchronize()
             for undo in self._unpin:
                 undo()
             self._unpin, self._views = [], []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from expertly.control.controller import Controller
-from expertly.core.errors import EngineClosedError, ModelUseError, TransferError
+from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import Phase, Piece
 from expertly.engine.backend import Backend
@@ -34,6 +34,7 @@ class Engine:
         self._layers: list[LayerCompute] = []
         self._info: IterationInfo | None = None
         self._is_closed = False
+        self._is_broken = False
 
     def bind(self, modules: list[nn.Module]) -> None:
         """Attach the experts modules, in layer order."""
@@ -102,7 +103,7 @@ class Engine:
             try:
                 outputs, stall_ns = self._run_layer(compute, work, hidden_states)
             except BaseException as error:
-                self._abandon()
+                self._abandon(error)
                 if isinstance(error, OSError):
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
@@ -155,11 +156,22 @@ class Engine:
         controller.end_layer()
         return runner.outputs, stall_ns
 
-    def _abandon(self) -> None:
-        self.backend.drain()
-        self.controller.abandon()
+    def _abandon(self, error: BaseException) -> None:
+        """Undo the layer. An interrupt may have come in the middle of a decision: then nothing runs any more."""
+        is_expected = isinstance(error, ExpertlyError | OSError)
+        try:
+            self.backend.drain()
+            self.controller.abandon()
+            if not is_expected:
+                self.controller.check()
+        except (AssertionError, LookupError):
+            if is_expected:
+                raise
+            self._is_broken = True
 
     def _check_open(self) -> None:
+        if self._is_broken:
+            raise EngineClosedError("this model was interrupted half-way through a decision; call expertly.load again")
         if self._is_closed:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
 

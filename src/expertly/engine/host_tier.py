@@ -90,9 +90,19 @@ class HostTier:
 
     def check(self) -> None:
         """Slots, masks and budget agree."""
-        self._residency.check()
+        residency = self._residency
+        residency.check()
+        kept: dict[int, int] = {}
         for cache in self._caches:
-            assert cache.used <= cache.capacity
+            assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
+            kept.update(cache.kept)
+        loading = [0] * self._geometry.num_experts
+        for piece in self._loading:
+            eid = self._geometry.expert_id(piece.layer, piece.expert)
+            loading[eid] |= ((1 << piece.num_segments) - 1) << piece.segment
+        assert loading == residency.loading
+        held = [here | coming for here, coming in zip(residency.resident, residency.loading, strict=True)]
+        assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
 
     def _make_room(self, cache: KeptCache, num_segments: int, wanted: int) -> bool:
         short = num_segments - cache.room

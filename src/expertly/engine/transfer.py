@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.core.messages import Piece
 from expertly.store.reader import ExpertFile
@@ -60,7 +60,7 @@ class Readers:
         self._offsets = [offset for _, offset in extents]
         self._geometry = geometry
         self._buffer_of = buffer_of
-        self._jobs: SimpleQueue[list[_Read] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[list[_Read] | threading.Barrier | None] = SimpleQueue()
         self._done: SimpleQueue[_Ticket] = SimpleQueue()
         self._lock = threading.Lock()
         self.num_in_flight = 0
@@ -103,10 +103,18 @@ class Readers:
         return self._take(self._done.get())
 
     def drain(self) -> None:
-        """Wait until nothing is in flight; results and errors are dropped."""
-        while self.num_in_flight:
+        """Wait until nothing is in flight; results and errors are dropped.
+
+        Counts nothing: an interrupt may have come between a count and what it counts.
+        """
+        if self._threads:
+            gate = threading.Barrier(len(self._threads) + 1)
+            for _ in self._threads:
+                self._jobs.put(gate)  # a reader waits at it until all have: then every job before it is done
+            gate.wait()
+        while not self._done.empty():
             self._done.get()
-            self.num_in_flight -= 1
+        self.num_in_flight = 0
 
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
@@ -139,19 +147,26 @@ class Readers:
         return [_Read(ticket, file, offset + start, buffer[start : start + size]) for start in starts]
 
     def _serve(self) -> None:
-        while (reads := self._jobs.get()) is not None:
-            for read in reads:
-                error: Exception | None = None
-                try:
-                    direct = read.file.read_into(read.offset, [read.buffer])
-                except (ExpertlyError, OSError, ValueError) as e:
-                    error, direct = e, True
-                with self._lock:
-                    if not direct:
-                        self.buffered_nbytes += len(read.buffer)
-                    ticket = read.ticket
-                    ticket.error = ticket.error or error
-                    ticket.reads_left -= 1
-                    is_last = not ticket.reads_left
-                if is_last:
-                    self._done.put(ticket)
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Barrier):
+                with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
+                    job.wait()
+                continue
+            for read in job:
+                self._read(read)
+
+    def _read(self, read: _Read) -> None:
+        error: Exception | None = None
+        try:
+            direct = read.file.read_into(read.offset, [read.buffer])
+        except Exception as e:  # a thread's entry: whatever it is, the waiter raises it
+            error, direct = e, True
+        ticket = read.ticket
+        with self._lock:
+            if not direct:
+                self.buffered_nbytes += len(read.buffer)
+            ticket.error = ticket.error or error
+            ticket.reads_left -= 1
+            is_last = not ticket.reads_left
+        if is_last:
+            self._done.put(ticket)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from heapq import heapify, heappop
 from typing import Protocol
 
 
@@ -27,13 +28,16 @@ class EvictionPolicy(Protocol):
 
 
 class ScoredPolicy:
-    """A policy that is a score a kept expert: the lowest goes first, then the lowest id."""
+    """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
+
+    A subclass calls `rescore` when the score of an expert has changed.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, None] = {}
+        self._kept: dict[int, float] = {}  # its score
 
     def admitted(self, expert: int) -> None:
-        self._kept[expert] = None
+        self._kept[expert] = self.score(expert)
 
     def removed(self, expert: int) -> None:
         del self._kept[expert]
@@ -42,6 +46,13 @@ class ScoredPolicy:
         """What keeping the expert is worth."""
         raise NotImplementedError
 
-    def victims(self, protected: Container[int]) -> Iterable[int]:
-        score = self.score
-        return [expert for _, expert in sorted((score(e), e) for e in self._kept if e not in protected)]
+    def rescore(self, expert: int) -> None:
+        """Take the new score of the expert, kept or not."""
+        if expert in self._kept:
+            self._kept[expert] = self.score(expert)
+
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        heap = [(score, expert) for expert, score in self._kept.items() if expert not in protected]
+        heapify(heap)  # few are taken of the hundreds that a cache over all layers holds
+        while heap:
+            yield heappop(heap)[1]

@@ -17,7 +17,9 @@ class LFU(ScoredPolicy):
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         count = self._count
         for expert, num in zip(experts, num_tokens, strict=True):
-            count[expert] = count.get(expert, 0) + num
+            if num:
+                count[expert] = count.get(expert, 0) + num
+                self.rescore(expert)
 
     def score(self, expert: int) -> float:
         return self._count.get(expert, 0)

@@ -7,7 +7,9 @@ from collections.abc import Container, Iterator, Sequence
 
 
 class LRU:
-    """Recency is the order of `used`; an expert admitted and not yet used counts as just used."""
+    """Recency is the call of `used`, a token in decode. Within one call the busiest expert is the most recent, and
+    ties go to the lowest id. An expert admitted and not yet used counts as just used.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -20,8 +22,8 @@ class LRU:
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         order = self._order
-        for expert in experts:
-            if expert in order:
+        for num, expert in sorted(zip(num_tokens, experts, strict=True)):
+            if num and expert in order:
                 order.move_to_end(expert)
 
     def victims(self, protected: Container[int]) -> Iterator[int]:

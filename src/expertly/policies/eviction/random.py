@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from random import Random
 
 
@@ -22,7 +22,9 @@ class RandomEviction:
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """Nothing is learned."""
 
-    def victims(self, protected: Container[int]) -> list[int]:
-        candidates = sorted(e for e in self._kept if e not in protected)
-        self._random.shuffle(candidates)
-        return candidates
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        candidates = [e for e in self._kept if e not in protected]  # a dict keeps its order: as repeatable as sorted
+        while candidates:
+            chosen = int(self._random.random() * len(candidates))
+            candidates[chosen], candidates[-1] = candidates[-1], candidates[chosen]
+            yield candidates.pop()

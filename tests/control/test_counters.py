@@ -1,0 +1,85 @@
+"""What is a hit, of which phase, and in how many bytes (SYSTEMS.md section 0, Hit)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from expertly.control.counters import LayerCounters, PhaseCounters
+from expertly.core.messages import Phase, RouterRan
+from tests.control.drive import controller, geometry, run_layer
+
+
+def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
+    """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
+    counters = LayerCounters()
+    missing = [position for position, expert in enumerate(router.experts) if expert in here]
+    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 400, 4)
+    return counters
+
+
+def test_all_some_or_none_of_an_experts_segments() -> None:
+    counters = count(RouterRan(0, [7, 2, 5], [1, 1, 1], [True] * 3, 1), {2: 3, 5: 0})
+    decode = counters.of(Phase.DECODE)
+    assert (decode.hits, decode.partial_hits, decode.misses) == (1, 1, 1)
+    assert (decode.demanded_nbytes, decode.hit_nbytes) == (1200, 700)
+    assert decode.rates() == {"hit_rate": 1 / 3, "partial_hit_rate": 1 / 3, "byte_hit_rate": 700 / 1200}
+    assert counters.of(Phase.PREFILL) == PhaseCounters()
+
+
+def test_rates_of_nothing_are_none() -> None:
+    assert set(PhaseCounters().rates().values()) == {None}
+
+
+def test_an_expert_counts_once_however_many_tokens_chose_it() -> None:
+    assert count(RouterRan(0, [1, 2], [500, 1], [False, False], 500), {1: 0}).prefill.demands == 2
+
+
+def test_a_mixed_batch_counts_each_expert_in_its_own_phase() -> None:
+    counters = count(RouterRan(0, [1, 2, 3], [5, 1, 2], [False, True, False], 6), {2: 0, 3: 2})
+    assert (counters.decode.hits, counters.decode.misses) == (0, 1)
+    assert (counters.prefill.hits, counters.prefill.partial_hits, counters.prefill.misses) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_pads_demand_nothing(decode: bool) -> None:
+    counters = count(RouterRan(0, [1, 2], [0, 0], [decode] * 2, 0), {1: 0})
+    assert counters.decode.demands == counters.prefill.demands == 0
+    some = count(RouterRan(0, [1, 2], [0, 3], [decode] * 2, 3), {1: 0})
+    assert some.decode.demands + some.prefill.demands == 1
+    assert some.decode.hits + some.prefill.hits == 1
+
+
+def test_counters_add_up() -> None:
+    total = PhaseCounters(hits=1, misses=2, stall_ns=5)
+    total.add(PhaseCounters(hits=10, partial_hits=3, stall_ns=7))
+    assert (total.hits, total.partial_hits, total.misses, total.stall_ns) == (11, 3, 2, 12)
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_what_prefill_evicts_and_loads_is_counted_as_prefill(order: str) -> None:
+    shape = geometry(layers=1, experts=8, top_k=2)
+    control = controller(shape, 6 / 8, order=order)
+    ran = run_layer(control, 0, list(range(8)), decode=False)
+    counters, nbytes = control.counters[0], shape.layers[0].expert_nbytes
+    assert counters.decode == PhaseCounters()
+    assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
+    assert counters.prefill.evicted_nbytes == (4 * nbytes if order == "id" else 0)
+
+
+@pytest.mark.parametrize("system", ["lru", "on-demand"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_bytes_balance(system: str, segments: int) -> None:
+    """Without pads: what is demanded is either here or loaded; what is kept was loaded and not evicted."""
+    shape = geometry(3, 8, 2, segments)
+    control = controller(shape, 0.45, system)
+    dice = random.Random(2)
+    for _ in range(60):
+        for layer in range(3):
+            chosen = dice.sample(range(8), dice.choice([2, 2, 6]))
+            run_layer(control, layer, chosen, decode=[dice.random() < 0.5 for _ in chosen], dice=dice)
+    for layer in range(3):
+        for one in (control.counters[layer].decode, control.counters[layer].prefill):
+            assert one.demanded_nbytes == one.hit_nbytes + one.loaded_nbytes
+            assert one.demands * shape.layers[layer].expert_nbytes == one.demanded_nbytes

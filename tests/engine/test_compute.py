@@ -1,0 +1,198 @@
+"""Each MoE layer on the reference's own inputs and routing (DESIGN, Lossless): pieces, precisions, odd shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.iteration import IterationInfo
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.engine.observe import Call, loaded, recording
+from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+
+
+def reference_calls(folder: Any, prompts: list[list[int]], dtype: torch.dtype) -> list[Call]:
+    """Every experts call of a padded batch, and of some tokens after it."""
+    reference = load_reference(folder, dtype=dtype)
+    with recording(reference) as recorder:
+        generate(reference, prompts, 3)
+        generate(reference, prompts[:1], 3)
+    assert {len(call.index) for call in recorder.calls} >= {1, 2}
+    return recorder.calls
+
+
+def run(model: Any, call: Call) -> torch.Tensor:
+    engine = handle(model).engine
+    modules = [m for m in model.modules() if hasattr(m, "_expertly_layer") and m._expertly_layer == call.layer]
+    return engine.forward_experts(modules[0], call.layer, call.hidden, call.index, call.weights)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("family", INTERFACE_FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["P=1", "P=4", "P=4 fragmented"])
+def test_a_layer_on_the_references_inputs(family: str, dtype: torch.dtype, layout: str, cases: Cases) -> None:
+    case = cases[family]
+    calls = reference_calls(case.folder, case.prompts, dtype)
+    name = str(dtype).removeprefix("torch.")
+    segments = 1 if layout == "P=1" else 4
+    with loaded(case.folder, dtype=name, segments=segments, memory="45%") as model:
+        if layout.endswith("fragmented"):
+            scatter(model)
+        num_pieces = watch_pieces(model)
+        for call in calls:
+            actual = run(model, call)
+            assert call.output is not None
+            assert actual.dtype == call.output.dtype and actual.shape == call.output.shape
+            error = relative_error(actual, call.output)
+            assert error < TOLERANCE[dtype], f"{family} layer {call.layer}, {len(call.index)} tokens: {error:.2e}"
+        if layout.endswith("fragmented"):
+            assert num_pieces["part"] > 2 * num_pieces["whole"], "experts really are in pieces"
+        handle(model).engine.controller.check()
+
+
+def scatter(model: Any) -> None:
+    """Reverse the places of loose slots: an expert's segments never lie side by side again."""
+    for pool in handle(model).engine.controller.residency.pools:
+        take, loose = pool.take, pool._loose
+        pool.take_frame = lambda: None  # type: ignore[method-assign]
+
+        def backwards(wanted: int | None, pool: Any = pool, take: Any = take, loose: Any = loose) -> int:
+            while pool._frames:
+                pool._break_frame()
+            return int(take(next(reversed(loose))))
+
+        pool.take = backwards  # type: ignore[method-assign]
+
+
+def watch_pieces(model: Any) -> dict[str, int]:
+    """Counts of pieces computed, whole experts and parts."""
+    seen = {"whole": 0, "part": 0}
+    engine = handle(model).engine
+    used = engine.backend.used
+
+    def watch(piece: Any) -> None:
+        seen["whole" if piece.num_segments == engine.controller.geometry.segments_per_expert else "part"] += 1
+        used(piece)
+
+    engine.backend.used = watch  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("segments", [2, 8, 16])
+def test_every_number_of_segments(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    with loaded(case.store, segments=segments, memory="45%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        scatter(model)
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_float16(family: str, cases: Cases) -> None:
+    case = cases[family]
+    with loaded(case.folder, dtype="float16", segments=4) as model:
+        for call in reference_calls(case.folder, case.prompts, torch.float16):
+            assert call.output is not None
+            assert relative_error(run(model, call), call.output) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_switch_in_bfloat16(segments: int, cases: Cases) -> None:
+    """Outside the interface: its experts module is compared whole, on the reference's inputs."""
+    case = cases["switch_transformers"]
+    reference = load_reference(case.folder, dtype=torch.bfloat16)
+    calls: list[tuple[str, tuple[Any, ...], torch.Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda m, args, output, name=name: calls.append((name, args, output)))
+        for name, module in reference.named_modules()
+        if name.endswith("experts")
+    ]
+    generate(reference, case.prompts, 3)
+    for hook in hooks:
+        hook.remove()
+    assert calls
+    with loaded(case.folder, dtype="bfloat16", segments=segments) as model, torch.no_grad():
+        for name, args, output in calls:
+            assert relative_error(model.get_submodule(name)(*args), output) < 2e-2 if output.any() else True
+        assert sum(expertly.stats(model).phase(phase).demands for phase in ("prefill", "decode")) > 0
+
+
+# -- shapes that no well-behaved router makes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_ids_that_are_no_expert_give_zero(segments: int, cases: Cases) -> None:
+    """Upstream's expert parallelism marks an expert of another rank by the id E; switch a token that was dropped."""
+    case = cases["qwen3_moe"]
+    hidden, weights = torch.randn(3, 32), torch.rand(3, 3)
+    index = torch.tensor([[0, 8, 5], [8, 8, 8], [7, 1, 0]])
+    with loaded(case.store, segments=segments) as model:
+        actual = run(model, Call(0, hidden, index, weights))
+        assert not actual[1].any()
+        for row in range(3):
+            one = run(model, Call(0, hidden[row : row + 1], index[row : row + 1], weights[row : row + 1]))
+            torch.testing.assert_close(one[0], actual[row])
+        expected = run(model, Call(0, hidden[:1], torch.tensor([[0, 5, 5]]), weights[:1] * torch.tensor([1, 0, 1])))
+        torch.testing.assert_close(actual[0], expected[0])
+
+
+def test_the_same_expert_twice_for_one_token(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    hidden, weights = torch.randn(1, 32), torch.tensor([[0.5, 0.25, 0.25]])
+    with loaded(case.store, segments=4) as model:
+        twice = run(model, Call(1, hidden, torch.tensor([[3, 3, 2]]), weights))
+        once = run(model, Call(1, hidden, torch.tensor([[3, 2, 1]]), torch.tensor([[0.75, 0.25, 0.0]])))
+        torch.testing.assert_close(twice, once)
+
+
+def test_no_token_at_all(cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store) as model:
+        empty = Call(0, torch.empty(0, 32), torch.empty(0, 3, dtype=torch.long), torch.empty(0, 3))
+        assert run(model, empty).shape == (0, 32)
+
+
+def test_an_input_that_is_a_view(cases: Cases) -> None:
+    case = cases["gpt_oss"]
+    wide, index, weights = torch.randn(5, 64), torch.randint(0, 8, (2, 5)).T, torch.rand(2, 5).T
+    with loaded(case.store, segments=4) as model:
+        strided = run(model, Call(0, wide[:, ::2], index, weights))
+        dense = run(model, Call(0, wide[:, ::2].contiguous(), index.contiguous(), weights.contiguous()))
+        torch.testing.assert_close(strided, dense)
+
+
+def test_a_large_prefill_is_combined_in_cuts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    from expertly.engine import engine as engine_module
+
+    case = cases["qwen3_moe"]
+    call = Call(0, torch.randn(50, 32), torch.randint(0, 8, (50, 3)), torch.rand(50, 3))
+    with loaded(case.store) as model:
+        whole = run(model, call)
+        monkeypatch.setattr(engine_module, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
+        assert torch.equal(run(model, call), whole)
+        assert torch.equal(run(model, replace(call, hidden=call.hidden.clone())), whole)
+
+
+def test_stale_iteration_info_does_not_change_the_arithmetic(cases: Cases) -> None:
+    """Rows that no info describes (a router called by hand): one token decodes, more are prefill, all count."""
+    import numpy as np
+
+    case = cases["qwen3_moe"]
+    call = Call(0, torch.randn(4, 32), torch.randint(0, 8, (4, 3)), torch.rand(4, 3))
+    with loaded(case.store) as model:
+        expected = run(model, call)
+        engine = handle(model).engine
+        engine.begin_iteration(IterationInfo(np.ones(7, bool), None, 1, "prefill"))
+        assert torch.equal(run(model, call), expected)
+        engine.end_iteration(True)

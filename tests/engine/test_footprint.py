@@ -1,0 +1,136 @@
+"""Memory of real size: what a process takes, and gives back, with 288 MiB of experts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from tests.engine.observe import rss_nbytes, run_python
+from tests.families import generate
+
+
+def make_big_store(folder: Path, num_layers: int = 6, num_experts: int = 16) -> Path:
+    """A store of 3 MiB experts, quickly: 48 MiB a layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from expertly.models.packing import pack
+
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=128, hidden_size=512, moe_intermediate_size=512, intermediate_size=64, head_dim=16,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, num_experts=num_experts,
+        num_experts_per_tok=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            flat[: 1 << 16].uniform_(-0.1, 0.1)
+            for start in range(1 << 16, len(flat), 1 << 16):
+                flat[start : start + (1 << 16)] = flat[: len(flat[start : start + (1 << 16)])]
+    model.save_pretrained(folder / "checkpoint")
+    del model
+    return pack(folder / "checkpoint", folder / "store").folder
+
+
+@pytest.fixture(scope="module")
+def big_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_big_store(tmp_path_factory.mktemp("big"))
+
+
+def test_unload_gives_the_memory_back(big_store: Path) -> None:
+    def load() -> Any:
+        return expertly.load(str(big_store), memory="70%", device="cpu")[0]
+
+    prompts = [torch.randint(2, 128, (64,)).tolist()]
+    for end in ("unload", "del"):
+        model = load()
+        generate(model, prompts, 24)
+        nbytes = expertly.stats(model).as_dict()["memory_bytes"]
+        assert nbytes > 190 << 20
+        full = rss_nbytes()
+        if end == "unload":
+            expertly.unload(model)
+        else:
+            del model
+            gc.collect()
+        freed = full - rss_nbytes()
+        assert freed > 0.9 * nbytes, f"{end}: {freed >> 20} of {nbytes >> 20} MiB came back"
+
+
+PEAK = """
+import sys, torch, transformers
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM, GenerationConfig
+import transformers.models.qwen3_moe.modeling_qwen3_moe, transformers.generation.utils, safetensors.torch
+from expertly.engine.process import peak_rss_nbytes
+before = peak_rss_nbytes()
+import expertly
+model, _ = expertly.load(sys.argv[1], memory="25%", segments=int(sys.argv[2]), device="cpu")
+ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+stats = expertly.stats(model).as_dict()
+from expertly.engine.api import handle
+print(peak_rss_nbytes() - before, handle(model).store.dense_nbytes, stats["memory_bytes"], stats["expert_bytes"])
+"""
+
+
+def test_peak_memory_is_dense_weights_and_budget(big_store: Path) -> None:
+    result = run_python(PEAK, str(big_store), "4")
+    assert result.returncode == 0, result.stderr
+    taken, dense, budget, experts = map(int, result.stdout.split())
+    assert experts == 288 << 20
+    assert taken < dense + budget + (100 << 20), f"{taken >> 20} MiB for {dense >> 20} + {budget >> 20}"
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+AUTO = """
+import sys
+open(sys.argv[2] + "/cgroup.procs", "w").write("0")
+import torch
+torch.set_num_threads(1)
+import expertly
+model, _ = expertly.load(sys.argv[1], memory="auto", context=128, device="cpu")
+ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+stats = expertly.stats(model).as_dict()
+print(stats["memory_bytes"], stats["expert_bytes"], stats["bytes_loaded"])
+print(stats["memory_reason"])
+"""
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup (version 1) of our own, of 1000 MiB."""
+    folder = CGROUPS / f"expertly-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(1000 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")
+    yield folder
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_auto_fits_a_memory_cgroup(big_store: Path, cgroup: Path) -> None:
+    result = run_python(AUTO, str(big_store), str(cgroup))
+    assert result.returncode == 0, result.stderr
+    numbers, reason = result.stdout.splitlines()
+    budget, experts, nbytes_loaded = map(int, numbers.split())
+    assert 0 < budget < experts < nbytes_loaded, "it took what the group leaves and streamed the rest"
+    assert reason.startswith("memory auto: ") and "% of the experts" in reason and "are free" in reason

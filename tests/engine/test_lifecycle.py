@@ -1,0 +1,243 @@
+"""Models come, share a process, and go without a trace: threads, files, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    ExpertlyError,
+    ModelUseError,
+)
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
+from tests.families import generate, load_reference, logits_of
+
+pytestmark = pytest.mark.timeout(120)
+
+# -- several at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "families", [("qwen3_moe", "gpt_oss"), ("mixtral", "mixtral"), ("jamba", "switch_transformers")]
+)
+def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Cases) -> None:
+    first, second = (cases[family] for family in families)
+    with loaded(first.store) as one, loaded(second.store, segments=4, system="lfu", memory="40%") as two:
+        for _ in range(2):
+            torch.testing.assert_close(logits_of(one, first.prompts), first.logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits_of(two, second.prompts), second.logits, rtol=1e-4, atol=1e-5)
+        assert generate(one, first.prompts) == first.tokens
+        assert generate(two, second.prompts) == second.tokens
+        assert_streamed(one)
+        assert_streamed(two)
+        expertly.unload(one)
+        assert generate(two, second.prompts) == second.tokens, "the other is not touched"
+        assert len(reader_threads()) == 4
+
+
+def test_one_model_within_anothers_pass(cases: Cases) -> None:
+    """A hook of one that runs the other in the middle of a layer."""
+    case, other = cases["qwen3_moe"], cases["gpt_oss"]
+    with loaded(case.store) as outer, loaded(other.store) as inner:
+        hook = outer.model.layers[1].register_forward_hook(lambda *args: (logits_of(inner, other.prompts), None)[1])
+        assert generate(outer, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
+        hook.remove()
+        assert generate(inner, other.prompts) == other.tokens
+
+
+def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    expected = [generate(load_reference(case.folder), [prompt]) for prompt in case.prompts]
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    with loaded(case.store, segments=4) as model:
+
+        def work(i: int) -> None:
+            for _ in range(3):
+                found[i].append(generate(model, [case.prompts[i]]))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_streamed(model)
+    assert found == {i: [expected[i]] * 3 for i in found}
+
+
+def test_a_deepcopy_shares_slots_and_statistics(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model:
+        twin = copy.deepcopy(model)
+        assert handle(twin) is handle(model)
+        assert len(reader_threads()) == 4
+        assert generate(twin, case.prompts) == case.tokens
+        assert expertly.stats(twin).as_dict() == expertly.stats(model).as_dict()
+        expertly.unload(twin)
+        with pytest.raises(EngineClosedError):
+            generate(model, case.prompts)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_unload_frees_threads_and_files_and_is_idempotent(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    assert not reader_threads() and not open_files(case.store)
+    model, _ = expertly.load(str(case.store), memory="25%", device="cpu")
+    assert len(reader_threads()) == 4 and len(open_files(case.store)) >= 3
+    generate(model, case.prompts)
+    before = expertly.stats(model).as_dict()
+    for _ in range(3):
+        expertly.unload(model)
+        assert not reader_threads() and not open_files(case.store)
+    with pytest.raises(EngineClosedError, match=r"expertly\.load"):
+        generate(model, case.prompts)
+    with pytest.raises(EngineClosedError):
+        model(torch.tensor(case.prompts[:1]))
+    assert expertly.stats(model).as_dict() == before, "the counters stay to be read"
+
+
+def test_del_does_the_same(cases: Cases) -> None:
+    case = cases["gpt_oss"]
+    model, _ = expertly.load(str(case.store), memory="25%", device="cpu")
+    generate(model, case.prompts)
+    engine = weakref.ref(handle(model).engine)
+    del model
+    gc.collect()
+    assert engine() is None
+    assert not reader_threads() and not open_files(case.store)
+
+
+def test_a_copy_of_what_was_deleted_goes_on(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    model, _ = expertly.load(str(case.store), memory="25%", device="cpu")
+    twin = copy.deepcopy(model)
+    del model
+    gc.collect()
+    assert generate(twin, case.prompts) == case.tokens
+    expertly.unload(twin)
+
+
+EXIT = """
+import sys, time, torch
+torch.set_num_threads(1)
+import expertly
+model, _ = expertly.load(sys.argv[1], memory="50%", device="cpu")
+ids = torch.tensor([[5, 6, 7]])
+if sys.argv[2] == "flight":
+    engine = expertly.engine.api.handle(model).engine
+    engine.backend.submit(engine.controller.preload(0, 1))
+else:
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+print("end", time.time())
+"""
+
+
+@pytest.mark.parametrize("how", ["flight", "raise"])
+def test_the_interpreter_ends_quickly_and_quietly_without_unload(how: str, cases: Cases) -> None:
+    result = run_python(EXIT, str(cases["qwen3_moe"].store), how)
+    ended = time.time()
+    assert result.returncode == (3 if how == "raise" else 0), result.stderr
+    noise = [line for line in result.stderr.splitlines() if "Loading weights" not in line and line.strip()]
+    assert not noise
+    if how != "raise":
+        assert ended - float(result.stdout.split()[1]) < 10
+
+
+# -- a load that fails -----------------------------------------------------------------------------------------------
+
+BAD = {
+    "dtype": ({"dtype": "int7"}, ConfigError, r"dtype='int7'.*bfloat16"),
+    "another dtype than the store's": ({"dtype": "bfloat16"}, ExpertlyError, r"dtype|bfloat16"),
+    "memory in words": ({"memory": "lots"}, ConfigError, r"memory='lots': accepted"),
+    "no memory": ({"memory": 0}, BudgetError, r"memory=0"),
+    "negative memory": ({"memory": "-5%"}, ConfigError, r"memory='-5%'"),
+    "too little": ({"memory": 100}, BudgetError, r"memory=100 bytes.*the least that works is \d+ bytes"),
+    "ring": ({"ring": 0}, BudgetError, r"ring=0: must be at least 1"),
+    "ring over the memory": ({"ring": 20}, BudgetError, r"the least that works"),
+    "system": ({"system": "magic"}, ConfigError, r"system='magic'.*accepted: .*lru"),
+    "order": ({"order": "random"}, ConfigError, r"order='random'.*accepted: resident, id"),
+    "device": ({"device": "abacus"}, ConfigError, r"device='abacus'.*accepted: cpu"),
+    "a device without backend": ({"device": "meta"}, ConfigError, r"device='meta'.*accepted: cpu"),
+    "segments": ({"segments": 3}, ConfigError, r"segments.*3.*16|3.*does not divide"),
+    "no segments": ({"segments": 0}, ConfigError, r"segments.*0"),
+    "resident in a quarter": ({"system": "resident"}, ConfigError, r"resident.*needs \d+ bytes"),
+    "context": ({"context": -1, "memory": "auto"}, ConfigError, r"context=-1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(what: str, cases: Cases) -> None:
+    arguments, error, message = BAD[what]
+    store = cases["qwen3_moe"].store
+    before = set(threading.enumerate())
+    with pytest.raises(error, match=message) as caught:
+        expertly.load(str(store), **({"memory": "25%", "device": "cpu"} | arguments))
+    del caught
+    gc.collect()
+    assert set(threading.enumerate()) <= before and not open_files(store)
+
+
+def test_no_cuda_device_is_said(cases: Cases) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"device='cuda'.*no CUDA device"):
+        expertly.load(str(cases["qwen3_moe"].store), device="cuda")
+
+
+def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    from expertly.engine import api
+
+    store = cases["qwen3_moe"].store
+
+    def broken(*args: Any) -> Any:
+        assert len(reader_threads()) == 4, "the backend is there already"
+        raise CheckpointError("dense weights are gone")
+
+    monkeypatch.setattr(api, "load_dense", broken)
+    with pytest.raises(CheckpointError, match="gone"):
+        expertly.load(str(store), memory="25%", device="cpu")
+    assert not reader_threads() and not open_files(store)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_refused_and_a_plain_call_works(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    ids = torch.tensor(case.prompts[:1])
+    with loaded(case.store) as model:
+        logits = model(ids).logits
+        assert not logits.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(logits, load_reference(case.folder)(ids).logits, rtol=1e-4, atol=1e-5)
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        with pytest.raises(ModelUseError, match="gradients"):
+            model(inputs_embeds=embeds)
+        with torch.no_grad():
+            model(inputs_embeds=embeds)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(ids).logits, logits)
+
+
+def test_stats_and_unload_of_any_other_model(cases: Cases) -> None:
+    reference = load_reference(cases["qwen3_moe"].folder)
+    for call in (expertly.stats, expertly.unload):
+        with pytest.raises(ModelUseError, match="was not loaded by expertly"):
+            call(reference)

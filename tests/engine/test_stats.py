@@ -1,0 +1,154 @@
+"""The counters say what happened: held against the reference's routing and against the bytes that were read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly.engine.api import handle
+from expertly.store.reader import ExpertFile
+from tests.engine.conftest import Cases
+from tests.engine.observe import COUNTS, loaded, recording
+from tests.families import FAMILIES, INTERFACE_FAMILIES, generate, load_reference, make_prompts
+
+SUMMED = (*COUNTS, "demanded_bytes", "hit_bytes", "bytes_loaded", "evicted_bytes", "stall_s", "experts_s", "compute_s")
+
+
+@pytest.mark.parametrize(
+    ("family", "segments"), [*((family, 4) for family in INTERFACE_FAMILIES), ("qwen3_moe", 1), ("gpt_oss", 1)]
+)
+def test_hits_partial_hits_and_misses_are_what_the_routing_demanded(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    prompt = make_prompts(1, length=11, seed=2)
+    reference = load_reference(case.folder)
+    with recording(reference) as recorder:
+        expected = generate(reference, prompt, 10)
+    with loaded(case.store, segments=segments, memory="40%") as model:
+        assert generate(model, prompt, 10) == expected
+        stats = expertly.stats(model).as_dict()
+    prefill, decode = stats["phases"]["prefill"], stats["phases"]["decode"]
+    assert (prefill["iterations"], decode["iterations"]) == (1, 9)
+    assert (prefill["tokens"], decode["tokens"]) == (11, 9)
+    assert sum(prefill[name] for name in COUNTS) == recorder.num_demands(lambda call: len(call.index) == 11)
+    assert sum(decode[name] for name in COUNTS) == 9 * FAMILIES[family].num_moe_layers * FAMILIES[family].top_k
+    for layer in range(FAMILIES[family].num_moe_layers):
+        demands = recorder.num_demands(lambda call, layer=layer: call.layer == layer)  # type: ignore[misc]
+        counted = stats["layers"][layer]
+        assert sum(counted[phase][name] for phase in ("prefill", "decode") for name in COUNTS) == demands
+    expert_nbytes = stats["expert_bytes"] // (8 * FAMILIES[family].num_moe_layers)
+    for phase in (prefill, decode):
+        assert phase["demanded_bytes"] == expert_nbytes * sum(phase[name] for name in COUNTS)
+        assert phase["bytes_loaded"] == phase["demanded_bytes"] - phase["hit_bytes"], "what was absent, and no more"
+        assert phase["hit_rate"] == phase["hits"] / sum(phase[name] for name in COUNTS)
+        assert phase["byte_hit_rate"] == phase["hit_bytes"] / phase["demanded_bytes"]
+    if segments == 1:
+        assert not prefill["partial_hits"] and not decode["partial_hits"]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("system", ["on-demand", "lru", "lfu", "lcp", "random", "static"])
+def test_bytes_loaded_are_the_bytes_read_from_the_files(
+    system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    lock, read = threading.Lock(), {"nbytes": 0, "direct": 0}
+    original = ExpertFile.read_into
+
+    def counting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
+        is_direct = original(file, offset, buffers)
+        with lock:
+            nbytes = sum(map(len, buffers))
+            read["nbytes"] += nbytes
+            read["direct"] += nbytes * is_direct
+        return is_direct
+
+    monkeypatch.setattr(ExpertFile, "read_into", counting)
+    with loaded(case.store, system=system, segments=segments, memory="35%") as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        stats = expertly.stats(model).as_dict()
+    assert stats["bytes_loaded"] == stats["bytes_disk"] == read["nbytes"] > 0
+    assert stats["bytes_buffered"] == read["nbytes"] - read["direct"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "switch_transformers"])
+def test_layers_sum_to_the_totals_and_json_takes_them(family: str, cases: Cases) -> None:
+    case = cases[family]
+    with loaded(case.store, segments=4, memory="40%") as model:
+        generate(model, case.prompts)
+        stats = expertly.stats(model)
+        result = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
+        assert result == stats.as_dict()
+        for phase in ("prefill", "decode"):
+            for name in SUMMED:
+                total = sum(layer[phase][name] for layer in result["layers"])
+                assert result["phases"][phase][name] == pytest.approx(total, rel=1e-9), (phase, name)
+            for part in [result["phases"], *result["layers"]]:
+                one = part[phase]
+                assert 0 <= one["stall_s"] <= one["experts_s"]
+                assert one["compute_s"] == pytest.approx(one["experts_s"] - one["stall_s"])
+                assert stats.phase(phase).demands == sum(result["phases"][phase][name] for name in COUNTS)
+        assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["phases"].values())
+        assert result["stall_s"] == pytest.approx(sum(one["stall_s"] for one in result["phases"].values()))
+        assert result["kept_bytes"] + result["ring_bytes"] == result["memory_bytes"] <= 0.4 * result["expert_bytes"]
+        controller = handle(model).engine.controller
+        segment = result["expert_bytes"] // sum(layer.num_experts * 4 for layer in controller.geometry.layers)
+        loaded_kept = sum(mask.bit_count() for mask in controller.residency.resident) * segment
+        assert loaded_kept <= result["kept_bytes"]
+
+
+def test_partial_hits_occur_with_segments_and_load_only_what_is_absent(cases: Cases) -> None:
+    """A share that is no whole number of experts keeps the top of one."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store, segments=4, memory="37%", ring=4) as model:
+        generate(model, case.prompts, 20)
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert decode["partial_hits"] > 0
+        assert 0 < decode["partial_hit_rate"] < 1
+        assert decode["hit_rate"] < decode["byte_hit_rate"] < 1
+        assert decode["bytes_loaded"] == decode["demanded_bytes"] - decode["hit_bytes"]
+
+
+def test_an_evicted_byte_was_loaded_and_what_is_kept_was_not_evicted(cases: Cases) -> None:
+    case = cases["mixtral"]
+    with loaded(case.store, system="lru", memory="50%") as model:
+        generate(model, case.prompts)
+        stats = expertly.stats(model).as_dict()
+        controller = handle(model).engine.controller
+        expert_nbytes = controller.geometry.layers[0].expert_nbytes
+        kept = sum(1 for mask in controller.residency.resident if mask) * expert_nbytes
+        evicted = stats["phases"]["decode"]["evicted_bytes"]
+        assert evicted > 0
+        assert kept + evicted <= stats["bytes_loaded"], "the rest went through the ring"
+
+
+def test_a_fresh_model_has_no_rates(cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store) as model:
+        stats = expertly.stats(model).as_dict()
+        assert stats["bytes_loaded"] == 0 and stats["stall_s"] == 0
+        for phase in stats["phases"].values():
+            assert phase["hit_rate"] is None and phase["byte_hit_rate"] is None
+            assert phase["iterations"] == phase["tokens"] == 0
+
+
+def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model:
+
+        def stop(*args: Any) -> None:
+            raise RuntimeError("stop")
+
+        hook = model.model.layers[1].register_forward_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            generate(model, case.prompts)
+        hook.remove()
+        phases = expertly.stats(model).as_dict()["phases"]
+        assert phases["prefill"]["iterations"] == phases["prefill"]["tokens"] == 0
+        assert phases["prefill"]["misses"] > 0, "but what it loaded was loaded"
+        generate(model, case.prompts, 3)
+        assert expertly.stats(model).as_dict()["phases"]["prefill"]["iterations"] == 1
