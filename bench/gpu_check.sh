@@ -9,6 +9,7 @@ OUT=${1:-bench/results}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export EXPERTLY_CACHE=${EXPERTLY_CACHE:-$(mktemp -d)} EXPERTLY_BENCH_DIR=${EXPERTLY_BENCH_DIR:-$(mktemp -d)}
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu_check: no CUDA device here" >&2; exit 2; }
 failed=0
 
 echo "== doctor"

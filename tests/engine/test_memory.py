@@ -12,8 +12,17 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("memory", "nbytes"),
-    [("25%", 250), ("12.5 %", 125), ("100%", 1000), ("1.5GiB", 3 * GIB // 2), ("800MB", 800_000_000), ("64k", 65536)]
-    + [(4096, 4096), ("4096", 4096), (" 2 gib ", 2 * GIB)],
+    [
+        ("25%", 250),
+        ("12.5 %", 125),
+        ("100%", 1000),
+        ("1.5GiB", 3 * GIB // 2),
+        ("800MB", 800_000_000),
+        ("64k", 65536),
+        (4096, 4096),
+        ("4096", 4096),
+        (" 2 gib ", 2 * GIB),
+    ],
 )
 def test_amounts_and_shares_are_understood(memory: str | int, nbytes: int) -> None:
     assert parse_memory(memory, 1000) == nbytes

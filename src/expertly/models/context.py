@@ -179,12 +179,23 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _pads(attention_mask: Any, batch: int, length: int) -> Mask | None:
-    """[T], from a mask [B, at least S] whose last S columns are this pass's tokens; None where nothing is a pad."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+    """[T]; None where nothing is a pad.
+
+    From a mask [B, at least S] whose last S columns are this pass's tokens, or from one ready for attention,
+    [B, 1, S, columns] (a static cache's first pass), by kind of layer perhaps: there a pad does not see itself.
+    """
+    if isinstance(attention_mask, Mapping):
+        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values()), None))
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape[0] != batch:
         return None
-    if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    if attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
+        sees = attention_mask[:, -length:] != 0
+    elif attention_mask.dim() == 4 and attention_mask.shape[2] == length <= attention_mask.shape[3]:
+        itself = attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)
+        sees = itself if itself.dtype == torch.bool else itself == 0
+    else:
         return None
-    is_pad = (attention_mask[:, -length:] == 0).reshape(-1).cpu().numpy()
+    is_pad = (~sees).reshape(-1).cpu().numpy()
     return _frozen(is_pad) if is_pad.any() else None
 
 
