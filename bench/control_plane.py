@@ -3,7 +3,7 @@
     python bench/control_plane.py [--tokens 400]
 
 Bounds (medians): 25 us a layer when all is resident, 100 us with misses. `misses` is the mean number of missing experts
-of a layer that had any. `all miss`: every expert asked for is absent, so all 8 are loaded, and 8 others evicted for them
+of a layer that had any. `all miss`: every expert asked for is absent, so all 8 are loaded and 8 others evicted for them
 (two in `static`, which pins the rest; none where the budget is the ring alone).
 """
 

@@ -7,7 +7,9 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def _cell(value: Any) -> str:
 
 
 def _commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         dirty = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
@@ -60,9 +62,9 @@ def _commit() -> str | None:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("expertly", "torch", "transformers", "numpy", "accelerate"):
-        module = sys.modules.get(name)
-        if module is not None:
-            found[name] = str(module.__version__)
+        module = sys.modules.get(name)  # expertly may run from a bare checkout
+        with suppress(PackageNotFoundError):
+            found[name] = version(name) if module is None else str(module.__version__)
     return found
 
 

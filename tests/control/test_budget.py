@@ -31,6 +31,12 @@ def test_the_remainder_goes_to_the_lowest_layers() -> None:
     assert budget.ring_slots == (2,) and budget.layer_shares == (3, 3, 2)
 
 
+def test_whole_experts_are_shared_out_then_what_is_left_of_one() -> None:
+    shape = geometry(3, 8, 2, segments=4)
+    budget = split_budget(shape, (8 + 31) * shape.segment_nbytes(0))
+    assert budget.layer_shares == (12 + 3, 8, 8)
+
+
 def test_below_the_ring_the_least_budget_is_named() -> None:
     shape = geometry(3, 8, 2, segments=4)
     least = 2 * shape.layers[0].expert_nbytes
@@ -109,9 +115,11 @@ def test_any_shape_and_any_budget() -> None:
             most = [layers[layer].num_experts * segments for layer in of_class]
             assert sum(shares) == budget.kept_slots[size_class]
             assert all(share <= limit for share, limit in zip(shares, most, strict=True))
+            assert sum(share % segments > 0 for share in shares) <= 1, "one layer keeps a part of an expert, if any"
             open_shares = [share for share, limit in zip(shares, most, strict=True) if share < limit]
             if open_shares:
-                assert open_shares == sorted(open_shares, reverse=True), "the remainder is for the lowest layers"
-                assert open_shares[0] - open_shares[-1] <= 1
-                assert max(shares) <= open_shares[-1] + 1, "a full layer has no more than the others"
+                experts = [share // segments for share in open_shares]
+                assert experts == sorted(experts, reverse=True), "the remainder is for the lowest layers"
+                assert experts[0] - experts[-1] <= 1
+                assert max(shares) // segments <= experts[-1] + 1, "a full layer has no more than the others"
             assert budget.pool_slots()[size_class] <= sum(most)

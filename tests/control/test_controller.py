@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from expertly.core.messages import RouterRan
+from expertly.core.messages import RouterRan, Step
 from expertly.systems import SYSTEMS
 from tests.control.drive import controller, geometry, kept, run_layer
 
@@ -60,6 +60,50 @@ def test_prefill_loads_each_absent_segment_once_and_leaves_what_decode_kept() ->
     assert [dict(cache.kept) for cache in control.caches] == before
     resident = sum(mask.bit_count() for mask in before[0].values())
     assert sum(piece.num_segments for piece in ran.loads) == 16 * 4 - resident
+
+
+@pytest.mark.parametrize(("ring", "largest"), [(1, 1), (3, 3), (4, 4), (6, 4), (8, 4)])
+def test_experts_are_streamed_whole_where_the_ring_can_hold_one(ring: int, largest: int) -> None:
+    shape = geometry(layers=1, experts=8, top_k=2, segments=4)
+    control = controller(shape, ring / 32, ring=ring)
+    ran = run_layer(control, 0, list(range(8)), decode=False, dice=random.Random(0), check=True)
+    assert sum(piece.num_segments for piece in ran.loads) == 32
+    sizes = {piece.num_segments for piece in ran.loads}
+    assert max(sizes) == largest
+    assert ring not in (4, 8) or sizes == {4}
+
+
+@pytest.mark.parametrize("system", DEMAND_SYSTEMS)
+def test_experts_stay_in_one_piece_through_prefill_and_decode(system: str) -> None:
+    """Holes do not spread: a piece is a read and a product, so an expert in four pieces costs four of them."""
+    shape = geometry(layers=6, experts=16, top_k=4, segments=4)
+    for share in (0.25, 0.31, 0.4):
+        control, dice = controller(shape, share, system), random.Random(0)
+        loads, experts = 0, 0
+        for _ in range(4):
+            for chosen, decode in [(range(16), False), *[(None, True)] * 30]:
+                for layer in range(6):
+                    ran = run_layer(control, layer, list(chosen or dice.sample(range(16), 4)), decode=decode, dice=dice)
+                    loads += len(ran.loads)
+                    experts += len(ran.loaded)
+        assert loads < 1.1 * experts
+
+
+def test_an_expert_waits_for_a_ring_that_can_hold_it_whole() -> None:
+    """The ring of 4 segments is half taken by what expert 0 lacks: expert 1 waits rather than come in two parts."""
+    control = controller(geometry(layers=1, experts=8, top_k=2, segments=4), 6 / 32, ring=4)
+    run_layer(control, 0, [0], decode=False, check=True)
+    assert control.residency.resident[0] == 0b0011
+    step = control.begin_layer(RouterRan(0, [0, 1], [9, 1], [False, False], 9))
+    assert [(piece.expert, piece.num_segments) for piece in step.loads] == [(0, 2)]
+    for piece in step.ready:
+        assert control.computed(piece) == Step(), "nothing fits yet"
+    control.loaded(step.loads[0])
+    following = control.computed(step.loads[0])
+    assert following is not None
+    assert [(piece.expert, piece.num_segments) for piece in following.loads] == [(1, 4)]
+    control.abandon()
+    control.check()
 
 
 def test_a_cold_prefill_keeps_the_experts_of_most_tokens() -> None:

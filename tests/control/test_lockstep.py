@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from expertly.control.budget import split_budget
+from expertly.control.controller import Controller
 from expertly.control.residency import bits
 from expertly.core.geometry import Geometry, LayerGeometry
-from tests.control.drive import controller, geometry, run_layer
+from expertly.systems import get_system
+from tests.control.drive import geometry, run_layer
 from tests.control.reference import Reference
 
 
@@ -26,14 +30,26 @@ def batch(dice: random.Random, experts: int, top_k: int, kind: str) -> tuple[lis
     return chosen, tokens, [dice.random() < flags for _ in chosen]
 
 
+def by_the_slot(shape: Geometry, share: float, system: str) -> Controller:
+    """Equal shares to the slot, so that every layer keeps a part of an expert."""
+    budget = split_budget(shape, int(shape.nbytes * share))
+    shares = [0] * shape.num_layers
+    for size_class, slots in enumerate(budget.kept_slots):
+        layers = [layer for layer, c in enumerate(shape.size_classes) if c == size_class]
+        for i, layer in enumerate(layers):
+            shares[layer] = slots // len(layers) + (i < slots % len(layers))
+    parts = get_system(system)
+    return Controller(shape, replace(budget, layer_shares=tuple(shares)), parts.make_policy(), scope=parts.scope)
+
+
 @pytest.mark.parametrize("system", ["lru", "lfu", "lcp", "on-demand"])
 @pytest.mark.parametrize("segments", [1, 2, 4])
 @pytest.mark.parametrize("kinds", [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]])
 def test_every_decision_is_the_references(system: str, segments: int, kinds: list[str]) -> None:
     layers, experts, top_k = 3, 10, 3
-    for share in (0.13, 0.31, 0.5, 0.77):  # uneven shares: part of an expert is kept
+    for share in (0.13, 0.31, 0.5, 0.77):
         shape = geometry(layers, experts, top_k, segments)
-        control = controller(shape, share, system)
+        control = by_the_slot(shape, share, system)
         reference = Reference(shape, system, control.budget.layer_shares)
         dice = random.Random(f"{share} {kinds}")
         seen: Counter[tuple[bool, str]] = Counter()
@@ -61,7 +77,7 @@ def test_every_decision_is_the_references(system: str, segments: int, kinds: lis
 def test_layers_of_several_shapes_decide_each_for_itself(system: str) -> None:
     small, large = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(9, 4, 4, 32, 3, 2)
     shape = Geometry((small, large, large, small), 2)
-    control = controller(shape, 0.55, system)
+    control = by_the_slot(shape, 0.55, system)
     reference = Reference(shape, system, control.budget.layer_shares)
     dice = random.Random(1)
     for _ in range(150):

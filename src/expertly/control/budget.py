@@ -78,21 +78,29 @@ def _kept_slots(nbytes: int, sizes: list[int], totals: list[int], rings: list[in
 
 
 def _uniform_shares(geometry: Geometry, kept: list[int]) -> list[int]:
-    """Equal shares of each class's kept slots; a layer never gets more than its experts fill."""
+    """Equal shares of each class's kept slots; a layer never gets more than its experts fill.
+
+    Whole experts are shared out, then what is left of one. A layer whose share ends within an expert keeps a part of
+    one, which leaves a hole in a frame; one such layer a class is harmless, one in every layer left the ring no frame
+    (3.5 pieces an expert instead of 1, at P = 4).
+    """
+    num_segments = geometry.segments_per_expert
     shares = [0] * geometry.num_layers
     for size_class, slots in enumerate(kept):
-        most = {
-            layer: geometry.layers[layer].num_experts * geometry.segments_per_expert
-            for layer, c in enumerate(geometry.size_classes)
-            if c == size_class
-        }
-        for layer in sorted(most, key=most.__getitem__):  # those that an equal share more than fills
-            if most[layer] * len(most) > slots:
+        layers = [layer for layer, c in enumerate(geometry.size_classes) if c == size_class]
+        num_experts, rest = divmod(slots, num_segments)
+        open_layers = {layer: geometry.layers[layer].num_experts for layer in layers}
+        for layer in sorted(layers, key=open_layers.__getitem__):  # those that an equal share more than fills
+            if open_layers[layer] * len(open_layers) > num_experts:
                 break
-            shares[layer] = most.pop(layer)
-            slots -= shares[layer]
-        for i, layer in enumerate(most):
-            shares[layer] = slots // len(most) + (i < slots % len(most))
+            shares[layer] = open_layers.pop(layer) * num_segments
+            num_experts -= shares[layer] // num_segments
+        for i, layer in enumerate(open_layers):
+            more = num_experts // len(open_layers) + (i < num_experts % len(open_layers))
+            shares[layer] = more * num_segments
+        if rest:
+            most = [geometry.layers[layer].num_experts * num_segments for layer in layers]
+            shares[next(layer for layer, n in zip(layers, most, strict=True) if shares[layer] < n)] += rest
     return shares
 
 

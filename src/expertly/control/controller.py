@@ -13,6 +13,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, RouterRan, Step
 from expertly.policies.eviction import EvictionPolicy
 
+_NOTHING_REFUSED = 1 << 62
+
 
 class Controller:
     """Takes observations, returns `Step`s. Pure: no clock, no thread, no file, no tensor.
@@ -49,6 +51,7 @@ class Controller:
         self._in_flight: dict[Piece, None] = {}
         self._open = 0  # pieces said and not yet computed
         self._passing = 0  # segments in slots that are not kept: in the ring
+        self._refused = _NOTHING_REFUSED  # segments that could not be evicted for this layer: so many cannot be now
 
     # -- observations ------------------------------------------------------------------------------------------
 
@@ -179,6 +182,7 @@ class Controller:
         filling = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
         filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
         full, resident = residency.full, residency.resident
+        self._refused = _NOTHING_REFUSED
         if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
             self._make_room(layer, sum((full & ~resident[first + experts[i]]).bit_count() for i in evicting), protected)
         admitted: list[tuple[int, int]] = []
@@ -216,8 +220,13 @@ class Controller:
     def _make_room(self, layer: int, count: int, protected: set[int]) -> int:
         """Evict so that `count` segments fit, or nothing where that cannot be; the room there is."""
         cache = self.caches[layer]
-        if cache.room < count:
-            for victim, gone in cache.evict(count - cache.room, protected) or ():
+        missing = count - cache.room
+        if 0 < missing < self._refused:
+            victims = cache.evict(missing, protected)
+            if victims is None:
+                self._refused = missing
+                return cache.room
+            for victim, gone in victims:
                 self._evicted(victim, gone)
         return cache.room
 
@@ -276,6 +285,7 @@ class Controller:
             step.ready.extend(self.residency.pieces(layer, expert, resident))
         mask = self.residency.full & ~resident
         if mask:
+            self._refused = _NOTHING_REFUSED
             kept = self._admit(layer, eid, mask, {eid})
             if kept:
                 self._load(layer, position, kept, step)
