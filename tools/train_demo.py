@@ -105,7 +105,7 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         (loss + router_loss.take()).backward()
-        shared[2 + rank].lerp_(loss.detach(), 0.1 if state.step > start_step + 5 else 1.0)
+        shared[2 + rank].lerp_(loss.detach().cpu(), 0.1 if state.step > start_step + 5 else 1.0)
         del logits, loss
         barrier.wait()
         state.step += 1
