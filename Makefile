@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/expertly generate --memory 25% --max-new-tokens 100 --prompt "Once upon a time, there was a little"
+	$(BIN)/expertly generate --memory 25% --temperature 0.7 --top-p 0.9 --max-new-tokens 100 --prompt "The old man looked at the sea and said"
 
 test: lint types unit
 

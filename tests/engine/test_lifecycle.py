@@ -179,6 +179,12 @@ BAD = {
     "no segments": ({"segments": 0}, ConfigError, r"segments.*0"),
     "resident in a quarter": ({"system": "resident"}, ConfigError, r"resident.*needs \d+ bytes"),
     "context": ({"context": -1, "memory": "auto"}, ConfigError, r"context=-1"),
+    "context beside a stated budget": (
+        {"context": 64, "memory": "50%"},
+        ConfigError,
+        r"context=64: only memory='auto'",
+    ),
+    "host memory of a CPU": ({"host_memory": "1GiB"}, ConfigError, r"host_memory='1GiB': there is no host tier"),
 }
 
 

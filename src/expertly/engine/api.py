@@ -132,6 +132,8 @@ def _budget(
     """The slots and why so many. `resident` takes everything and accepts no less."""
     if context is not None and context < 1:
         raise ConfigError(f"context={context}: must be at least 1 token")
+    if context is not None and (system.keeps_everything or memory not in (None, "auto")):
+        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={memory!r}")
     if system.keeps_everything:
         nbytes = parse_memory("100%" if memory in (None, "auto") else memory, geometry.nbytes)
         if nbytes is not None and nbytes < geometry.nbytes:

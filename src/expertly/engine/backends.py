@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
@@ -31,6 +32,8 @@ def make_backend(
 ) -> Backend:
     """The backend of a device; `host_memory` is the pinned RAM for experts behind an accelerator."""
     if device.type != "cuda":
+        if host_memory != "auto":
+            raise ConfigError(f"host_memory={host_memory!r}: there is no host tier behind {device}; accepted: auto")
         return CpuBackend(store, geometry, slots_per_class, dtype)
     from expertly.engine.backend_cuda import CudaStreams
 

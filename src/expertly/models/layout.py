@@ -12,6 +12,9 @@ from expertly.models.conversion import Conversion, Group, Tensors
 from expertly.models.tensors import cast, read_tensor, read_tensor_row, to_bytes, torch_dtype
 from expertly.store.checkpoint import Bytes, Checkpoint
 
+_CHUNK_NBYTES = 8 << 20
+"""An expert is put together in parts of this size: it can be hundreds of MiB itself."""
+
 
 class ExpertsReader:
     """Reads the experts of one site, one at a time; only where an operation of transformers mixes experts, a whole
@@ -37,15 +40,16 @@ class ExpertsReader:
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype) -> Iterator[Bytes]:
-        """The bytes of each expert in `dtype`, in order."""
+        """The bytes of all experts in `dtype`, in order, some neurons at a time."""
         geometry = self._site.geometry
-        shape = (geometry.intermediate_size, geometry.num_matrices, geometry.hidden_size)
+        step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         for expert in range(geometry.num_experts):
-            packed = torch.empty(shape, dtype=dtype)
             first, second = _targets(self._site, expert)
-            for matrix, rows in enumerate(self._matrices(first, second, expert)):
-                packed[:, matrix] = cast(rows, dtype, f"expert {expert} of {self._site.name}")
-            yield to_bytes(packed)
+            matrices = list(self._matrices(first, second, expert))
+            for start in range(0, geometry.intermediate_size, step):
+                rows = (cast(m[start : start + step], dtype, f"expert {expert} of {self._site.name}") for m in matrices)
+                yield to_bytes(torch.stack(list(rows), dim=1))
+            del matrices  # before the next expert's are made
         self._whole.clear()
 
     def _matrices(self, first: str, second: str, expert: int) -> Iterator[torch.Tensor]:

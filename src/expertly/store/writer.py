@@ -102,7 +102,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         return name in self._done
 
     def write_layer(self, layer: int, experts: Iterable[Bytes]) -> None:
-        """Write a layer's experts, given in order, each `expert_nbytes` long."""
+        """Write a layer's experts, given in order, in chunks that add up to `num_experts * expert_nbytes`."""
         geometry = self._plan.layers[layer]
         spec = TensorSpec(EXPERTS_KEY, STORE_DTYPES[self._plan.dtype], experts_shape(geometry))
         self._write(experts_name(layer), [spec], experts)
