@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop
 from typing import Protocol
@@ -27,7 +28,7 @@ class EvictionPolicy(Protocol):
         """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
 
 
-class ScoredPolicy:
+class ScoredPolicy(ABC):
     """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
 
     A subclass calls `rescore` when the score of an expert has changed.
@@ -42,9 +43,9 @@ class ScoredPolicy:
     def removed(self, expert: int) -> None:
         del self._kept[expert]
 
+    @abstractmethod
     def score(self, expert: int) -> float:
         """What keeping the expert is worth."""
-        raise NotImplementedError
 
     def rescore(self, expert: int) -> None:
         """Take the new score of the expert, kept or not."""
