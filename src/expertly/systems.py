@@ -1,4 +1,4 @@
-"""The presets: a system as a choice of parts (SYSTEMS.md section 5). Adding one here is adding it everywhere."""
+"""The presets: a system as a choice of parts (docs/conventions.md). Adding one here is adding it everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of expert segments with dicts and sorting, as SYSTEMS section 0 words it: slow, and obviously right."""
+"""A cache of expert segments with dicts and sorting, as docs/conventions.md words it: slow, and obviously right."""
 
 from __future__ import annotations
 

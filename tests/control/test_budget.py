@@ -1,4 +1,4 @@
-"""From bytes to slots (SYSTEMS.md section 0, Budget)."""
+"""From bytes to slots (docs/conventions.md, Budget)."""
 
 from __future__ import annotations
 

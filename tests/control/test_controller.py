@@ -161,7 +161,7 @@ def test_by_id_runs_one_expert_after_the_other() -> None:
 
 
 class NaiveCache:
-    """A cache of whole experts with a list and counters, as SYSTEMS.md section 0 words it."""
+    """A cache of whole experts with a list and counters, as docs/conventions.md words it."""
 
     def __init__(self, system: str, capacity: int) -> None:
         self.system, self.capacity = system, capacity

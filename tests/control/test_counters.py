@@ -1,4 +1,4 @@
-"""What is a hit, of which phase, and in how many bytes (SYSTEMS.md section 0, Hit)."""
+"""What is a hit, of which phase, and in how many bytes (docs/conventions.md, Hit)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each MoE layer on the reference's own inputs and routing (DESIGN, Lossless): pieces, precisions, odd shapes."""
+"""Each MoE layer on the reference's own inputs and routing (docs/conventions.md): pieces, precisions, odd shapes."""
 
 from __future__ import annotations
 

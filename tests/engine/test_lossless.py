@@ -1,4 +1,4 @@
-"""Every family, system, P and budget: the tokens and logits of the unmodified model (DESIGN, Lossless)."""
+"""Every family, system, P and budget: the tokens and logits of the unmodified model (docs/conventions.md, Lossless)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a memory budget to slots: the ring, what is kept, and each cache's share (SYSTEMS.md section 0)."""
+"""From a memory budget to slots: the ring, what is kept, and each cache's share (docs/conventions.md)."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Controller:
             self._load(layer, position, mask, step)
 
     def _next_in_sequence(self) -> Step:
-        """One expert at a time by rising id, only the running one protected (SYSTEMS.md section 3, order=id)."""
+        """One expert at a time by rising id, only the running one protected (docs/conventions.md, order=id)."""
         router = self._router
         assert router is not None
         position = self._sequence.popleft()

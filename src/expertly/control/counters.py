@@ -1,4 +1,4 @@
-"""What happened, counted a layer and a phase (SYSTEMS.md section 0, Hit)."""
+"""What happened, counted a layer and a phase (docs/conventions.md, Hit)."""
 
 from __future__ import annotations
 

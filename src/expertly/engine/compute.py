@@ -1,7 +1,7 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
 An expert in several pieces is activated piece by piece, its down rows are gathered side by side, and one product
-makes its output: the same rounding as the whole expert, whatever the slots (DESIGN, idea 2).
+makes its output: the same rounding as the whole expert, whatever the slots (docs/conventions.md, Segments).
 Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one piece.
 """
 

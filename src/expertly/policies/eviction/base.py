@@ -11,7 +11,7 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the kept experts of one cache (a layer's, or all layers'). Experts are dense expert ids.
 
-    The cache owns the accounting; a policy owns its counters, which persist after eviction (SYSTEMS, Counters).
+    The cache owns the accounting; a policy owns its counters, which persist after eviction (docs/conventions.md).
     No policy reads a clock or iterates over a set; ties go to the lowest id.
     """
 
