@@ -82,3 +82,63 @@ def test_tokens_are_the_reference_at_every_host_budget(
     else:
         assert moved["disk_nbytes"] > 0
     expertly.unload(model)
+
+
+class OrderedStreams(LateStreams):
+    """Numbers the marks of the compute stream and notes what each copy waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_uses = 0
+        self.copies: list[tuple[torch.Tensor, list[int]]] = []
+
+    def mark_compute(self) -> int:
+        self.num_uses += 1
+        return self.num_uses
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
+        self.copies.append((target, after))
+        super().copy(target, source, after)
+
+
+def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, case, num_reused = OrderedStreams(), cases["mixtral"], 0
+
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+        return TieredBackend(device, streams, store, geometry, slots, dtype, geometry.nbytes)
+
+    monkeypatch.setattr(api, "make_backend", make_backend)
+    model, _ = expertly.load(str(case.store), memory="25%", segments=4, device="cpu")
+    backend = api.handle(model).engine.backend
+    base, nbytes = backend.rows(0).data_ptr(), api.handle(model).store.geometry(4).segment_nbytes(0)
+    last_use: dict[int, int] = {}  # slot -> mark of the kernels that read it last and have not been waited for
+    mark_used = backend.used
+
+    def used(piece: Any) -> None:
+        check()  # the copies queued before this use
+        mark_used(piece)
+        last_use.update(dict.fromkeys(range(piece.slot, piece.slot + piece.num_segments), streams.num_uses))
+
+    def check() -> None:
+        nonlocal num_reused
+        for target, after in streams.copies:
+            slot = (target.data_ptr() - base) // nbytes
+            for overwritten in range(slot, slot + target.nbytes // nbytes):
+                if overwritten in last_use:
+                    num_reused += 1
+                    assert max(after, default=0) >= last_use.pop(overwritten), "the copy does not wait for a reader"
+        streams.copies.clear()
+
+    submit = backend.submit
+
+    def submit_and_check(pieces: Any) -> None:
+        submit(pieces)
+        check()
+
+    monkeypatch.setattr(backend, "used", used)
+    monkeypatch.setattr(backend, "submit", submit_and_check)
+    assert generate(model, case.prompts) == case.tokens
+    assert num_reused > 50
+    expertly.unload(model)
