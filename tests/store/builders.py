@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from expertly.core.geometry import LayerGeometry
+from expertly.core.headers import TensorSpec
 from expertly.store.checkpoint import Bytes
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
-from expertly.store.writer import Progress, StoreWriter, TensorSpec
+from expertly.store.writer import Progress, StoreWriter
 
 LAYER = LayerGeometry(
     num_experts=4, top_k=2, hidden_size=64, intermediate_size=32, num_matrices=3, itemsize=2

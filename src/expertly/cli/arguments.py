@@ -10,6 +10,10 @@ def positive_int(text: str) -> int:
     return int(_number(text, int, lambda value: value >= 1, "a whole number from 1"))
 
 
+def count(text: str) -> int:
+    return int(_number(text, int, lambda value: value >= 0, "a whole number from 0"))
+
+
 def seed(text: str) -> int:
     return int(_number(text, int, lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2^63 - 1"))
 
@@ -20,6 +24,14 @@ def temperature(text: str) -> float:
 
 def probability(text: str) -> float:
     return float(_number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1"))
+
+
+def share(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 <= value <= 1, "from 0 to 1"))
+
+
+def exponent(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 <= value <= 10, "from 0 to 10"))
 
 
 def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:

@@ -48,20 +48,26 @@ def quiet_libraries() -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A `progress(what, done_nbytes, total_nbytes)` that draws a bar, or None where stderr is no terminal."""
+def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | None]:
+    """A `progress(what, done, total)` that draws a bar, or None where stderr is no terminal. "B": bytes."""
     if not sys.stderr.isatty():
         yield None
         return
-    from tqdm import tqdm
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:  # with NumPy alone a command works as well
+        yield None
+        return
+    is_bytes = unit == "B"
+    suffix = unit if is_bytes else f" {unit}"
+    delay = 0.5 if is_bytes else 0.0  # bytes may be done before anyone looks
+    bar = tqdm(unit=suffix, unit_scale=is_bytes, unit_divisor=1024, leave=False, file=sys.stderr, delay=delay)
 
-    bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, file=sys.stderr, delay=0.5)
-
-    def progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         if what != bar.desc.removesuffix(": "):
-            bar.reset(total_nbytes)
             bar.set_description(what, refresh=False)
-        bar.update(done_nbytes - bar.n)
+            bar.reset(total)
+        bar.update(done - bar.n)
 
     with bar:
         yield progress

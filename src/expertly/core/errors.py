@@ -25,6 +25,14 @@ class BudgetError(ConfigError):
     """The memory budget cannot work; the message says the least that does."""
 
 
+class TraceError(ExpertlyError):
+    """A trace is damaged, of another version, or lacks a field that is needed."""
+
+
+class HardwareError(ConfigError):
+    """A hardware or geometry description is unknown, malformed or does not fit what it is used for."""
+
+
 class TransferError(ExpertlyError):
     """Moving expert bytes failed (a read error, a failed copy). The batch it served has failed."""
 

@@ -44,6 +44,16 @@ class LayerGeometry:
         return self.num_experts * self.expert_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class DenseShape:
+    """Bytes of weights outside the experts that one pass reads: of a MoE layer's block (attention, norms, router,
+    always-on experts), and once (embedding rows, last norm, head).
+    """
+
+    layer_nbytes: int
+    head_nbytes: int
+
+
 class Segment(NamedTuple):
     """A 1/P part of an expert: neurons `[segment*I/P, (segment+1)*I/P)`."""
 

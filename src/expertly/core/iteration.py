@@ -21,3 +21,5 @@ class IterationInfo:
     is_pad: npt.NDArray[np.bool_] | None  # [T]; None where no row is a pad
     num_requests: int  # sequences in the batch; a beam is one
     phase: Literal["prefill", "decode"]  # prefill if any row is
+    token_ids: npt.NDArray[np.int32] | None = None  # [T] what is fed; None where unknown or nobody asked
+    sequences: npt.NDArray[np.int32] | None = None  # [T] row of the batch; None where nobody asked

@@ -40,8 +40,24 @@ class RouterRan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What `layer` will need when it runs next, as a predictor sees it. Lists run from the surest expert down.
+
+    The newest prediction of a layer replaces the one before; when the layer's router has spoken it is void.
+    """
+
+    layer: int
+    experts: list[int]
+    scores: list[float]  # the higher, the sooner it is fetched; comparable over the layers of one predictor
+    distance: int  # layers ahead of what the predictor has seen
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What can be done now: pieces to compute, and pieces to load (compute them when they have arrived)."""
+    """What can be done now: pieces to compute, pieces to load (compute them when they have arrived), and pieces that
+    are being loaded already because they were predicted (compute them when they have arrived, too).
+    """
 
     ready: list[Piece] = field(default_factory=list)
     loads: list[Piece] = field(default_factory=list)
+    joined: list[Piece] = field(default_factory=list)

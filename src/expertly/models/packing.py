@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
 from expertly.models.adapter import find_experts, read_config
 from expertly.models.conversion import Conversion, Group, make_quantizer, meta_model
@@ -21,7 +22,7 @@ from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES, check_store_
 from expertly.store.extras import copy_extras
 from expertly.store.manifest import Manifest
 from expertly.store.packed import DENSE_NAME, PackedStore, experts_name, is_packed_store
-from expertly.store.writer import Progress, StoreWriter, TensorSpec
+from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
-from expertly.store.files import is_plain_name, read_json_object
-from expertly.store.headers import parse_safetensors_header, read_header_bytes
+from expertly.core.files import is_plain_name, read_json_object
+from expertly.core.headers import parse_safetensors_header, read_header_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -62,8 +62,8 @@ class Checkpoint:
             if not path.is_file():
                 needs = f"{INDEX_NAME} names it for {sum(v == file_name for v in weight_map.values())} tensors"
                 raise CheckpointError(f"{path}: missing shard: {needs}")
-            headers[file_name] = raw = read_header_bytes(path)
-            for name, info in parse_safetensors_header(path, raw).items():
+            headers[file_name] = raw = read_header_bytes(path, CheckpointError)
+            for name, info in parse_safetensors_header(path, raw, CheckpointError).items():
                 if name in tensors:
                     raise CheckpointError(f"{path}: tensor {name!r} is also in {tensors[name].path.name}")
                 tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)

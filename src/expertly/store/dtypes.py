@@ -1,34 +1,9 @@
-"""Dtype names: those of safetensors headers, and the three that a packed store may have."""
+"""The dtypes that a packed store may have."""
 
 from __future__ import annotations
 
 from expertly.core.errors import ConfigError
-
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-"""Bits of one element, by the name that a safetensors header uses."""
+from expertly.core.headers import BITS
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """What experts may be stored as: torch's name to safetensors' name."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from expertly.core.errors import CheckpointError
-from expertly.store.files import disk_errors, write_atomic
+from expertly.core.files import write_atomic
+from expertly.store.files import disk_errors
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _NAMES = ("LICENSE", "NOTICE")

@@ -1,92 +1,14 @@
-"""Small files, written whole or not at all, and the errors of a disk in words."""
+"""The errors of a disk that a packed store is written to, in words."""
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from expertly.core.errors import ExpertlyError, StoreError
+from expertly.core import files
+from expertly.core.errors import StoreError
 
 
-@contextmanager
-def disk_errors(folder: Path, doing: str) -> Iterator[None]:
+def disk_errors(folder: Path, doing: str) -> AbstractContextManager[None]:
     """Turn an OSError while writing below `folder` into a StoreError that says what the user can do."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{folder}: {doing} failed: {_reason(folder, error)}") from error
-
-
-def _reason(folder: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        try:
-            free = f", {shutil.disk_usage(existing_parent(folder)).free} bytes are free"
-        except OSError:
-            free = ""
-        return f"the disk is full{free}; make room (or choose another folder) and run again: what is done is kept"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"not writable ({error.strerror}); choose another folder with --out or EXPERTLY_CACHE"
-    return error.strerror or str(error)
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest folder at or above `path` that exists."""
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path`; after a crash it holds either all of `data` or what it held before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-
-
-def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
-    """The JSON object in `path`; anything else raises `error` naming the file."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise error(f"{path}: no such file") from None
-    except OSError as cause:
-        raise error(f"{path}: cannot be read ({cause.strerror})") from None
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as cause:
-        raise error(f"{path}: not JSON ({cause})") from None
-    if not isinstance(value, dict):
-        raise error(f"{path}: holds a JSON {type(value).__name__}; must be an object")
-    return value
-
-
-def is_plain_name(name: object) -> bool:
-    """Whether `name` is a file name and nothing that leads elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+    return files.disk_errors(folder, doing, StoreError, " with --out or EXPERTLY_CACHE")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry
 from expertly.store.dtypes import ITEMSIZE, STORE_DTYPES
-from expertly.store.files import is_plain_name, json_bytes, read_json_object, write_atomic
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import CheckpointError, StoreError
+from expertly.core.files import read_json_object
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
+from expertly.core.headers import TensorInfo, read_safetensors_header
 from expertly.store.checkpoint import INDEX_NAME
 from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES
-from expertly.store.files import read_json_object
-from expertly.store.headers import TensorInfo, read_safetensors_header
 from expertly.store.manifest import MANIFEST_NAME, Manifest
 
 DENSE_NAME = "dense.safetensors"
@@ -149,7 +149,7 @@ def _check_size(path: Path, nbytes: int) -> None:
 
 def _header(path: Path) -> dict[str, TensorInfo]:
     try:
-        return read_safetensors_header(path)
+        return read_safetensors_header(path, CheckpointError)
     except CheckpointError as error:
         raise StoreError(f"{error}; remove the store and pack again") from None
 

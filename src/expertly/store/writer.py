@@ -11,17 +11,18 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.geometry import PAGE_NBYTES
+from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
+from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.store.checkpoint import INDEX_NAME, Bytes
-from expertly.store.dtypes import BITS, STORE_DTYPES
+from expertly.store.dtypes import STORE_DTYPES
 from expertly.store.extras import copy_extras
-from expertly.store.files import disk_errors, existing_parent, json_bytes, sync_folder, write_atomic
+from expertly.store.files import disk_errors
 from expertly.store.manifest import FileEntry, Manifest
 from expertly.store.packed import (
     DENSE_NAME,
@@ -38,22 +39,6 @@ Progress = Callable[[int, int], None]
 
 _JOURNAL_NAME = "progress.json"
 _LOCK_NAME = "lock"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor to be written; `dtype` is safetensors' name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        num_bits = BITS[self.dtype]
-        for size in self.shape:
-            num_bits *= size
-        return num_bits // 8
 
 
 def partial_folder(folder: Path) -> Path:
@@ -148,7 +133,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self.close()
 
     def _write(self, name: str, specs: Iterable[TensorSpec], chunks: Iterable[Bytes]) -> None:
-        header = _header(list(specs))
+        header = safetensors_header(list(specs))
         path = self._partial / name
         total = len(header) + sum(spec.nbytes for spec in specs)
         with disk_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
@@ -233,22 +218,6 @@ def _write_all(fd: int, data: memoryview) -> int:
     while left:
         left = left[os.write(fd, left) :]
     return data.nbytes
-
-
-def _header(specs: list[TensorSpec]) -> bytes:
-    """Length and JSON of a safetensors header, padded so that data starts at a multiple of 4096."""
-    entries: dict[str, Any] = {}
-    offset = 0
-    for spec in specs:
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    raw = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-    nbytes = -(-(8 + len(raw)) // PAGE_NBYTES) * PAGE_NBYTES - 8
-    return nbytes.to_bytes(8, "little") + raw.ljust(nbytes)
 
 
 def _size(path: Path) -> int:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from expertly.core.errors import CheckpointError
-from expertly.store.headers import MAX_HEADER_NBYTES, TensorInfo, read_safetensors_header
+from expertly.core.headers import MAX_HEADER_NBYTES, TensorInfo, read_safetensors_header
 from tests.store.builders import entry, safetensors_bytes
 
 
@@ -25,7 +25,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.zeros((0, 4), np.int8), "c": np.float64(3)}
     save_file({name: np.asarray(value) for name, value in tensors.items()}, path, {"format": "pt"})
-    found = read_safetensors_header(path)
+    found = read_safetensors_header(path, CheckpointError)
     assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
         "a": ("I8", (0, 4)),
         "b": ("F32", (2, 3)),
@@ -37,12 +37,12 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
 
 def test_a_header_may_be_padded_with_spaces(tmp_path: Path) -> None:
     path = write(tmp_path, safetensors_bytes(b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   ', bytes(8)))
-    assert read_safetensors_header(path)["t"].nbytes == 8
+    assert read_safetensors_header(path, CheckpointError)["t"].nbytes == 8
 
 
 def test_data_may_lie_in_any_order(tmp_path: Path) -> None:
     header = {"z": entry(offsets=(8, 16)), "a": entry(offsets=(0, 8)), "empty": entry(shape=(0, 3), offsets=(8, 8))}
-    found = read_safetensors_header(write(tmp_path, safetensors_bytes(header, bytes(16))))
+    found = read_safetensors_header(write(tmp_path, safetensors_bytes(header, bytes(16))), CheckpointError)
     assert list(found) == ["a", "empty", "z"]
 
 
@@ -71,7 +71,7 @@ def test_a_bad_entry_is_named(tmp_path: Path, case: str) -> None:
     bad, message = BAD_ENTRIES[case]
     path = write(tmp_path, safetensors_bytes({"layers.0.weight": bad}, bytes(8)))
     with pytest.raises(CheckpointError, match=message) as error:
-        read_safetensors_header(path)
+        read_safetensors_header(path, CheckpointError)
     assert str(path) in str(error.value) and "'layers.0.weight'" in str(error.value)
 
 
@@ -109,14 +109,14 @@ def test_a_bad_file_is_named(tmp_path: Path, case: str) -> None:
     content, message = BAD_FILES[case]
     path = write(tmp_path, content)
     with pytest.raises(CheckpointError, match=message) as error:
-        read_safetensors_header(path)
+        read_safetensors_header(path, CheckpointError)
     assert str(path) in str(error.value)
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(CheckpointError, match=str(path)):
-            read_safetensors_header(path)
+            read_safetensors_header(path, CheckpointError)
 
 
 def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
                 raw.insert(position, rng.choice(b"0123456789"))
         path = write(tmp_path, bytes(raw))
         try:
-            found = read_safetensors_header(path)
+            found = read_safetensors_header(path, CheckpointError)
         except CheckpointError:
             continue
         accepted += 1

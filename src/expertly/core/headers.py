@@ -1,18 +1,61 @@
-"""Safetensors headers, read as hostile input: everything is checked before anything is allocated or believed."""
+"""Safetensors headers: written, and read as hostile input: all is checked before anything is allocated or believed."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.core.errors import CheckpointError
-from expertly.store.dtypes import BITS
+from expertly.core.errors import ExpertlyError
+from expertly.core.geometry import PAGE_NBYTES
+
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+"""Bits of one element, by the name that a safetensors header uses."""
 
 MAX_HEADER_NBYTES = 100_000_000
 """What the safetensors library accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written; `dtype` is safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        num_bits = BITS[self.dtype]
+        for size in self.shape:
+            num_bits *= size
+        return num_bits // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,94 +72,112 @@ class TensorInfo:
         return self.end - self.begin
 
 
-def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, in file order.
 
-    Raises CheckpointError naming the file, and the tensor where it is about one, if the file cannot be read, is
+    Raises `failure` naming the file, and the tensor where it is about one, if the file cannot be read, is
     truncated, or its header is malformed or lies: names given twice, unknown dtypes, lengths that are not shape x
     dtype, tensors that overlap, leave bytes unused or reach beyond the file.
     """
-    return parse_safetensors_header(path, read_header_bytes(path))
+    return parse_safetensors_header(path, read_header_bytes(path, failure), failure)
 
 
-def read_header_bytes(path: Path) -> bytes:
+def read_header_bytes(path: Path, failure: type[ExpertlyError]) -> bytes:
     """The raw JSON of the header, whose length has been checked against the file."""
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise CheckpointError(f"{path}: truncated: {size} bytes are too few for a safetensors file")
+                raise failure(f"{path}: truncated: {size} bytes are too few for a safetensors file")
             nbytes = int.from_bytes(prefix, "little")
             if nbytes > MAX_HEADER_NBYTES:
-                raise CheckpointError(
+                raise failure(
                     f"{path}: header length {nbytes}: more than the {MAX_HEADER_NBYTES} bytes accepted; "
                     "damaged, or not a safetensors file"
                 )
             if 8 + nbytes > size:
-                raise CheckpointError(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
+                raise failure(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
             raw = file.read(nbytes)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise failure(f"{path}: cannot be read ({error.strerror or error})") from None
     if len(raw) < nbytes:
-        raise CheckpointError(f"{path}: truncated while its header was read")
+        raise failure(f"{path}: truncated while its header was read")
     return raw
 
 
-def parse_safetensors_header(path: Path, raw: bytes) -> dict[str, TensorInfo]:
+def parse_safetensors_header(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
     """See `read_safetensors_header`; `raw` came from `read_header_bytes`."""
-    entries = _parse(path, raw)
+    entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
     start = 8 + len(raw)
     data_nbytes = path.stat().st_size - start
-    tensors = {name: _tensor_info(f"{path}: tensor {name!r}", entry, start) for name, entry in entries.items()}
+    tensors = {name: _tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     expected, previous = start, "the header"
     for name, info in ordered:
         if info.end > start + data_nbytes:
-            raise CheckpointError(
+            raise failure(
                 f"{path}: tensor {name!r}: data_offsets {[info.begin - start, info.end - start]} reach beyond the "
                 f"{data_nbytes} data bytes of the file (truncated?)"
             )
         if info.begin != expected:
             what = "overlaps" if info.begin < expected else "leaves unused bytes after"
-            raise CheckpointError(
+            raise failure(
                 f"{path}: tensor {name!r}: data_offsets {[info.begin - start, info.end - start]}: {what} {previous}"
             )
         expected, previous = info.end, f"tensor {name!r}"
     if expected != start + data_nbytes:
-        raise CheckpointError(f"{path}: {start + data_nbytes - expected} bytes at the end belong to no tensor")
+        raise failure(f"{path}: {start + data_nbytes - expected} bytes at the end belong to no tensor")
     return dict(ordered)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
+    """Length and JSON of a safetensors header, padded so that data starts at a multiple of
+    4096.
+    """
+    entries: dict[str, Any] = {}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    raw = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    nbytes = -(-(8 + len(raw)) // PAGE_NBYTES) * PAGE_NBYTES - 8
+    return nbytes.to_bytes(8, "little") + raw.ljust(nbytes)
+
+
+def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise CheckpointError(f"{path}: header names {key!r} twice")
+                raise failure(f"{path}: header names {key!r} twice")
             found[key] = value
         return found
 
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header is not JSON ({error}); damaged, or not a safetensors file") from None
+        raise failure(f"{path}: header is not JSON ({error}); damaged, or not a safetensors file") from None
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: header is a JSON {type(entries).__name__}; must be an object")
+        raise failure(f"{path}: header is a JSON {type(entries).__name__}; must be an object")
     return entries
 
 
-def _tensor_info(where: str, entry: object, start: int) -> TensorInfo:
+def _tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyError]) -> TensorInfo:
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: header entry is {entry!r:.80}; must be an object")
+        raise failure(f"{where}: header entry is {entry!r:.80}; must be an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise CheckpointError(f"{where}: dtype={dtype!r:.80}: unknown; accepted: {', '.join(BITS)}")
+        raise failure(f"{where}: dtype={dtype!r:.80}: unknown; accepted: {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise CheckpointError(f"{where}: shape={shape!r:.80}: must be a list of whole numbers from 0")
+        raise failure(f"{where}: shape={shape!r:.80}: must be a list of whole numbers from 0")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise CheckpointError(f"{where}: data_offsets={offsets!r:.80}: must be two whole numbers from 0")
+        raise failure(f"{where}: data_offsets={offsets!r:.80}: must be two whole numbers from 0")
     begin, end = offsets
     num_bits = BITS[dtype]
     for size in shape:
@@ -125,7 +186,7 @@ def _tensor_info(where: str, entry: object, start: int) -> TensorInfo:
             num_bits = 0 if 0 in shape else num_bits
             break
     if (end - begin) * 8 != num_bits:
-        raise CheckpointError(
+        raise failure(
             f"{where}: data_offsets={offsets} hold {end - begin} bytes, but shape {shape!s:.80} of {dtype} needs "
             f"{num_bits / 8:g}"
         )

@@ -1,0 +1,46 @@
+"""What moving and computing cost on one machine: measured by the engine, used by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertly.core.geometry import LayerGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A serial server of transfers: n pieces submitted together are all there after the sum of what each occupies,
+    and one latency. A rate of infinity with no latency and no overhead is infinitely fast.
+    """
+
+    nbytes_per_s: float
+    latency_ns: int  # from an idle link's first piece being submitted until it moves
+    overhead_ns: int  # of each piece, beyond its bytes
+
+    def occupies_ns(self, nbytes: int) -> int:
+        """How long a piece of so many bytes keeps the link from serving the next."""
+        return self.overhead_ns + round(nbytes / self.nbytes_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCompute:
+    """What one model's passes cost on one machine, beside its transfers. All its MoE layers are of one geometry.
+
+    The lists run over `tokens`: of the forward pass (`dense_ns`, `head_ns`) or of one expert. An expert that is
+    computed in parts costs `parts_ns` over all of them, in proportion to their neurons, and `part_ns` for each.
+    """
+
+    model: str
+    dtype: str
+    num_threads: int
+    context: int  # tokens in the KV cache when it was measured: attention costs more with more
+    num_layers: int
+    layer: LayerGeometry
+    tokens: tuple[int, ...]  # rising
+    dense_ns: tuple[int, ...]  # one MoE layer's block without its experts: attention, router, dispatch, control plane
+    head_ns: tuple[int, ...]  # once an iteration: embedding, layers without experts, head, choosing the token
+    expert_ns: tuple[int, ...]  # a whole expert
+    parts_ns: tuple[int, ...]
+    part_ns: tuple[int, ...]
+    load_ns: int  # the computing thread's own time for each piece loaded: deciding, evicting, submitting, taking it
+    slowdown_while_loading: float  # computing takes so many times longer while the link is busy; at least 1

@@ -1,0 +1,203 @@
+"""`manifest.json` of a trace: replaced whole at every shard, read as hostile input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from expertly.core.errors import TraceError
+from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
+from expertly.core.geometry import DenseShape
+from expertly.trace.schema import (
+    DTYPES,
+    FORMAT,
+    MANIFEST_NAME,
+    MAX_LAYERS,
+    REQUESTS_NAME,
+    REQUIRED,
+    SCORINGS,
+    TOKEN_VECTORS,
+    VERSION,
+    FieldInfo,
+    Manifest,
+    ShardInfo,
+    TraceLayer,
+    check_layers,
+    trace_field,
+)
+
+_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(TraceLayer))
+_SHARD_FIELDS = tuple(field.name for field in dataclasses.fields(ShardInfo) if field.name != "file")
+_MAX_WIDTH = 1 << 20  # of a hidden state, and of how far is looked ahead
+_MAX_COUNT = 1 << 48
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_atomic(folder / MANIFEST_NAME, json_bytes(_as_dict(manifest)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises TraceError naming the file, the field and what is accepted."""
+    if not folder.is_dir():
+        raise TraceError(f"{folder}: no such folder; a trace is a folder with a {MANIFEST_NAME}")
+    path = folder / MANIFEST_NAME
+    raw = read_json_object(path, TraceError)
+    try:
+        return _parse(raw)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _as_dict(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": manifest.model,
+        "created": manifest.created,
+        "command": manifest.command,
+        "complete": manifest.is_complete,
+        "geometry": {"layers": [dataclasses.asdict(layer) for layer in manifest.layers]},
+        "dense": None if manifest.dense is None else dataclasses.asdict(manifest.dense),
+        "scoring": manifest.scoring,
+        "fields": {name: _field_as_dict(field) for name, field in manifest.fields.items()},
+        "shards": [dataclasses.asdict(shard) for shard in manifest.shards],
+        "requests": REQUESTS_NAME,
+    }
+
+
+def _field_as_dict(field: FieldInfo) -> dict[str, Any]:
+    known = {"dtype": field.dtype, "shape": list(field.shape), "real": field.is_real, "note": field.note}
+    return known if field.generator is None else {**known, "generator": field.generator}
+
+
+def _parse(raw: Mapping[str, Any]) -> Manifest:
+    _one_of(raw, "format", (FORMAT,))
+    version = raw.get("version")
+    if type(version) is not int or version != VERSION:
+        raise TraceError(f"version={version!r:.80}: this version of expertly reads {VERSION}; record or import again")
+    _one_of(raw, "requests", (REQUESTS_NAME,))
+    _one_of(raw, "scoring", SCORINGS)
+    if type(raw.get("complete")) is not bool:
+        raise TraceError(f"complete={raw.get('complete')!r:.80}: must be true or false")
+    geometry = raw.get("geometry")
+    if not isinstance(geometry, dict) or not isinstance(geometry.get("layers"), list):
+        raise TraceError(f"geometry={geometry!r:.80}: must be an object that holds a list of layers")
+    if len(geometry["layers"]) > MAX_LAYERS:
+        raise TraceError(f"geometry.layers: {len(geometry['layers'])} layers; at most {MAX_LAYERS} are accepted")
+    layers = tuple(_layer(f"geometry.layers[{i}]", layer) for i, layer in enumerate(geometry["layers"]))
+    check_layers(layers)
+    return Manifest(
+        model=_text(raw, "model"),
+        layers=layers,
+        fields=_fields(raw.get("fields"), layers),
+        dense=_dense(raw.get("dense")),
+        scoring=raw["scoring"],
+        created=_text(raw, "created"),
+        command=_text(raw, "command"),
+        is_complete=raw["complete"],
+        shards=_shards(raw.get("shards")),
+    )
+
+
+def _layer(where: str, raw: object) -> TraceLayer:
+    if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
+        raise TraceError(f"{where}={raw!r:.80}: must be an object of {', '.join(_LAYER_FIELDS)}")
+    for name, value in raw.items():
+        may_be_unknown = name not in ("num_experts", "top_k")
+        if not (_is_count(value, 1) or (may_be_unknown and value is None)):
+            raise TraceError(
+                f"{where}.{name}={value!r:.80}: must be a whole number from 1{' or null' * may_be_unknown}"
+            )
+    return TraceLayer(**raw)
+
+
+def _dense(raw: object) -> DenseShape | None:
+    if raw is None:
+        return None
+    names = [field.name for field in dataclasses.fields(DenseShape)]
+    if not isinstance(raw, dict) or set(raw) != set(names) or not all(_is_count(value) for value in raw.values()):
+        raise TraceError(f"dense={raw!r:.80}: must be null or an object of {', '.join(names)}, whole numbers from 0")
+    return DenseShape(**raw)
+
+
+def _fields(raw: object, layers: tuple[TraceLayer, ...]) -> dict[str, FieldInfo]:
+    if not isinstance(raw, dict):
+        raise TraceError(f"fields={raw!r:.80}: must be an object")
+    for name in raw:
+        if name not in DTYPES:
+            raise TraceError(f"fields: {name!r:.80} is unknown; accepted: {', '.join(DTYPES)}")
+    for name in REQUIRED:
+        if name not in raw:
+            raise TraceError(f"fields: {name!r} is missing; every trace has {', '.join(REQUIRED)}")
+    return {name: _field(name, raw[name], layers) for name in DTYPES if name in raw}
+
+
+def _field(name: str, raw: object, layers: tuple[TraceLayer, ...]) -> FieldInfo:
+    where = f"fields.{name}"
+    if not isinstance(raw, dict):
+        raise TraceError(f"{where}={raw!r:.80}: must be an object")
+    shape, generator = raw.get("shape"), raw.get("generator")
+    if not isinstance(shape, list) or not all(_is_count(size, 1, _MAX_WIDTH) for size in shape):
+        raise TraceError(f"{where}.shape={shape!r:.80}: must be a list of whole numbers from 1 to {_MAX_WIDTH}")
+    if type(raw.get("real")) is not bool:
+        raise TraceError(f"{where}.real={raw.get('real')!r:.80}: must be true or false")
+    if generator is not None and (name != "embedding" or generator != TOKEN_VECTORS):
+        raise TraceError(f"{where}.generator={generator!r:.80}: only embedding can have one, {TOKEN_VECTORS!r}")
+    expected = trace_field(
+        name,
+        layers,
+        hidden_size=shape[-1] if shape else 1,
+        max_distance=shape[1] if len(shape) == 3 else 1,
+        is_real=raw["real"],
+        note=_text(raw, "note", where),
+        generator=generator,
+    )
+    for key, found, needed in (("dtype", raw.get("dtype"), expected.dtype), ("shape", shape, list(expected.shape))):
+        if found != needed:
+            raise TraceError(f"{where}.{key}={found!r:.80}: must be {needed} in a trace of these layers")
+    return expected
+
+
+def _shards(raw: object) -> tuple[ShardInfo, ...]:
+    if not isinstance(raw, list):
+        raise TraceError(f"shards={raw!r:.80}: must be a list")
+    shards: list[ShardInfo] = []
+    row, iteration = 0, 0
+    for index, entry in enumerate(raw):
+        where = f"shards[{index}]"
+        if not isinstance(entry, dict) or not is_plain_name(entry.get("file")):
+            raise TraceError(f"{where}={entry!r:.80}: must be an object whose file is a name in the same folder")
+        for name in _SHARD_FIELDS:
+            if not _is_count(entry.get(name)):
+                raise TraceError(f"{where}.{name}={entry.get(name)!r:.80}: must be a whole number from 0")
+        shard = ShardInfo(entry["file"], **{name: entry[name] for name in _SHARD_FIELDS})
+        for name, found, needed in (
+            ("first_row", shard.first_row, row),
+            ("first_iteration", shard.first_iteration, iteration),
+        ):
+            if found != needed:
+                raise TraceError(f"{where}.{name}={found}: must be {needed}, as many as the shards before it hold")
+        if not 1 <= shard.num_iterations <= shard.num_rows:
+            raise TraceError(f"{where}.num_iterations={shard.num_iterations}: must be from 1 to its number of rows")
+        row, iteration = row + shard.num_rows, iteration + shard.num_iterations
+        shards.append(shard)
+    return tuple(shards)
+
+
+def _is_count(value: object, least: int = 0, most: int = _MAX_COUNT) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _text(raw: Mapping[str, Any], name: str, where: str = "") -> str:
+    value = raw.get(name)
+    if not isinstance(value, str):
+        raise TraceError(f"{where}{'.' * bool(where)}{name}={value!r:.80}: must be a string")
+    return value
+
+
+def _one_of(raw: Mapping[str, Any], name: str, accepted: tuple[str, ...]) -> None:
+    value = raw.get(name)
+    if not isinstance(value, str) or value not in accepted:
+        raise TraceError(f"{name}={value!r:.80}: accepted: {', '.join(accepted)}")

@@ -1,0 +1,199 @@
+"""Reading a trace: checked when it is opened, checked again where it is read, mapped and never held in memory."""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import TraceError
+from expertly.trace.checks import Array, ExpertLimits, value_problem
+from expertly.trace.generators import token_vectors
+from expertly.trace.manifest import read_manifest
+from expertly.trace.requests import RequestInfo, TraceRequest, locate, read_requests
+from expertly.trace.schema import DTYPES, REQUESTS_NAME, TAIL_NAME, Manifest, ShardInfo
+from expertly.trace.shards import map_shard
+from expertly.trace.tail import Records, read_tail, record_dtype
+
+_NUM_MAPPED = 4
+_SCAN_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Adjacent rows; `columns` holds the fields asked for, [num_rows, ...] each, read-only."""
+
+    first_row: int
+    num_rows: int
+    columns: dict[str, Array]
+
+
+class Trace:
+    """An opened trace. Rows are numbered from 0; those of one iteration lie next to each other."""
+
+    def __init__(self, folder: Path, manifest: Manifest, requests: list[RequestInfo], tail: Records) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._request_infos = requests
+        self._limits = ExpertLimits(manifest.layers)
+        self._mapped: OrderedDict[int, dict[str, Array]] = OrderedDict()
+        self._parts = list(manifest.shards)
+        self._tail = tail
+        if len(tail):
+            count = int(tail["iteration"][-1]) + 1 - manifest.num_iterations
+            self._parts.append(
+                ShardInfo(TAIL_NAME, len(tail), tail.nbytes, manifest.num_rows, manifest.num_iterations, count)
+            )
+        self._starts = [part.first_row for part in self._parts]
+
+    @classmethod
+    def open(cls, folder: Path) -> Trace:
+        """Open a trace, or what there is of a recording up to its last complete iteration.
+
+        Raises TraceError naming the file and the field: another format or version, a shard that is missing or
+        truncated, shapes or dtypes that disagree with the manifest. Values are checked when they are read.
+        """
+        manifest = read_manifest(folder)
+        requests = read_requests(folder / REQUESTS_NAME, manifest.is_complete)
+        for shard in manifest.shards:
+            map_shard(folder, shard, manifest.stored_fields)
+        dtype = record_dtype(manifest.stored_fields)
+        is_done = manifest.is_complete  # then a tail is what is left of the last shard
+        tail: Records = np.empty(0, dtype) if is_done else read_tail(folder / TAIL_NAME, dtype, manifest.num_iterations)
+        return cls(folder, manifest, requests, tail)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.manifest.is_complete
+
+    @property
+    def num_rows(self) -> int:
+        return self._parts[-1].first_row + self._parts[-1].num_rows if self._parts else 0
+
+    @property
+    def num_iterations(self) -> int:
+        return self._parts[-1].first_iteration + self._parts[-1].num_iterations if self._parts else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows on disk."""
+        return sum(part.nbytes for part in self._parts)
+
+    @cached_property
+    def requests(self) -> list[TraceRequest]:
+        """All requests, by number. Finding their rows reads two small fields of the whole trace, once."""
+        blocks = self.blocks(("request", "iteration"), max_rows=_SCAN_ROWS)
+        return locate(
+            self._request_infos,
+            ((block.first_row, block.columns["request"], block.columns["iteration"]) for block in blocks),
+        )
+
+    def has(self, field: str) -> bool:
+        return field in self.manifest.fields
+
+    def is_real(self, field: str) -> bool:
+        """Whether the trace has the field and nothing about it was made up."""
+        return self.has(field) and self.manifest.fields[field].is_real
+
+    def rows(self, field: str, start: int, stop: int) -> Array:
+        """Rows `[start, stop)` of a field, [stop - start, ...], read-only; a view of the file within a shard.
+
+        Raises TraceError naming file, field and row where a value cannot be: an expert that its layer does not have
+        or that is chosen twice, a number that is not finite, iterations that do not count up by one.
+        """
+        if field not in self.manifest.fields:
+            has = ", ".join(self.manifest.fields)
+            raise TraceError(f"{self.folder}: field {field!r}: not in this trace, which has {has}")
+        if not 0 <= start <= stop <= self.num_rows:
+            raise TraceError(f"{self.folder}: rows {start} to {stop}: must lie in the {self.num_rows} rows")
+        info = self.manifest.fields[field]
+        if not info.is_stored:
+            return _frozen(token_vectors(self.rows("token", start, stop), info.shape[0]))
+        pieces = []
+        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        while start < stop:
+            part = self._parts[index]
+            end = min(stop, part.first_row + part.num_rows)
+            pieces.append(self._checked(field, index, start - part.first_row, end - part.first_row))
+            start, index = end, index + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return _frozen(np.concatenate(pieces) if pieces else np.empty((0, *info.shape), DTYPES[field]))
+
+    def blocks(
+        self, fields: Sequence[str], start: int = 0, stop: int | None = None, max_rows: int = 4096
+    ) -> Iterator[Block]:
+        """Rows `[start, stop)` in order, in blocks of about `max_rows`, which never split an iteration.
+
+        An iteration of more rows than that is one block. `start` and `stop` themselves are taken as they are.
+        """
+        stop = self.num_rows if stop is None else stop
+        while start < stop:
+            end = self._block_end(start, stop, max_rows)
+            yield Block(start, end - start, {field: self.rows(field, start, end) for field in fields})
+            start = end
+
+    def _block_end(self, start: int, stop: int, max_rows: int) -> int:
+        part = self._parts[bisect.bisect_right(self._starts, start) - 1]
+        stop = min(stop, part.first_row + part.num_rows)  # a part holds whole iterations
+        if start + max_rows >= stop:
+            return stop
+        iteration = self.rows("iteration", start, start + max_rows + 1)
+        end = int(np.searchsorted(iteration, iteration[-1]))
+        if end > 0:
+            return start + end
+        iteration = self.rows("iteration", start, stop)
+        return start + int(np.searchsorted(iteration, iteration[0], "right"))
+
+    def _checked(self, field: str, index: int, start: int, stop: int) -> Array:
+        part = self._parts[index]
+        values = self._column(field, index)[start:stop]
+        if field == "experts":
+            problem = self._limits.problem(values)
+        elif field == "iteration":
+            problem = _iteration_problem(values, part, start)
+        else:
+            problem = value_problem(field, values, len(self._request_infos))
+        if problem is not None:
+            row, what = problem
+            place = f"row {start + row} of the file, {part.first_row + start + row} of the trace"
+            raise TraceError(f"{self.folder / part.file}: field {field!r}: {place}: {what}")
+        return values
+
+    def _column(self, field: str, index: int) -> Array:
+        if index == len(self.manifest.shards):
+            column: Array = self._tail[field]
+            return column
+        if index not in self._mapped:
+            if len(self._mapped) >= _NUM_MAPPED:  # what is mapped and was read counts as memory of the process
+                self._mapped.popitem(last=False)
+            self._mapped[index] = map_shard(self.folder, self._parts[index], self.manifest.stored_fields)
+        self._mapped.move_to_end(index)
+        return self._mapped[index][field]
+
+
+def _iteration_problem(values: npt.NDArray[np.int64], part: ShardInfo, start: int) -> tuple[int, str] | None:
+    """Iterations of a part count up by one from its first to its last."""
+    if len(values) == 0:
+        return None
+    first, last = part.first_iteration, part.first_iteration + part.num_iterations - 1
+    is_wrong = (values < first) | (values > last)
+    is_wrong[1:] |= (values[1:] != values[:-1]) & (values[1:] != values[:-1] + 1)
+    is_wrong[0] |= start == 0 and values[0] != first
+    is_wrong[-1] |= start + len(values) == part.num_rows and values[-1] != last
+    if not is_wrong.any():
+        return None
+    row = int(np.argmax(is_wrong))
+    return row, f"{values[row]}: must count up by one, from {first} to {last} in this file"
+
+
+def _frozen(values: npt.NDArray[Any]) -> Array:
+    values.flags.writeable = False
+    return values

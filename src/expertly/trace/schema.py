@@ -1,0 +1,192 @@
+"""What a trace holds: its layers, its fields with their dtypes and shapes, its shards.
+
+Shapes: L layers, K the largest top-k of a layer, E the largest number of experts, H hidden, D distances looked ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertly.core.errors import ConfigError, TraceError
+from expertly.core.geometry import DenseShape, LayerGeometry
+
+FORMAT = "expertly-trace"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+REQUESTS_NAME = "requests.jsonl"
+TAIL_NAME = "tail.bin"
+
+NO_EXPERT = 0xFFFF
+"""In `experts`: the layer did not run for the row, or chose fewer than K."""
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = NO_EXPERT
+
+SCORINGS = ("softmax", "sigmoid", "unknown")
+
+REQUIRED = {
+    "request": "int32",
+    "iteration": "int64",
+    "token": "int32",
+    "is_prefill": "bool",
+    "experts": "uint16",
+    "weights": "float16",
+}
+"""Fields of every trace, with their dtypes."""
+
+OPTIONAL = {"probs": "float16", "embedding": "float16", "router_inputs": "float16", "lookahead": "float16"}
+"""Fields of full recordings: [L, E], [H], [L, H], [L, D, E] a row."""
+
+DTYPES = {**REQUIRED, **OPTIONAL}
+"""The dtype of every field that a trace can have."""
+
+TOKEN_VECTORS = "token-vectors"
+"""Generator of an `embedding` that is not stored: a fixed random vector for each token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLayer:
+    """One MoE layer, with its experts' sizes where they are known (see `LayerGeometry`)."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_matrices: int | None = None
+    itemsize: int | None = None
+
+    @classmethod
+    def of(cls, layer: LayerGeometry) -> TraceLayer:
+        return cls(
+            layer.num_experts,
+            layer.top_k,
+            layer.hidden_size,
+            layer.intermediate_size,
+            layer.num_matrices,
+            layer.itemsize,
+        )
+
+    def geometry(self) -> LayerGeometry | None:
+        """Its geometry, or None where the trace does not know the sizes. Raises ConfigError where they cannot be."""
+        sizes = (self.hidden_size, self.intermediate_size, self.num_matrices, self.itemsize)
+        if any(size is None for size in sizes):
+            return None
+        known = [size for size in sizes if size is not None]
+        return LayerGeometry(self.num_experts, self.top_k, *known)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One field. `shape` is a row's. What is not real was made up to stand for what is unknown; `note` says how."""
+
+    name: str
+    dtype: str  # NumPy's name
+    shape: tuple[int, ...]
+    is_real: bool = True
+    note: str = ""
+    generator: str | None = None  # not stored: the reader makes it, in this way
+
+    @property
+    def is_stored(self) -> bool:
+        return self.generator is None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One file of rows. It holds whole iterations."""
+
+    file: str
+    num_rows: int
+    nbytes: int
+    first_row: int
+    first_iteration: int
+    num_iterations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything but the rows and the requests."""
+
+    model: str
+    layers: tuple[TraceLayer, ...]
+    fields: Mapping[str, FieldInfo]
+    dense: DenseShape | None = None
+    scoring: str = "unknown"
+    created: str = ""
+    command: str = ""
+    is_complete: bool = False
+    shards: tuple[ShardInfo, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in shards, those of the tail of an unfinished recording left out."""
+        return self.shards[-1].first_row + self.shards[-1].num_rows if self.shards else 0
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations in shards."""
+        return self.shards[-1].first_iteration + self.shards[-1].num_iterations if self.shards else 0
+
+    @property
+    def stored_fields(self) -> tuple[FieldInfo, ...]:
+        """Those in the shards, the widest numbers first, so that all are aligned."""
+        stored = [field for field in self.fields.values() if field.is_stored]
+        return tuple(sorted(stored, key=lambda field: -np.dtype(field.dtype).itemsize))
+
+
+def max_top_k(layers: Sequence[TraceLayer]) -> int:
+    return max(layer.top_k for layer in layers)
+
+
+def max_experts(layers: Sequence[TraceLayer]) -> int:
+    return max(layer.num_experts for layer in layers)
+
+
+def trace_field(
+    name: str,
+    layers: Sequence[TraceLayer],
+    *,
+    hidden_size: int = 0,
+    max_distance: int = 8,
+    is_real: bool = True,
+    note: str = "",
+    generator: str | None = None,
+) -> FieldInfo:
+    """The field `name` of a trace of `layers`.
+
+    `hidden_size` is needed by `embedding` and `router_inputs`, `max_distance` is how far `lookahead` looks.
+    Raises TraceError for an unknown name.
+    """
+    num_layers = len(layers)
+    shapes: dict[str, tuple[int, ...]] = {
+        "experts": (num_layers, max_top_k(layers)),
+        "weights": (num_layers, max_top_k(layers)),
+        "probs": (num_layers, max_experts(layers)),
+        "embedding": (hidden_size,),
+        "router_inputs": (num_layers, hidden_size),
+        "lookahead": (num_layers, max_distance, max_experts(layers)),
+    }
+    if name not in DTYPES:
+        raise TraceError(f"field {name!r:.80}: unknown; accepted: {', '.join(DTYPES)}")
+    if min(shapes.get(name, ()), default=1) < 1:
+        raise TraceError(f"field {name!r}: shape {list(shapes[name])}: every size must be at least 1")
+    return FieldInfo(name, DTYPES[name], shapes.get(name, ()), is_real, note, generator)
+
+
+def check_layers(layers: Sequence[TraceLayer]) -> None:
+    """Raises TraceError naming the layer and the number that cannot be."""
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        raise TraceError(f"geometry.layers: {len(layers)} layers; must be from 1 to {MAX_LAYERS}")
+    for index, layer in enumerate(layers):
+        where = f"geometry.layers[{index}]"
+        if not 1 <= layer.num_experts <= MAX_EXPERTS:
+            raise TraceError(f"{where}.num_experts={layer.num_experts}: must be from 1 to {MAX_EXPERTS}")
+        if not 1 <= layer.top_k <= layer.num_experts:
+            raise TraceError(f"{where}.top_k={layer.top_k}: must be from 1 to the {layer.num_experts} experts")
+        try:
+            layer.geometry()
+        except ConfigError as error:
+            raise TraceError(f"{where}: {error}") from None

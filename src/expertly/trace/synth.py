@@ -1,0 +1,249 @@
+"""Made-up routing: seeded, in blocks, and some of it with a known optimum.
+
+"Optimal" is what Belady's replacement hits without prefetch in a cache of C experts a layer, of which all K that a
+token demands must be there at once; hits count (layer, token, expert) demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import TraceError
+from expertly.trace.schema import MAX_EXPERTS, REQUIRED, TraceLayer, trace_field
+from expertly.trace.writer import whole_trace
+
+Experts = npt.NDArray[np.uint16]
+
+_BLOCK_DRAWS = 1 << 22
+_MAX_BLOCK_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Chosen experts of `num_tokens` tokens. `blocks()` gives them in order, [T, L, K]; each call starts anew."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    blocks: Callable[[], Iterator[Experts]]
+    optimal_hits: Callable[[int], int | None]
+    """Of a cache of so many experts a layer, all layers together; None where there is no closed form."""
+
+
+def zipf(
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    num_tokens: int,
+    *,
+    exponent: float = 1.0,
+    keep: float = 0.0,
+    num_phases: int = 1,
+    seed: int = 0,
+) -> Workload:
+    """Skewed, sticky, shifting popularity.
+
+    In every layer the experts have ranks 1 to E in an order of their own, and a token draws K different ones with
+    weights rank^-`exponent` (one after the other, without replacement). With probability `keep` it holds on to each
+    of the previous token's experts first, and draws only the others. The order of ranks is drawn anew at
+    `num_phases` - 1 places, at equal distances.
+    """
+    _check_sizes(num_layers, num_experts, top_k, num_tokens)
+    if not 1 <= num_phases <= num_tokens:
+        raise TraceError(f"phases={num_phases}: must be from 1 to the {num_tokens} tokens")
+
+    def blocks() -> Iterator[Experts]:
+        rng = np.random.default_rng(seed)
+        weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
+        ends = np.arange(1, num_phases + 1) * num_tokens // num_phases
+        max_rows = max(1, min(_MAX_BLOCK_ROWS, _BLOCK_DRAWS // (num_layers * num_experts)))
+        previous: Experts | None = None
+        token = 0
+        for end in ends.tolist():
+            ranks = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)
+            popularity = weights[ranks].astype(np.float32)
+            while token < end:
+                num_rows = min(max_rows, end - token)
+                experts = _draw(rng, popularity, top_k, num_rows)
+                if keep > 0:
+                    is_kept = rng.random((num_rows, num_layers, top_k), np.float32) < keep
+                    experts = _hold_on(experts, is_kept, previous)
+                    previous = experts[-1]
+                yield experts
+                token += num_rows
+
+    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, lambda capacity: None)
+
+
+def cyclic(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> Workload:
+    """A loop over all experts, K a token; K must divide E.
+
+    The loop is over n = E/K groups. With room for c = C/K of them (C < E, K divides C), LRU never hits. Belady's
+    first n tokens miss; from then on it hits c - 1 groups in every n - 1, those first. So with T tokens it hits
+    K (q (c - 1) + min(r, c - 1)) demands a layer, where T - n = q (n - 1) + r. With C >= E all but the first n hit.
+    """
+    _check_sizes(num_layers, num_experts, top_k, num_tokens)
+    if num_experts % top_k:
+        raise TraceError(f"top_k={top_k}: must divide the {num_experts} experts of a cyclic workload")
+    num_groups = num_experts // top_k
+
+    def optimal_hits(capacity: int) -> int | None:
+        kept = min(capacity, num_experts) // top_k
+        if capacity < top_k or (capacity < num_experts and capacity % top_k):
+            return None
+        after_first = max(num_tokens - num_groups, 0)
+        if num_groups == 1:
+            return num_layers * top_k * after_first
+        rounds, rest = divmod(after_first, num_groups - 1)
+        return num_layers * top_k * (rounds * (kept - 1) + min(rest, kept - 1))
+
+    def blocks() -> Iterator[Experts]:
+        for start, count in _spans(num_tokens):
+            group = np.arange(start, start + count)[:, None] % num_groups
+            yield _in_all_layers(group * top_k + np.arange(top_k), num_layers)
+
+    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
+
+
+def stationary_set(
+    num_layers: int, num_experts: int, top_k: int, num_tokens: int, *, working_set: int, seed: int = 0
+) -> Workload:
+    """Random choices among the first W experts, all of which are met as soon as they can be.
+
+    With C >= W every cache that loads on demand has cold misses only: min(W, T K) a layer, all other demands hit.
+    """
+    _check_sizes(num_layers, num_experts, top_k, num_tokens)
+    if not top_k <= working_set <= num_experts:
+        raise TraceError(f"working_set={working_set}: must be from top-k={top_k} to the {num_experts} experts")
+
+    def optimal_hits(capacity: int) -> int | None:
+        if capacity < working_set:
+            return None
+        return num_layers * (num_tokens * top_k - min(working_set, num_tokens * top_k))
+
+    def blocks() -> Iterator[Experts]:
+        rng = np.random.default_rng(seed)
+        num_first = -(-working_set // top_k)
+        for start, count in _spans(num_tokens):
+            experts = _draw(rng, np.ones((num_layers, working_set), np.float32), top_k, count)
+            tour = np.arange(start, min(start + count, num_first))[:, None] * top_k + np.arange(top_k)
+            experts[: len(tour)] = _in_all_layers(tour % working_set, num_layers)
+            yield experts
+
+    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
+
+
+def write_workload(
+    folder: Path,
+    workload: Workload,
+    *,
+    model: str,
+    num_requests: int = 1,
+    prefill_tokens: int = 0,
+    seed: int = 0,
+    created: str = "",
+    command: str = "",
+) -> None:
+    """Write `workload` as a trace, its tokens shared out evenly among the requests, one after the other.
+
+    The first `prefill_tokens` of a request are one iteration, every other token is one by itself. Weights are random
+    and fall within a token.
+    """
+    sizes = _request_sizes(workload.num_tokens, num_requests, prefill_tokens)
+    layers = (TraceLayer(workload.num_experts, workload.top_k),) * workload.num_layers
+    notes = dict.fromkeys(REQUIRED, "made up") | {"token": "none: -1"}
+    fields = [trace_field(name, layers, is_real=False, note=note) for name, note in notes.items()]
+    rng = np.random.default_rng([seed, 1])
+    with whole_trace(folder, model=model, layers=layers, fields=fields, created=created, command=command) as writer:
+        for _ in range(num_requests):
+            writer.begin_request(num_prompt_tokens=prefill_tokens)
+        ends = np.cumsum(sizes)
+        pending: list[dict[str, npt.NDArray[Any]]] = []
+        first = 0
+        for experts in workload.blocks():
+            token = np.arange(first, first + len(experts))
+            request = np.searchsorted(ends, token, "right")
+            place = token - (ends - sizes)[request]  # in its request
+            weights = np.sort(rng.standard_exponential(experts.shape, np.float32), axis=-1)[..., ::-1]
+            pending.append(
+                {
+                    "experts": experts,
+                    "weights": weights / weights.sum(-1, keepdims=True),
+                    "request": request,
+                    "is_prefill": place < prefill_tokens,
+                    "token": np.full(len(token), -1),
+                    "place": place,
+                }
+            )
+            first += len(experts)
+            if place[-1] + 1 >= prefill_tokens:  # a prefill goes on in the next block until it is whole
+                rows = {name: np.concatenate([block[name] for block in pending]) for name in pending[0]}
+                begins = np.flatnonzero((rows.pop("place") == 0) | ~rows["is_prefill"])
+                writer.extend(rows, np.diff(begins, append=len(rows["experts"])))
+                pending = []
+
+
+def _check_sizes(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> None:
+    for name, value, most in (
+        ("layers", num_layers, 4096),
+        ("experts", num_experts, MAX_EXPERTS),
+        ("top_k", top_k, num_experts),
+        ("tokens", num_tokens, 1 << 40),
+    ):
+        if not 1 <= value <= most:
+            raise TraceError(f"{name}={value}: must be from 1 to {most}")
+
+
+def _request_sizes(num_tokens: int, num_requests: int, prefill_tokens: int) -> npt.NDArray[np.int64]:
+    if not 1 <= num_requests <= num_tokens:
+        raise TraceError(f"requests={num_requests}: must be from 1 to the {num_tokens} tokens")
+    sizes = np.full(num_requests, num_tokens // num_requests)
+    sizes[: num_tokens % num_requests] += 1
+    if not 0 <= prefill_tokens <= sizes[-1]:
+        raise TraceError(f"prefill_tokens={prefill_tokens}: must be from 0 to the {sizes[-1]} tokens of a request")
+    return sizes
+
+
+def _draw(rng: np.random.Generator, popularity: npt.NDArray[np.float32], top_k: int, num_rows: int) -> Experts:
+    """K different experts a row and layer, one after the other with those weights: the first K of a race whose
+    runners take exponential times of those rates."""
+    num_layers, num_experts = popularity.shape
+    times = rng.standard_exponential((num_rows, num_layers, num_experts), np.float32)
+    times /= popularity
+    if top_k == num_experts:
+        return np.argsort(times, axis=-1).astype(np.uint16)
+    fastest = np.argpartition(times, top_k, axis=-1)[..., :top_k]
+    order = np.argsort(np.take_along_axis(times, fastest, axis=-1), axis=-1)
+    return np.take_along_axis(fastest, order, axis=-1).astype(np.uint16)
+
+
+def _hold_on(drawn: Experts, is_kept: npt.NDArray[np.bool_], previous: Experts | None) -> Experts:
+    """Token after token: what is kept of the previous token's experts, then what was drawn and is not among it."""
+    top_k = drawn.shape[2]
+    for token in range(len(drawn)):
+        if previous is not None:
+            kept = is_kept[token]
+            is_there = ((drawn[token][:, :, None] == previous[:, None, :]) & kept[:, None, :]).any(-1)
+            candidates = np.concatenate([previous, drawn[token]], axis=1)
+            is_out = np.concatenate([~kept, is_there], axis=1)
+            order = np.argsort(is_out, axis=1, kind="stable")[:, :top_k]
+            drawn[token] = np.take_along_axis(candidates, order, axis=1)
+        previous = drawn[token]
+    return drawn
+
+
+def _spans(num_tokens: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_tokens, _MAX_BLOCK_ROWS):
+        yield start, min(_MAX_BLOCK_ROWS, num_tokens - start)
+
+
+def _in_all_layers(experts: npt.NDArray[np.int64], num_layers: int) -> Experts:
+    """[T, K] -> [T, L, K]"""
+    return np.repeat(experts[:, None, :], num_layers, axis=1).astype(np.uint16)

@@ -1,0 +1,163 @@
+"""What a writer refuses, and what it leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import TraceError
+from expertly.trace import writer as writer_module
+from expertly.trace.reader import Trace
+from expertly.trace.schema import TraceLayer, trace_field
+from expertly.trace.writer import TraceWriter, whole_trace
+from tests.trace.builders import FULL, LAYERS, assert_holds, iterations, open_writer, random_rows
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(TraceError, match=f"{tmp_path}: not empty"):
+        open_writer(tmp_path)
+    with pytest.raises(TraceError, match="not empty"):
+        open_writer(tmp_path / "notes.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+BAD_ROWS = {
+    "missing": ({"weights": None}, "field 'weights': missing from the rows"),
+    "unknown": ({"probs": np.zeros((2, 3, 8))}, "field 'probs': not among the declared request, "),
+    "shape": ({"token": np.zeros(3, int)}, r"field 'token': shape \[3\]; must be \[2\]"),
+    "layers": ({"weights": np.zeros((2, 2, 3))}, r"field 'weights': shape \[2, 2, 3\]; must be \[2, 3, 3\]"),
+    "too large": ({"token": np.array([0, 1 << 40])}, "field 'token': values from 0 to 1099511627776; int32 holds"),
+    "negative": ({"experts": np.full((2, 3, 3), -1)}, "field 'experts': values from -1 to -1; uint16 holds"),
+    "no expert": ({"experts": np.full((2, 3, 3), 8)}, "field 'experts': row 3: expert 8 of layer 0: must be below"),
+    "dtype": ({"is_prefill": np.zeros(2)}, "field 'is_prefill': dtype float64; must be bool"),
+    "NaN": ({"weights": np.full((2, 3, 3), np.nan)}, "field 'weights': row 3: nan: must be finite"),
+    "request": ({"request": np.array([0, 1])}, "field 'request': row 4: 1: must be one of the 1 requests"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_refused_and_change_nothing(tmp_path: Path, case: str) -> None:
+    change, message = BAD_ROWS[case]
+    rows = iterations([3, 2])
+    with open_writer(tmp_path / "trace") as writer:
+        writer.begin_request()
+        writer.append(rows[0])
+        bad = {name: values for name, values in (rows[1] | change).items() if values is not None}
+        with pytest.raises(TraceError, match=message):
+            writer.append(bad)
+        writer.append(rows[1])
+    assert_holds(Trace.open(tmp_path / "trace"), rows)
+
+
+def test_rows_before_the_first_request_are_refused(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "trace") as writer, pytest.raises(TraceError, match="field 'request': row 0: -1"):
+        writer.append(random_rows(1, 0))
+
+
+def test_no_rows_are_no_iteration(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "trace") as writer:
+        writer.begin_request()
+        writer.append(random_rows(0, 0))
+        writer.append(random_rows(2, 1))
+        assert (writer.num_iterations, writer.num_rows) == (1, 2)
+    assert_holds(Trace.open(tmp_path / "trace"), [random_rows(2, 1)])
+
+
+def test_wider_numbers_are_taken_and_floats_saturate(tmp_path: Path) -> None:
+    rows = random_rows(2, 0)
+    wide = {"experts": rows["experts"].astype(np.int64), "weights": np.full((2, 3, 3), 1e9), "token": [7, 8]}
+    with open_writer(tmp_path / "trace") as writer:
+        writer.begin_request()
+        writer.append(rows | wide)
+    trace = Trace.open(tmp_path / "trace")
+    np.testing.assert_array_equal(trace.rows("experts", 0, 2), rows["experts"])
+    assert trace.rows("weights", 0, 2).min() == 65504
+    assert trace.rows("token", 0, 2).tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "0 layers; must be from 1"),
+        ([TraceLayer(0, 1)], r"layers\[0\].num_experts=0"),
+        ([TraceLayer(8, 2), TraceLayer(8, 9)], r"layers\[1\].top_k=9: must be from 1 to the 8 experts"),
+        ([TraceLayer(8, 2, 16, 16, 5, 2)], r"layers\[0\]: geometry field num_matrices=5"),
+    ],
+)
+def test_impossible_layers_are_refused(tmp_path: Path, layers, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        TraceWriter(tmp_path / "trace", model="x", layers=layers)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_unknown_fields_and_scorings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"field 'logits': unknown; accepted: request, .*lookahead"):
+        trace_field("logits", LAYERS)
+    with pytest.raises(TraceError, match=r"field 'embedding': shape \[0\]"):
+        trace_field("embedding", LAYERS)
+    with pytest.raises(TraceError, match="scoring='max': accepted: softmax, sigmoid, unknown"):
+        TraceWriter(tmp_path / "trace", model="x", layers=LAYERS, scoring="max")
+
+
+def test_a_full_disk_is_said_and_costs_no_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = iterations([2, 2, 2])
+    real_write = os.write
+
+    def half_write(fd: int, data: memoryview) -> int:
+        if len(data) > 100:
+            return real_write(fd, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_writer(tmp_path / "trace") as writer:
+        writer.begin_request()
+        writer.append(rows[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module.os, "write", half_write)
+            with pytest.raises(TraceError, match=r"appending to the tail failed: the disk is full"):
+                writer.append(rows[1])
+        writer.append(rows[1])
+        writer.append(rows[2])
+    assert_holds(Trace.open(tmp_path / "trace"), rows)
+
+
+def test_an_exception_leaves_a_partial_trace(tmp_path: Path) -> None:
+    rows = iterations([2, 9, 2])
+    with pytest.raises(ZeroDivisionError), open_writer(tmp_path / "trace") as writer:
+        writer.begin_request()
+        for one in rows:
+            writer.append(one)
+        raise ZeroDivisionError
+    trace = Trace.open(tmp_path / "trace")
+    assert not trace.is_complete
+    assert_holds(trace, rows)
+
+
+def test_a_whole_trace_is_there_or_not(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    with pytest.raises(ZeroDivisionError), whole_trace(folder, model="x", layers=LAYERS) as writer:
+        writer.begin_request()
+        writer.append(random_rows(2, 0))
+        raise ZeroDivisionError
+    assert not folder.exists()
+    with whole_trace(folder, model="x", layers=LAYERS) as writer:
+        writer.begin_request()
+        writer.append(random_rows(2, 0))
+    assert Trace.open(folder).is_complete
+
+
+def test_shards_of_wide_rows_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "SHARD_NBYTES", 4000)
+    rows = iterations([1] * 30, FULL)
+    with open_writer(tmp_path / "trace", 1000, FULL) as writer:
+        writer.begin_request()
+        for one in rows:
+            writer.append(one)
+    trace = Trace.open(tmp_path / "trace")
+    assert_holds(trace, rows)
+    assert len(trace.manifest.shards) >= 2
+    assert all(shard.nbytes <= 4000 + 4096 for shard in trace.manifest.shards)
