@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from expertly.engine.instructions import keep_off_trapped_instructions
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+keep_off_trapped_instructions()  # before any reference model multiplies
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -84,6 +84,8 @@ class Iteration:
 class ToyRuntime:
     """Computes experts from the canonical layout, token by token; keeps what it was told."""
 
+    wants_token_ids = False
+
     def __init__(self, source: Path, dtype: torch.dtype = torch.float32) -> None:
         reference = load_reference(source, dtype=dtype)
         sites = find_experts(build_meta_model(source), dtype.itemsize)

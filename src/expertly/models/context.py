@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +44,19 @@ def attach(model: PreTrainedModel, runtime: Runtime) -> None:
             role = "encoder" if "encoder" in name.split(".") else "decoder"
         stack._expertly_context = context
         stack.__class__ = _announcing(type(stack), role)
+
+
+@contextlib.contextmanager
+def unannounced(model: PreTrainedModel) -> Iterator[None]:
+    """The runtime is told nothing of the forward passes in the block. Needs a model that was attached."""
+    stack: Any = next(module for module in model.modules() if hasattr(module, "_expertly_context"))
+    context: IterationContext = stack._expertly_context
+    with context.lock:
+        was_running, context.is_running = context.is_running, True
+        try:
+            yield
+        finally:
+            context.is_running = was_running
 
 
 def _stack_of(model: PreTrainedModel, site: str) -> str:
@@ -117,7 +132,10 @@ class IterationContext:
             rows = inputs.get("inputs_embeds")
         if rows is None or rows.dim() < 2:
             return None
-        batch, length = rows.shape[0], rows.shape[1]
+        info = self._describe(role, rows.shape[0], rows.shape[1], inputs)
+        return _with_tokens(info, rows, inputs) if self._runtime.wants_token_ids else info
+
+    def _describe(self, role: Role, batch: int, length: int, inputs: Mapping[str, Any]) -> IterationInfo:
         if inputs.get("cu_seq_lens_q") is not None:
             return self._describe_packed(batch * length, inputs)
         is_prefill = length > _MAX_VERIFIED or (
@@ -199,6 +217,20 @@ def _pads(attention_mask: Any, batch: int, length: int) -> Mask | None:
     return _frozen(is_pad) if is_pad.any() else None
 
 
-def _frozen(mask: Mask) -> Mask:
-    mask.setflags(write=False)
-    return mask
+def _with_tokens(info: IterationInfo, rows: torch.Tensor, inputs: Mapping[str, Any]) -> IterationInfo:
+    """`info`, and which token of which sequence each row is; `rows` are ids [B, S] or embeddings [B, S, H]."""
+    batch, length = rows.shape[0], rows.shape[1]
+    bounds = inputs.get("cu_seq_lens_q")
+    if bounds is None:
+        sequences = np.repeat(np.arange(batch, dtype=np.int32), length)
+    else:  # sequences of no token have no row; the pads behind the last are counted to it
+        ends = np.asarray(bounds.tolist(), dtype=np.int64)[1:]
+        sequences = np.searchsorted(ends, np.arange(batch * length), side="right").astype(np.int32)
+        sequences = np.minimum(sequences, np.int32(len(ends) - 1))
+    token_ids = rows.reshape(-1).cpu().numpy().astype(np.int32) if rows.dim() == 2 else None
+    return replace(info, token_ids=None if token_ids is None else _frozen(token_ids), sequences=_frozen(sequences))
+
+
+def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    values.setflags(write=False)
+    return values

@@ -13,6 +13,11 @@ from expertly.core.iteration import IterationInfo
 class Runtime(Protocol):
     """Computes the experts of one model. Calls never overlap: the model serialises its forward passes."""
 
+    @property
+    def wants_token_ids(self) -> bool:
+        """Is each `IterationInfo` to say which token, of which sequence, each row is?"""
+        ...
+
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins. What it raises is raised by the forward pass."""
 

@@ -1,0 +1,236 @@
+"""`expertly trace record`: what a model routes while it answers prompts, as a trace."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.cli.arguments import positive_int
+from expertly.cli.output import (
+    add_json_flag,
+    format_nbytes,
+    format_seconds,
+    message,
+    print_json,
+    progress_bar,
+    reserved_stdout,
+)
+from expertly.cli.prompts import Prompt, read_prompts
+from expertly.core.errors import ConfigError, ExpertlyError, TraceError
+from expertly.systems import DEFAULT_SYSTEM
+
+if TYPE_CHECKING:
+    from expertly.engine.recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    prompt: Prompt
+    token_ids: npt.NDArray[np.int64]
+
+
+@dataclass
+class _Clock:
+    """A streamer for transformers' `generate` that notes when each token came; the first call brings the prompt."""
+
+    times_ns: list[int] = field(default_factory=list)
+
+    def put(self, value: Any) -> None:
+        self.times_ns.append(time.perf_counter_ns())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+@dataclass
+class _Progress:
+    """What has been run so far."""
+
+    num_requests: int = 0
+    num_new_tokens: int = 0
+    num_steps: int = 0  # from one token to the next
+    step_ns: int = 0
+
+    def add(self, clock: _Clock) -> None:
+        times = clock.times_ns[1:]
+        self.num_requests += 1
+        self.num_new_tokens += len(times)
+        if len(times) > 1:
+            self.num_steps += len(times) - 1
+            self.step_ns += times[-1] - times[0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("record", help="record what a model routes", description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
+    add(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help='JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
+        "stdin; each is a request, run alone and decoded greedily",
+    )
+    add("--out", required=True, type=Path, metavar="DIR", help="where the trace goes: a new or an empty folder")
+    add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="a request; default: 100")
+    add("--requests", type=positive_int, metavar="N", help="only the first N prompts")
+    add("--full", action="store_true", help="add routing scores, lookahead, router inputs and embeddings")
+    add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
+    add("--system", default=DEFAULT_SYSTEM, metavar="NAME", help=f"as of generate (default: {DEFAULT_SYSTEM})")
+    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
+    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
+    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
+    add("--decisions", type=Path, metavar="FILE", help="write down every decision taken, for `expertly trace replay`")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts = read_prompts(args.prompts, args.requests)
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
+    with reserved_stdout() as stdout:
+        from expertly.engine import api
+
+        with progress_bar() as progress:
+            model, tokenizer = api.load(
+                args.model,
+                memory=args.memory,
+                system=args.system,
+                segments=args.segments,
+                device=args.device,
+                dtype=args.dtype,
+                decisions=args.decisions,
+                progress=progress,
+            )
+        try:
+            if tokenizer is None:
+                raise ConfigError(f"model={args.model!r}: has no tokenizer, so prompts have no tokens")
+            requests = _tokenised(prompts, model, tokenizer)
+            result = _record(model, requests, args)
+            result["skipped"] = len(prompts) - len(requests)
+        finally:
+            api.unload(model)
+        if args.json:
+            print_json(result, stdout)
+        else:
+            stdout.write(_summary(result) + "\n")
+    return 0
+
+
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_Request]:
+    """The prompts that the model can be given; each of the others is named in a message."""
+    limit = _max_positions(model)
+    requests = []
+    for prompt in prompts:
+        token_ids = tokenizer(prompt.text, return_tensors="np", return_token_type_ids=False)["input_ids"][0]
+        if len(token_ids) == 0:
+            message(f"expertly: skipped: the prompt in line {prompt.line} gives no token")
+        elif limit is not None and len(token_ids) > limit:
+            message(
+                f"expertly: skipped: the prompt in line {prompt.line} has {len(token_ids)} tokens; the model takes "
+                f"at most {limit}"
+            )
+        else:
+            requests.append(_Request(prompt, token_ids.astype(np.int64)))
+    if not requests:
+        raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
+    return requests
+
+
+def _max_positions(model: Any) -> int | None:
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) -> dict[str, Any]:
+    from expertly.engine import api
+    from expertly.engine.recording import record
+
+    done = _Progress()
+    name = args.model or "demo"
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    command = shlex.join(["expertly", *sys.argv[1:]])
+    recording: Recording | None = None
+    try:
+        with (
+            progress_bar("requests") as progress,
+            record(model, args.out, full=args.full, name=name, created=created, command=command) as recording,
+        ):
+            for absent, reason in recording.absent.items():
+                message(f"expertly: the trace will have no {absent}: {reason}")
+            for request in requests:
+                if progress is not None:
+                    progress("recording", done.num_requests, len(requests))
+                prompt, num_tokens = request.prompt, len(request.token_ids)
+                recording.begin_request(prompt.category, prompt.text, num_tokens)
+                done.add(_generate(model, request.token_ids, args.max_new_tokens))
+    except (KeyboardInterrupt, ExpertlyError):
+        if recording is not None:
+            message(
+                f"expertly: {args.out}: kept what was recorded, {done.num_requests} of {len(requests)} requests and "
+                f"{recording.num_iterations} iterations"
+            )
+        raise
+    stats = api.stats(model).as_dict()
+    return {
+        "model": name,
+        "out": str(args.out),
+        "requests": done.num_requests,
+        "iterations": recording.num_iterations,
+        "rows": recording.num_rows,
+        "new_tokens": done.num_new_tokens,
+        "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
+        "tpot_s": done.tpot_s,
+        "full": args.full,
+        "absent": recording.absent,
+        **{key: stats[key] for key in ("system", "segments", "memory_bytes", "expert_bytes")},
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int) -> _Clock:
+    """Greedy, alone in its batch; no further than the model has positions."""
+    import torch
+
+    config = copy.deepcopy(model.generation_config)
+    limit = _max_positions(model)
+    if limit is not None and not model.config.is_encoder_decoder:
+        max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
+    config.max_length, config.max_new_tokens = None, max_new_tokens
+    config.do_sample, config.num_beams, config.num_return_sequences = False, 1, 1
+    config.temperature = config.top_p = config.top_k = None
+    if config.pad_token_id is None:
+        end = config.eos_token_id
+        config.pad_token_id = end[0] if isinstance(end, list) else end
+    clock = _Clock()
+    ids = torch.from_numpy(token_ids).unsqueeze(0).to(model.device)
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config)
+    return clock
+
+
+def _summary(result: dict[str, Any]) -> str:
+    parts = [
+        f"{result['requests']} requests" + (f" ({result['skipped']} skipped)" if result["skipped"] else ""),
+        f"{result['iterations']} iterations",
+        f"{result['rows']} rows",
+        format_nbytes(result["bytes"]),
+        f"TPOT {format_seconds(result['tpot_s'])}",
+        result["out"],
+    ]
+    return "[" + " | ".join(parts) + "]"

@@ -1,0 +1,101 @@
+"""What a full recording adds to a row: routing scores, router inputs, lookahead, the token's embedding.
+
+T tokens, L layers, E experts, H hidden, D distances looked ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from expertly.engine.columns import Array, Columns
+from expertly.models.routers import RouterTap
+from expertly.trace.schema import FieldInfo
+
+_FLOAT16_MAX = 65504.0
+
+
+class ScoreRecorder:
+    """Watches the routers between `attach` and `detach`. `fields` says which of the optional fields are wanted.
+
+    A layer that does not run in a pass has zeros, and so has what lies beyond the last layer of a lookahead.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[RouterTap | None],
+        embed: Callable[[npt.NDArray[np.int32]], torch.Tensor],
+        fields: Mapping[str, FieldInfo],
+    ) -> None:
+        self._taps = taps
+        self._embed = embed
+        self._fields = fields
+        self._columns = Columns(fields.values())
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # router input [T, H] and logits [T, E]
+
+    def attach(self) -> None:
+        for tap in self._taps:
+            if tap is not None:
+                tap.attach(self._router_ran)
+
+    def detach(self) -> None:
+        for tap in self._taps:
+            if tap is not None:
+                tap.detach()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._seen.clear()
+
+    def rows(self, token: npt.NDArray[np.int32]) -> dict[str, Array]:
+        """The fields [T, ...] of the pass that has just ended, T tokens; good until the next call."""
+        num_rows = len(token)
+        rows = {name: self._columns.blank(name, num_rows) for name in self._fields}
+        with torch.no_grad():
+            if "embedding" in rows:
+                is_known = token >= 0
+                rows["embedding"][is_known] = _half(self._embed(token[is_known]))
+            seen = {layer: one for layer, one in self._seen.items() if len(one[0]) == num_rows}
+            for layer, (inputs, logits) in seen.items():
+                tap = self._tap(layer)
+                if "probs" in rows:
+                    rows["probs"][:, layer, : logits.shape[-1]] = _half(tap.normalised(logits))
+                if "router_inputs" in rows:
+                    rows["router_inputs"][:, layer, : inputs.shape[-1]] = _half(inputs)
+            if "lookahead" in rows:
+                for layer in seen:
+                    self._look_ahead(layer, seen, rows["lookahead"])
+        return rows
+
+    def _look_ahead(self, layer: int, seen: Mapping[int, tuple[torch.Tensor, torch.Tensor]], lookahead: Array) -> None:
+        """Ask the router of `layer` about the router inputs of all layers before it at once."""
+        tap = self._tap(layer)
+        earliest = layer - lookahead.shape[2]
+        before = [one for one in range(max(0, earliest), layer) if one in seen and self._width(one) == tap.hidden_size]
+        if not before:
+            return
+        num_rows = len(lookahead)
+        scores = tap.scores(torch.cat([seen[one][0] for one in before]))  # [len(before) * T, E]
+        for i, one in enumerate(before):
+            mine = scores[i * num_rows : (i + 1) * num_rows]
+            lookahead[:, one, layer - one - 1, : scores.shape[-1]] = _half(mine)
+
+    def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
+        self._seen[layer] = inputs.detach().clone(), logits.detach()
+
+    def _tap(self, layer: int) -> RouterTap:
+        tap = self._taps[layer]
+        assert tap is not None, "only those that are there were attached"
+        return tap
+
+    def _width(self, layer: int) -> int:
+        return self._tap(layer).hidden_size
+
+
+def _half(values: torch.Tensor) -> Array:
+    """Saturated: no router input or embedding becomes infinite."""
+    half: Array = values.float().clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half().cpu().numpy()
+    return half

@@ -1,0 +1,194 @@
+"""`expertly trace record` from prompts in a file to a trace, on a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from expertly.cli.main import main
+from expertly.trace.reader import Trace
+from tests.families import make_checkpoint, make_tokenizer, reference_generate
+
+PROMPTS = ("Once upon a time", "def main():", "2 + 2 = ")
+CATEGORIES = ("story", None, "math")
+NUM_NEW = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "prompts.jsonl", *zip(PROMPTS, CATEGORIES, strict=True))
+
+
+def write_prompts(path: Path, *prompts: tuple[str, str | None]) -> Path:
+    lines = [
+        json.dumps({"prompt": text} | ({} if category is None else {"category": category}))
+        for text, category in prompts
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def record(model: Path, prompts: Path, out: Path, *arguments: str) -> int:
+    settings = ("--max-new-tokens", str(NUM_NEW), "--memory", "50%", *arguments)
+    return main(["trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), *settings])
+
+
+def tokens_of(text: str) -> list[int]:
+    ids: list[int] = make_tokenizer()(text)["input_ids"]
+    return ids
+
+
+def test_a_trace_of_the_tokens_that_the_unmodified_model_makes(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "made" / "trace"
+    assert record(model, prompts, out) == 0
+    line = capsys.readouterr().out
+    trace = Trace.open(out)
+    assert trace.is_complete
+    for request, text, category in zip(trace.requests, PROMPTS, CATEGORIES, strict=True):
+        ids = tokens_of(text)
+        expected = reference_generate(model, [ids], NUM_NEW)[0]
+        assert (request.prompt, request.category, request.num_prompt_tokens) == (text, category, len(ids))
+        rows = trace.rows("token", request.first_row, request.first_row + request.num_rows)
+        assert rows.tolist() == ids + expected[:-1], "the last token is never fed"
+        assert request.has_own_iterations
+    num_rows = sum(len(tokens_of(text)) + NUM_NEW - 1 for text in PROMPTS)
+    assert (trace.num_rows, trace.num_iterations) == (num_rows, 3 * NUM_NEW)
+    assert not trace.has("probs")
+    assert trace.manifest.model == str(model)
+    for word in ("3 requests", f"{3 * NUM_NEW} iterations", f"{num_rows} rows", "KiB", "TPOT", str(out)):
+        assert word in line
+    assert line.count("\n") == 1
+
+
+def test_json_full_and_a_share_of_the_prompts(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "trace"
+    assert record(model, prompts, out, "--full", "--requests", "2", "--json", "--system", "lfu", "--segments", "4") == 0
+    result = json.loads(capsys.readouterr().out)
+    trace = Trace.open(out)
+    assert {"probs", "lookahead", "router_inputs", "embedding"} <= trace.manifest.fields.keys()
+    assert (result["requests"], result["skipped"], result["new_tokens"]) == (2, 0, 2 * NUM_NEW)
+    assert (result["rows"], result["iterations"]) == (trace.num_rows, trace.num_iterations)
+    assert (result["system"], result["segments"], result["absent"]) == ("lfu", 4, {})
+    assert result["bytes"] == sum(path.stat().st_size for path in out.iterdir()) > trace.nbytes
+    assert result["tpot_s"] > 0
+
+
+def test_a_prompt_that_is_too_long_is_skipped_and_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The model has 512 positions: 513 tokens are too many, 512 leave room for one new token, 510 for three."""
+    texts = ["x" * 513, "y" * 512, "short", "z" * 510]
+    prompts = write_prompts(tmp_path / "p.jsonl", *[(text, None) for text in texts])
+    assert record(model, prompts, tmp_path / "trace", "--json") == 0
+    out, err = capsys.readouterr()
+    assert "skipped: the prompt in line 1 has 513 tokens; the model takes at most 512" in err
+    result = json.loads(out)
+    assert (result["requests"], result["skipped"]) == (3, 1)
+    assert result["new_tokens"] == 1 + NUM_NEW + 3
+    trace = Trace.open(tmp_path / "trace")
+    assert [request.prompt for request in trace.requests] == texts[1:]
+    assert [request.num_rows for request in trace.requests] == [512, 5 + NUM_NEW - 1, 512]
+    only = write_prompts(tmp_path / "only.jsonl", (texts[0], None))
+    assert record(model, only, tmp_path / "none") == 2
+    assert "none of the 1 can be given to this model" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_what_cannot_be_recorded_names_itself(
+    model: Path, prompts: Path, tmp_path: Path, is_json: bool, capsys: pytest.CaptureFixture[str]
+):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").write_text("kept")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "good"}\n{"text": "bad"}\n')
+    without = make_checkpoint("mixtral", tmp_path / "without")
+    new = tmp_path / "new"
+    for arguments, words in (
+        ((model, prompts, used), (str(used), "not empty", "new or an empty folder")),
+        ((model, prompts, bad), (str(bad), "not empty")),
+        ((model, bad, new), (str(bad), "line 2", "no prompt", "accepted")),
+        ((model, tmp_path / "nowhere.jsonl", new), ("nowhere.jsonl", "cannot be read")),
+        ((without, prompts, new), ("no tokenizer",)),
+        ((model, prompts, new, "--system", "nonsense"), ("system", "nonsense", "lru")),
+        ((model, prompts, new, "--max-new-tokens", "0"), ("--max-new-tokens", "from 1")),
+    ):
+        assert record(*arguments, *(["--json"] if is_json else [])) == 2
+        out, err = capsys.readouterr()
+        error = err.splitlines()[-1]
+        assert error.startswith("expertly: error: ") and "Traceback" not in err
+        for word in words:
+            assert word in error
+        assert (json.loads(out)["error"]["message"] in error) if is_json else out == ""
+        assert not new.exists()
+    assert (used / "file").read_text() == "kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_a_recording_that_is_stopped_keeps_what_is_complete(model: Path, tmp_path: Path, stop: signal.Signals):
+    prompts = write_prompts(tmp_path / "p.jsonl", *[("Once upon a time", "story")] * 1000)
+    out = tmp_path / "trace"
+    command = [sys.executable, "-m", "expertly", "trace", "record", str(model), "--prompts", str(prompts)]
+    process = subprocess.Popen(
+        [*command, "--out", str(out), "--memory", "50%", "--max-new-tokens", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not ((out / "tail.bin").exists() and (out / "tail.bin").stat().st_size > 4000):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(stop)
+    printed, messages = process.communicate(timeout=30)
+    assert printed == b""
+    trace = Trace.open(out)
+    assert not trace.is_complete and trace.num_iterations > 20
+    ids = tokens_of("Once upon a time")
+    expected = reference_generate(model, [ids], 20)[0]
+    (first, *others) = trace.requests
+    assert first.num_rows == len(ids) + 19
+    assert trace.rows("token", 0, first.num_rows).tolist() == ids + expected[:-1]
+    done = sum(request.num_rows == first.num_rows for request in others)
+    assert len(others) - 1 <= done <= len(others)
+    if stop == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        assert f"{out}: kept what was recorded, ".encode() in messages
+        assert messages.endswith(b"expertly: interrupted\n") and b"Traceback" not in messages
+
+
+def test_progress_is_for_terminals(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Requests done, out of how many."""
+    assert record(model, prompts, tmp_path / "quiet") == 0
+    assert capsys.readouterr().err == ""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "100") == 0
+    shown = terminal.getvalue()
+    assert "recording:   0%" in shown and " 0/3 " in shown and " 2/3 " in shown and " requests" in shown
