@@ -57,7 +57,7 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
     shape = Geometry(tuple(LayerGeometry(EXPERTS, TOP_K, 64, 64, 3, 2) for _ in range(LAYERS)), SEGMENTS)
     parts = SYSTEMS[system]
     budget = split_budget(shape, int(shape.nbytes * share))
-    control = Controller(shape, budget, parts.make_policy(), scope=parts.scope)
+    control = parts.controller(shape, budget)
     hit_us, miss_us, misses = [], [], []
     ones, decode = [1] * TOP_K, [True] * TOP_K
     for number, layers in enumerate(tokens):

@@ -16,24 +16,25 @@ MAX_LINES = 400
 
 # What each part of the package may import of the others.
 CONTROL = {"core", "policies", "control"}
-BELOW_SIM = {*CONTROL, "systems", "trace"}
+BELOW_SIM = {*CONTROL, "decisions", "systems", "trace"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "data": {"core"},
     "policies": {"core"},
     "control": {"core", "policies"},
-    "systems": {"core", "policies"},
+    "systems": {"core", "policies", "control"},
+    "decisions": {"core", "control", "systems"},
     "trace": {"core"},
     "sim": BELOW_SIM,
     "store": {"core", "data"},
     "models": {"core", "data", "store"},
-    "engine": {*CONTROL, "data", "models", "store", "systems"},
+    "engine": {*CONTROL, "decisions", "data", "models", "store", "systems", "trace"},
     "serve": {*CONTROL, "data", "engine", "models", "store", "systems", "trace"},
     "cli": {*BELOW_SIM, "data", "engine", "models", "serve", "sim", "store", "__init__"},
     "__main__": {"cli"},
     "__init__": {"engine"},
 }
-PURE = {"core", "data", "policies", "control", "systems", "trace", "sim"}
+PURE = {"core", "data", "policies", "control", "systems", "decisions", "trace", "sim"}
 """Importable, and all of it usable, without torch."""
 
 

@@ -20,9 +20,8 @@ def controller(
     shape: Geometry, share: float, system: str = "lru", ring: int | None = None, order: str = "resident"
 ) -> Controller:
     """A controller whose whole budget is `share` of the experts."""
-    parts = get_system(system)
     budget = split_budget(shape, int(shape.nbytes * share), ring)
-    return Controller(shape, budget, parts.make_policy(), scope=parts.scope, order=order)
+    return get_system(system).controller(shape, budget, order=order)
 
 
 @dataclass

@@ -9,10 +9,10 @@ import pytest
 from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.systems import SYSTEMS
+from expertly.systems import SYSTEMS, runnable_systems
 from tests.control.drive import controller, geometry, kept, run_layer
 
-DEMAND_SYSTEMS = [name for name, system in SYSTEMS.items() if not system.keeps_everything]
+DEMAND_SYSTEMS = [name for name in runnable_systems() if not SYSTEMS[name].keeps_everything]
 
 
 def fail_after(control: Controller, router: RouterRan, num_events: int, dice: random.Random) -> bool:

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from expertly.core.messages import RouterRan, Step
-from expertly.systems import SYSTEMS
+from expertly.systems import SYSTEMS, runnable_systems
 from tests.control.drive import controller, geometry, kept, run_layer
 
-DEMAND_SYSTEMS = [name for name, system in SYSTEMS.items() if not system.keeps_everything]
+DEMAND_SYSTEMS = [name for name in runnable_systems() if not SYSTEMS[name].keeps_everything]
 
 
 def test_a_demand_story_of_one_layer() -> None:

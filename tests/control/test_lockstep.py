@@ -39,7 +39,7 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Controller:
         for i, layer in enumerate(layers):
             shares[layer] = slots // len(layers) + (i < slots % len(layers))
     parts = get_system(system)
-    return Controller(shape, replace(budget, layer_shares=tuple(shares)), parts.make_policy(), scope=parts.scope)
+    return parts.controller(shape, replace(budget, layer_shares=tuple(shares)))
 
 
 @pytest.mark.parametrize("system", ["lru", "lfu", "lcp", "on-demand"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, choose_budget, kv_cache_nbytes, parse_memory
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, choose_budget, kv_cache_nbytes
 
 GIB = 1 << 30
 

@@ -12,11 +12,12 @@ from expertly.policies.eviction.lfu import LFU
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
+from tests.policies.futures import KNOWN
 
 
 @pytest.fixture(params=EVICTIONS)
 def make(request: pytest.FixtureRequest):
-    return EVICTIONS[request.param]
+    return lambda capacity: EVICTIONS[request.param](capacity, KNOWN)
 
 
 def admit(policy: EvictionPolicy, experts: list[int]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertly.cli import doctor_hardware
 from expertly.cli.output import add_json_flag, format_nbytes, message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.profile import DiskProfile, MachineProfile
@@ -23,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="measure this machine", description=__doc__)
     parser.add_argument("--dir", type=Path, metavar="DIR", help="measure the disk here (default: the cache folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {PROFILE_NAME} in the cache folder")
+    doctor_hardware.add_arguments(parser.add_argument)
     add_json_flag(parser)
 
 
@@ -31,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.store.cache import cache_folder
 
     start = time.monotonic()
+    doctor_hardware.check_arguments(args)
     folder: Path = args.dir or cache_folder()
     out: Path = args.out or cache_folder() / PROFILE_NAME
     if args.dir is not None and not args.dir.is_dir():
@@ -43,15 +46,22 @@ def run(args: argparse.Namespace) -> int:
             profile.write(out)
         except ExpertlyError as error:
             problems.append(Problem("error", "profile", str(error)))
+        hardware: dict[str, Any] = {}
+        if args.hardware_out is not None:
+            made, about = doctor_hardware.measure_hardware(profile, args)
+            made.write(Path(args.hardware_out), about)
+            hardware = {"hardware": made.as_dict(), "hardware_path": args.hardware_out}
         seconds = time.monotonic() - start
         is_broken = any(problem.level == "error" for problem in problems)
         if args.json:
             facts = {**profile.as_dict(), "problems": [asdict(problem) for problem in problems]}
-            print_json({**facts, "profile_path": str(out), "seconds": seconds}, stdout)
+            print_json({**facts, "profile_path": str(out), **hardware, "seconds": seconds}, stdout)
         else:
             stdout.write(report(profile, problems) + "\n")
             if out.exists():
                 message(f"profile written to {out} after {seconds:.0f} s")
+            if hardware:
+                message(f"hardware file written to {args.hardware_out}")
     return 2 if is_broken else 0
 
 

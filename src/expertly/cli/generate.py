@@ -21,7 +21,7 @@ from expertly.cli.output import (
     table,
 )
 from expertly.core.errors import ConfigError
-from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
+from expertly.systems import DEFAULT_SYSTEM, runnable_systems
 
 if TYPE_CHECKING:
     from expertly.engine.streaming import TextStreamer
@@ -34,7 +34,12 @@ def add_parser(subparsers: Any) -> None:
     add("--prompt", required=True, metavar="TEXT", help='what to continue; "-" reads it from stdin')
     add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
     add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
-    add("--system", default=DEFAULT_SYSTEM, metavar="NAME", help=f"{', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM})")
+    add(
+        "--system",
+        default=DEFAULT_SYSTEM,
+        metavar="NAME",
+        help=f"{', '.join(runnable_systems())} (default: {DEFAULT_SYSTEM})",
+    )
     add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 
+from expertly.control.admission import keep_best
 from expertly.control.budget import Budget
-from expertly.control.cache import KeptCache
-from expertly.control.counters import LayerCounters
-from expertly.control.residency import Residency, bits
+from expertly.control.counters import LayerCounters, PhaseCounters
+from expertly.control.keeper import Keeper, lowest_bits, mask_of
+from expertly.control.speculation import Speculation
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece, RouterRan, Step
+from expertly.core.messages import Piece, Prediction, RouterRan, Step
 from expertly.policies.eviction import EvictionPolicy
-
-_NOTHING_REFUSED = 1 << 62
 
 
 class Controller:
@@ -22,6 +22,11 @@ class Controller:
     A layer goes `begin_layer` -> (`loaded` -> `computed`)* -> `end_layer`. A driver computes what is ready in any
     order, says `loaded` for each piece that has arrived and `computed` for each such piece once its bytes are no
     longer needed; `computed` frees the ring and may return the next loads. `abandon` ends a layer that failed.
+    `predict` may come at any time; `load_ahead` then says what to load behind every demand. control.loop drives it.
+
+    `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what was kept and what is needed,
+    what the policy (a ScoredPolicy) values most, and passes the rest through the ring. `ahead`: where what is loaded
+    ahead goes: "cache" evicts for it, "ring" takes free places and evicts nothing. `window`: segments in flight ahead.
     """
 
     def __init__(
@@ -32,36 +37,43 @@ class Controller:
         *,
         scope: str = "layer",
         order: str = "resident",
+        admission: str = "always",
+        ahead: str = "cache",
+        window: int | None = None,
     ) -> None:
         self.geometry = geometry
         self.budget = budget
-        self.residency = Residency(geometry, budget.pool_slots())
         self.counters = [LayerCounters() for _ in geometry.layers]
+        self.keeper = Keeper(geometry, budget, make_policy, scope, self.counters)
+        self.residency, self.caches = self.keeper.residency, self.keeper.caches
         self._by_id = order == "id"
-        num_segments = geometry.segments_per_expert
-        if scope == "layer":
-            self.caches = [KeptCache(share, make_policy(share // num_segments)) for share in budget.layer_shares]
-        else:
-            shared = [KeptCache(slots, make_policy(slots // num_segments)) for slots in budget.kept_slots]
-            self.caches = [shared[c] for c in geometry.size_classes]
-        self._prefill_room = list(budget.layer_shares)  # of each layer, what its share lacks: negative above it
+        self._keeps_best = admission == "best"
+        self._ahead_evicts = ahead == "cache"
+        if window is None:  # what one token's experts of a layer take
+            window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
+        self.speculation = Speculation(geometry, window)
         self._router: RouterRan | None = None
+        self._needed: Container[int] = frozenset()  # by the running layer, where anything is predicted
         self._deferred: deque[tuple[int, int]] = deque()  # (position, mask) waiting for ring slots
         self._sequence: deque[int] = deque()  # positions not begun, when experts go one at a time
-        self._in_flight: dict[Piece, None] = {}
+        self._in_flight: dict[Piece, None] = {}  # what the running layer waits for
         self._open = 0  # pieces said and not yet computed
-        self._passing = 0  # segments in slots that are not kept: in the ring
-        self._refused = _NOTHING_REFUSED  # segments that could not be evicted for this layer: so many cannot be now
 
     # -- observations ------------------------------------------------------------------------------------------
 
-    def begin_layer(self, router: RouterRan) -> Step:
-        """The router has spoken: count hits, admit and evict, and say what to compute and to load."""
+    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
+        """The router has spoken: count hits, admit and evict, and say what to compute and to load.
+
+        `withdrawn`: pieces of this layer that were to be loaded ahead and have not been begun; they will not come.
+        """
         assert self._router is None, "the layer before has not ended"
         self._router = router
         layer = router.layer
         residency = self.residency
         first = self.geometry.first_expert_id(layer)
+        self.keeper.begin(True in router.is_decode)
+        if self.speculation.is_used:
+            self._settle(router, withdrawn)
         resident, whole, full = residency.resident, residency.whole, residency.full
         step = Step()
         ready = step.ready
@@ -81,34 +93,38 @@ class Controller:
         here = [resident[first + router.experts[i]].bit_count() for i in missing]
         nbytes = self.geometry.layers[layer].expert_nbytes
         self.counters[layer].count_demand(router, missing, here, nbytes, self.geometry.segments_per_expert)
-        if self._by_id:
+        if self._by_id and router.experts:
             self._sequence.extend(sorted(range(len(router.experts)), key=router.experts.__getitem__))
             return self._next_in_sequence()
-        if missing:
-            self._demand(router, missing, protected={first + e for e in router.experts}, step=step)
-        self._open = len(ready) + len(step.loads)
+        if self._keeps_best:
+            self._demand_best(router, missing, step)
+        elif missing or self.keeper.passing[self.geometry.size_classes[layer]]:
+            self._demand(router, missing, step)
+        self._open = len(ready) + len(step.loads) + len(step.joined)
         return step
 
-    def loaded(self, piece: Piece) -> None:
-        """A piece that a step asked for has arrived."""
-        del self._in_flight[piece]
+    def loaded(self, piece: Piece) -> bool:
+        """A piece has arrived. True where the running layer waits for it, False where it was loaded ahead."""
         self.residency.arrived(piece)
+        if piece in self._in_flight:
+            del self._in_flight[piece]
+            return True
+        eid = self.geometry.first_expert_id(piece.layer) + piece.expert
+        self.speculation.ended(eid, piece)
+        if eid not in self.speculation.waiting and eid not in self._needed:  # its layer has run without it
+            self.keeper.free_passing(piece.layer, eid, mask_of(piece))
+        return False
 
     def computed(self, piece: Piece) -> Step | None:
         """The bytes of this piece have been used: the ring gets them back. What can be done next, if anything."""
         self._open -= 1
-        if self._passing:
-            residency = self.residency
-            eid = self.geometry.first_expert_id(piece.layer) + piece.expert
-            mask = ((1 << piece.num_segments) - 1) << piece.segment
-            mask &= ~self.caches[piece.layer].kept.get(eid, 0)
-            if mask:
-                self._passing -= mask.bit_count()
-                residency.release(piece.layer, piece.expert, mask)
+        layer = piece.layer
+        if self.keeper.passing[self.geometry.size_classes[layer]]:
+            self.keeper.free_passing(layer, self.geometry.first_expert_id(layer) + piece.expert, mask_of(piece))
         step = None
         if self._deferred:
             step = Step()
-            self._load_deferred(piece.layer, step)
+            self._load_deferred(layer, step)
             self._open += len(step.loads)
         elif self._sequence and not self._open:
             step = self._next_in_sequence()
@@ -119,138 +135,149 @@ class Controller:
         router = self._router
         assert router is not None and not self._open and not self._deferred and not self._sequence
         self._router = None
+        self._needed = frozenset()
         layer = router.layer
         first = self.geometry.first_expert_id(layer)
         self.caches[layer].policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
 
+    def predict(self, prediction: Prediction) -> None:
+        """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
+        self.speculation.predict(prediction, self.geometry.layers[prediction.layer].top_k if self._ahead_evicts else 0)
+
+    def load_ahead(self) -> list[Piece]:
+        """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""
+        pieces: list[Piece] = []
+        speculation = self.speculation
+        if self._deferred or self._sequence or speculation.next() is None:
+            return pieces  # demands wait for slots, or there is nothing to do
+        protected = self._protected() if self._ahead_evicts else None
+        while (room := speculation.window - speculation.num_in_flight) > 0 and (eid := speculation.next()) is not None:
+            layer = self.geometry.layer_of_expert(eid)
+            mask = self.keeper.absent(eid)
+            count = mask.bit_count()
+            if count > room and speculation.num_in_flight:
+                break
+            has_room = self.keeper.has_room_ahead(layer, eid, mask, protected) if mask else True
+            if not has_room and not self._ahead_evicts:
+                break  # until a place is free
+            speculation.taken()
+            if not mask:
+                speculation.stays(layer, eid)
+            elif has_room:
+                ahead = [
+                    Piece(layer, piece.expert, piece.segment + i, 1, piece.slot + i)
+                    for piece in self.keeper.allocate(layer, eid, mask)
+                    for i in range(piece.num_segments)
+                ]
+                speculation.submitted(eid, ahead, self.keeper.is_decoding)
+                self._phase(layer, self.keeper.is_decoding).count_ahead(count, self.geometry.segment_nbytes(layer))
+                pieces += ahead
+            if protected is not None:
+                protected.add(eid)
+        return pieces
+
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
-        for piece in self._in_flight:
-            self._drop(piece.layer, piece.expert, ((1 << piece.num_segments) - 1) << piece.segment)
+        speculation = self.speculation
+        for piece in [*self._in_flight, *(piece for pieces in speculation.in_flight.values() for piece in pieces)]:
+            self.keeper.forget(piece)
+        left = list(speculation.waiting)
+        speculation.clear()
         self._in_flight.clear()
         self._deferred.clear()
         self._sequence.clear()
-        self._open = self._passing = 0
+        self._open = 0
+        self._needed = frozenset()
         router, self._router = self._router, None
-        if router is None:
-            return
-        first = self.geometry.first_expert_id(router.layer)
-        kept = self.caches[router.layer].kept
-        for expert in router.experts:
-            passing = self.residency.resident[first + expert] & ~kept.get(first + expert, 0)
-            if passing:
-                self.residency.release(router.layer, expert, passing)
+        if router is not None:
+            first = self.geometry.first_expert_id(router.layer)
+            left += [first + expert for expert in router.experts]
+        for eid in left:
+            self.keeper.free_passing(self.geometry.layer_of_expert(eid), eid, self.residency.full)
 
     def preload(self, layer: int, expert: int) -> list[Piece]:
         """Keep a whole expert before anything ran; the pieces to load. For systems that keep everything."""
         eid = self.geometry.expert_id(layer, expert)
-        self.caches[layer].keep(eid, self.residency.full)
-        self._prefill_room[layer] -= self.geometry.segments_per_expert
-        pieces = self.residency.allocate(layer, expert, self.residency.full)
+        self.keeper.keep(layer, eid, self.residency.full)
+        pieces = self.keeper.allocate(layer, eid, self.residency.full)
         self._in_flight.update(dict.fromkeys(pieces))
         return pieces
 
     def check(self) -> None:
-        """Between layers: slots, masks and budgets agree, nothing is loading, only what is kept is resident."""
-        residency, geometry = self.residency, self.geometry
-        residency.check()
-        kept: dict[int, int] = {}
-        for cache in {id(c): c for c in self.caches}.values():
-            assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
-            kept.update(cache.kept)
-        for layer, share in enumerate(self.budget.layer_shares):
-            ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
-            here = sum(kept.get(eid, 0).bit_count() for eid in ids)
-            assert self._prefill_room[layer] == share - here, "what prefill may fill is what the share lacks"
+        """Between layers: slots, masks and budgets agree, and only what is kept or loaded ahead has slots."""
+        self.keeper.check()
         if self._router is not None:
             return
-        assert not (self._in_flight or self._deferred or self._sequence or self._open or self._passing)
-        assert not any(residency.loading)
-        assert [kept.get(eid, 0) for eid in range(geometry.num_experts)] == residency.resident
-        for pool, ring in zip(residency.pools, self.budget.ring_slots, strict=True):
-            assert pool.num_free >= ring, "the ring is free between layers"
+        assert not (self._in_flight or self._deferred or self._sequence or self._open)
+        residency, speculation = self.residency, self.speculation
+        coming = [piece for pieces in speculation.in_flight.values() for piece in pieces]
+        assert speculation.num_in_flight == sum(piece.num_segments for piece in coming)
+        assert speculation.num_in_flight == sum(mask.bit_count() for mask in residency.loading)
+        for eid in range(self.geometry.num_experts):
+            if self.keeper.unkept(self.geometry.layer_of_expert(eid), eid):
+                assert eid in speculation.waiting or eid in speculation.in_flight
+        for pool, ring, num in zip(residency.pools, self.budget.ring_slots, self.keeper.passing, strict=True):
+            assert pool.num_free >= ring - num, "the ring is free between layers, but for what is loaded ahead"
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
-    def _demand(self, router: RouterRan, missing: list[int], protected: set[int], step: Step) -> None:
+    def _demand(self, router: RouterRan, missing: list[int], step: Step) -> None:
         """Admit what is missing, free its slots, and load: first what is kept, then as much as the ring takes."""
         layer = router.layer
-        residency, first = self.residency, self.geometry.first_expert_id(layer)
+        keeper, first = self.keeper, self.geometry.first_expert_id(layer)
         is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
+        protected = self._protected()
+        is_used = self.speculation.is_used
+        lacking: Callable[[int], int] = keeper.absent  # the same as what is not kept, where nothing is loaded ahead
+        if is_used:
+            lacking = partial(keeper.not_kept, layer)
+            self._join([first + experts[i] for i in missing], step)
+            missing = [i for i, expert in enumerate(experts) if lacking(first + expert)]
         # Decode in router order, then prefill and pads by falling number of tokens, ties on the lowest id.
         evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
         filling = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
         filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
-        full, resident = residency.full, residency.resident
-        self._refused = _NOTHING_REFUSED
         if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
-            self._make_room(layer, sum((full & ~resident[first + experts[i]]).bit_count() for i in evicting), protected)
+            keeper.make_room(layer, sum(lacking(first + experts[i]).bit_count() for i in evicting), protected)
         admitted: list[tuple[int, int]] = []
         for may_evict, positions in ((True, evicting), (False, filling)):
             for position in positions:
                 eid = first + experts[position]
-                mask = full & ~resident[eid]
-                kept = self._admit(layer, eid, mask, protected if may_evict else None)
+                mask = lacking(eid)
+                absent = mask & keeper.absent(eid) if is_used else mask
+                kept = keeper.admit(layer, eid, mask, protected if may_evict else None) & absent
                 if kept:
                     admitted.append((position, kept))
-                if kept != mask:
-                    self._deferred.append((position, mask & ~kept))
+                if kept != absent:
+                    self._deferred.append((position, absent & ~kept))
         for position, mask in admitted:
             self._load(layer, position, mask, step)
         if self._deferred:
             self._load_deferred(layer, step)
 
-    def _admit(self, layer: int, eid: int, mask: int, protected: set[int] | None) -> int:
-        """The part of `mask` that is kept from now on. Decode evicts what is not `protected`; prefill (None) only fills
-        what is empty of the layer's share.
-        """
-        cache = self.caches[layer]
-        count = mask.bit_count()
-        if protected is None:
-            room = max(0, min(cache.room, self._prefill_room[layer]))
-        else:
-            room = self._make_room(layer, count, protected)
-        if room < count:
-            mask = _lowest_bits(mask, room)
-        if mask:
-            cache.keep(eid, mask)
-            self._prefill_room[layer] -= mask.bit_count()
-        return mask
-
-    def _make_room(self, layer: int, count: int, protected: set[int]) -> int:
-        """Evict so that `count` segments fit, or nothing where that cannot be; the room there is."""
-        cache = self.caches[layer]
-        missing = count - cache.room
-        if 0 < missing < self._refused:
-            victims = cache.evict(missing, protected)
-            if victims is None:
-                self._refused = missing
-                return cache.room
-            for victim, gone in victims:
-                self._evicted(victim, gone)
-        return cache.room
-
-    def _evicted(self, eid: int, mask: int) -> None:
-        """Counted where it lay, in the phase of the layer that needed the room."""
-        geometry, router = self.geometry, self._router
-        assert router is not None
-        layer = geometry.layer_of_expert(eid)
-        self.residency.release(layer, eid - geometry.first_expert_id(layer), mask)
-        num_segments = mask.bit_count()
-        self._prefill_room[layer] += num_segments
-        counters = self.counters[layer]
-        phase = counters.decode if True in router.is_decode else counters.prefill
-        phase.evicted_nbytes += num_segments * geometry.segment_nbytes(layer)
+    def _demand_best(self, router: RouterRan, missing: list[int], step: Step) -> None:
+        """The same with the admission `best`."""
+        layer, first = router.layer, self.geometry.first_expert_id(router.layer)
+        if missing and self.speculation.is_used:
+            self._join([first + router.experts[i] for i in missing], step)
+        kept = keep_best(self.keeper, layer, [first + expert for expert in router.experts], self._guessed())
+        for position in missing:
+            eid = first + router.experts[position]
+            absent = self.keeper.absent(eid)
+            if absent & kept[eid]:
+                self._load(layer, position, absent & kept[eid], step)
+            if absent & ~kept[eid]:
+                self._deferred.append((position, absent & ~kept[eid]))
+        if self._deferred:
+            self._load_deferred(layer, step)
 
     def _load(self, layer: int, position: int, mask: int, step: Step) -> None:
         router = self._router
         assert router is not None
-        expert = router.experts[position]
-        self._passing += (mask & ~self.caches[layer].kept.get(self.geometry.expert_id(layer, expert), 0)).bit_count()
         counters = self.counters[layer]
         phase = counters.decode if router.is_decode[position] else counters.prefill
         phase.loaded_nbytes += mask.bit_count() * self.geometry.segment_nbytes(layer)
-        for piece in self.residency.allocate(layer, expert, mask):
+        for piece in self.keeper.allocate(layer, self.geometry.expert_id(layer, router.experts[position]), mask):
             self._in_flight[piece] = None
             step.loads.append(piece)
 
@@ -267,7 +294,7 @@ class Controller:
             elif ring >= count:
                 return
             else:
-                now = _lowest_bits(mask, pool.num_free)
+                now = lowest_bits(mask, pool.num_free)
                 deferred[0] = (position, mask & ~now)
                 mask = now
             self._load(layer, position, mask, step)
@@ -283,27 +310,66 @@ class Controller:
         resident = self.residency.resident[eid]
         if resident:
             step.ready.extend(self.residency.pieces(layer, expert, resident))
-        mask = self.residency.full & ~resident
+        self._join([eid], step)
+        mask = self.keeper.not_kept(layer, eid)
         if mask:
-            self._refused = _NOTHING_REFUSED
-            kept = self._admit(layer, eid, mask, {eid})
+            self.keeper.begin(self.keeper.is_decoding)
+            absent = self.keeper.absent(eid)
+            kept = self.keeper.admit(layer, eid, mask, {eid, *self._guessed()}) & absent
             if kept:
                 self._load(layer, position, kept, step)
-            if kept != mask:
-                self._deferred.append((position, mask & ~kept))
+            if kept != absent:
+                self._deferred.append((position, absent & ~kept))
                 self._load_deferred(layer, step)
-        self._open = len(step.ready) + len(step.loads)
+        self._open = len(step.ready) + len(step.loads) + len(step.joined)
         return step
 
-    def _drop(self, layer: int, expert: int, mask: int) -> None:
-        eid = self.geometry.first_expert_id(layer) + expert
-        kept = self.caches[layer].kept.get(eid, 0) & mask
-        if kept:
-            self.caches[layer].drop(eid, kept)
-            self._prefill_room[layer] += kept.bit_count()
-        self.residency.release(layer, expert, mask)
+    # -- what is loaded ahead ----------------------------------------------------------------------------------
 
+    def _settle(self, router: RouterRan, withdrawn: Sequence[Piece]) -> None:
+        """The layer's router has spoken: count what was predicted of it, and take back what was not begun."""
+        layer, first, speculation = router.layer, self.geometry.first_expert_id(router.layer), self.speculation
+        for piece in withdrawn:
+            assert piece.layer == layer, "only what was to be loaded ahead for this layer is withdrawn"
+            phase = self._phase(layer, speculation.withdrawn(first + piece.expert, piece))
+            phase.count_ahead(-piece.num_segments, self.geometry.segment_nbytes(layer))
+            self.keeper.forget(piece)
+        experts = [e for e, num in zip(router.experts, router.num_tokens, strict=True) if num]
+        is_resident = [mask == self.residency.full for mask in self._of_layer(self.residency.resident, layer)]
+        self._needed = frozenset([first + expert for expert in router.experts])
+        for eid in speculation.settle(layer, experts, is_resident, self._phase(layer, self.keeper.is_decoding)):
+            if eid not in self._needed:  # what still comes is freed when it has
+                self.keeper.free_passing(layer, eid, self.residency.resident[eid])
 
-def _lowest_bits(mask: int, count: int) -> int:
-    """The lowest `count` ones of `mask`: an expert's top segments first."""
-    return sum(1 << segment for segment in bits(mask)[: max(0, count)])
+    def _join(self, eids: list[int], step: Step) -> None:
+        """Wait for what is in flight of the missing experts of the running layer."""
+        for eid in eids:
+            for piece in self.speculation.join(eid):
+                self._in_flight[piece] = None
+                step.joined.append(piece)
+
+    def _protected(self) -> set[int]:
+        """What must not be evicted: what the running layer needs, and what guesses keep."""
+        protected = self._guessed()
+        if self._router is not None:
+            first = self.geometry.first_expert_id(self._router.layer)
+            protected.update([first + expert for expert in self._router.experts])
+        return protected
+
+    def _guessed(self) -> set[int]:
+        """What is loaded ahead, came and was not used yet, or is here and predicted to be needed."""
+        speculation = self.speculation
+        if not speculation.is_used:
+            return set()
+        guessed = {*speculation.waiting, *speculation.in_flight}
+        for experts in speculation.likely.values():
+            guessed.update(experts)
+        return guessed
+
+    def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
+        counters = self.counters[layer]
+        return counters.decode if is_decoding else counters.prefill
+
+    def _of_layer(self, masks: list[int], layer: int) -> list[int]:
+        first = self.geometry.first_expert_id(layer)
+        return masks[first : first + self.geometry.layers[layer].num_experts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from expertly.core.messages import Phase, RouterRan
 
@@ -18,25 +18,54 @@ class PhaseCounters:
     hit_nbytes: int = 0
     loaded_nbytes: int = 0
     evicted_nbytes: int = 0
+    prefetched_nbytes: int = 0  # of what was loaded, that nobody waited for when it was asked for
+    predicted: int = 0  # experts that predictions named, over all distances
+    predicted_needed: int = 0
+    predicted_resident: int = 0  # when the router spoke
+    prefetched: int = 0  # experts of which something was loaded ahead
+    prefetched_needed: int = 0
+    prefetched_in_time: int = 0  # wholly resident when the router spoke
+    by_distance: dict[int, tuple[int, int]] = field(default_factory=dict)  # distance -> (predicted, needed of them)
     stall_ns: int = 0
     expert_ns: int = 0  # the whole experts function, stalls included
 
     def add(self, other: PhaseCounters) -> None:
         for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if name != "by_distance":
+                setattr(self, name, getattr(self, name) + value)
+        for distance, (predicted, needed) in other.by_distance.items():
+            before = self.by_distance.get(distance, (0, 0))
+            self.by_distance[distance] = (before[0] + predicted, before[1] + needed)
+
+    def count_ahead(self, num_segments: int, segment_nbytes: int) -> None:
+        """So many segments are loaded ahead; fewer than 0: were taken back."""
+        self.loaded_nbytes += num_segments * segment_nbytes
+        self.prefetched_nbytes += num_segments * segment_nbytes
 
     @property
     def demands(self) -> int:
         return self.hits + self.partial_hits + self.misses
 
     def rates(self) -> dict[str, float | None]:
-        """Shares of the demands; None where nothing was demanded."""
-        total, nbytes = self.demands, self.demanded_nbytes
+        """Shares (docs/conventions.md); None where there is nothing to have a share of."""
+        would_miss = self.prefetched_in_time + self.partial_hits + self.misses
+        accuracy = _share(self.predicted_needed, self.predicted)
+        fetched = _share(self.predicted_resident, self.predicted)
         return {
-            "hit_rate": self.hits / total if total else None,
-            "partial_hit_rate": self.partial_hits / total if total else None,
-            "byte_hit_rate": self.hit_nbytes / nbytes if nbytes else None,
+            "hit_rate": _share(self.hits, self.demands),
+            "partial_hit_rate": _share(self.partial_hits, self.demands),
+            "byte_hit_rate": _share(self.hit_nbytes, self.demanded_nbytes),
+            "prediction_accuracy": accuracy,
+            "fetch_rate": fetched,
+            "goodpred": accuracy * fetched if accuracy is not None and fetched is not None else None,
+            "coverage": _share(self.prefetched_in_time, would_miss) if self.prefetched else None,
+            "accuracy": _share(self.prefetched_needed, self.prefetched),
+            "timeliness": _share(self.prefetched_in_time, self.prefetched_needed),
         }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 class LayerCounters:

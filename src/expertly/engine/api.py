@@ -5,22 +5,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from expertly.control.budget import Budget, split_budget
 from expertly.control.controller import Controller
+from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
+from expertly.decisions import DecisionsFile, header_of
 from expertly.engine.backends import available_nbytes, make_backend
 from expertly.engine.engine import Engine
-from expertly.engine.memory import choose_budget, kv_cache_nbytes, parse_memory
+from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.memory import choose_budget, kv_cache_nbytes
 from expertly.engine.stats import Stats
 from expertly.models.loading import experts_modules, load_dense, load_tokenizer
 from expertly.models.packing import pack_cached
 from expertly.store.packed import PackedStore
-from expertly.systems import DEFAULT_SYSTEM, System, get_system
+from expertly.systems import DEFAULT_SYSTEM, System, get_system, runnable_systems
 
 DEFAULT_CONTEXT = 4096
 """Tokens of KV cache that `memory="auto"` leaves room for."""
@@ -52,6 +56,7 @@ def load(
     order: str = "resident",
     context: int | None = None,
     host_memory: str | int = "auto",
+    decisions: str | Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
     """An ordinary transformers model whose experts live in `memory`, and its tokenizer (None where it has none).
@@ -60,20 +65,33 @@ def load(
     share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and
     the KV cache of `context` tokens. `segments`: P, the parts an expert is cut into. `ring`: slots of it through
     which a layer streams what it does not keep (default: one token's experts). `order`: "resident" computes what is
-    here first, "id" one expert at a time. `host_memory`: pinned RAM for experts behind an accelerator.
+    here first, "id" one expert at a time. `host_memory`: pinned RAM for experts behind an accelerator. `decisions`: a
+    file that takes every observation and decision of the control plane, for `expertly trace replay`.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
     parts = get_system(system)
+    if "future" in parts.needs:
+        accepted = ", ".join(runnable_systems())
+        raise ConfigError(
+            f"system={system!r}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
+        )
     if order not in ("resident", "id"):
         raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
     target = _device(device)
+    keep_off_trapped_instructions()
     store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
     geometry = store.geometry(segments)
     budget, reason = _budget(store, geometry, parts, memory, ring, target, context)
-    controller = Controller(geometry, budget, parts.make_policy(), scope=parts.scope, order=order)
     torch_dtype = getattr(torch, store.manifest.dtype)
+    controller, journal = _controller(parts, geometry, budget, order, decisions)
     backend = make_backend(target, store, geometry, budget.pool_slots(), torch_dtype, host_memory)
     engine = Engine(controller, backend)
+
+    def close() -> None:
+        engine.close()
+        if journal is not None:
+            journal.close()
+
     try:
         loaded = load_dense(store.folder, store.manifest, torch_dtype, target, engine)
         engine.bind(experts_modules(loaded))
@@ -81,9 +99,9 @@ def load(
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
     except BaseException:
-        engine.close()
+        close()
         raise
-    finalizer = weakref.finalize(loaded, engine.close)
+    finalizer = weakref.finalize(loaded, close)
     loaded._expertly_handle = Handle(store, engine, Stats(engine, parts.name, reason), finalizer)
     return loaded, tokenizer
 
@@ -104,6 +122,18 @@ def handle(model: Any) -> Handle:
     if not isinstance(found, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
     return found
+
+
+def _controller(
+    system: System, geometry: Geometry, budget: Budget, order: str, decisions: str | Path | None
+) -> tuple[Controller, DecisionsFile | None]:
+    """The system's control plane; with `decisions`, one that writes them to the file."""
+    if decisions is None:
+        return system.controller(geometry, budget, order=order), None
+    controller = system.journaled_controller(geometry, budget, order=order)
+    file = DecisionsFile(Path(decisions))
+    controller.start_journal(header_of(system, geometry, budget, order), file.write)
+    return controller, file
 
 
 def _device(device: str | None) -> torch.device:

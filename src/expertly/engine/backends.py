@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, parse_memory
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.store.packed import PackedStore
 
 

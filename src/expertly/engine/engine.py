@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from expertly.control.controller import Controller
+from expertly.control.loop import run_layer
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import Phase, Piece
 from expertly.engine.backend import Backend
 from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.engine.observer import Observer
 from expertly.engine.routing import Dispatch, dispatch
 
 _COMBINE_NBYTES = 16 << 20
@@ -27,6 +28,7 @@ class Engine:
     def __init__(self, controller: Controller, backend: Backend) -> None:
         self.controller = controller
         self.backend = backend
+        self.observer: Observer | None = None
         self.num_prefill_iterations = 0
         self.num_decode_iterations = 0
         self.num_prefill_tokens = 0
@@ -59,15 +61,24 @@ class Engine:
 
     # -- Runtime -----------------------------------------------------------------------------------------------
 
+    @property
+    def wants_token_ids(self) -> bool:
+        """Only who watches needs them."""
+        return self.observer is not None
+
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins."""
         self._check_open()
         self.backend.begin()
         self._info = info
+        if self.observer is not None:
+            self.observer.begin_iteration(info)
 
     def end_iteration(self, ok: bool) -> None:
         """It ended; `ok` is False when it raised."""
         info, self._info = self._info, None
+        if self.observer is not None:
+            self.observer.end_iteration(ok)
         if info is None or not ok:
             return
         is_real = None if info.is_pad is None else ~info.is_pad
@@ -96,6 +107,8 @@ class Engine:
         self._check_open()
         if hidden_states.requires_grad and torch.is_grad_enabled():
             raise ModelUseError("the experts' weights come and go: gradients cannot be computed; use torch.no_grad()")
+        if self.observer is not None:
+            self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         start = time.perf_counter_ns()
         compute = self._layers[layer]
         with torch.no_grad():
@@ -125,36 +138,16 @@ class Engine:
 
     def _run_layer(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Expert outputs [T * K, H] in the reference's row order, and the time waited for transfers."""
-        controller, backend = self.controller, self.backend
-        step = controller.begin_layer(work.router)
-        if step.loads:
-            backend.submit(step.loads)
+        backend = self.backend
         runner = _LayerRun(compute, work, hidden)
-        ready: deque[Piece] = deque(step.ready)
-        num_loading = len(step.loads)
-        stall_ns = 0
-        while ready or num_loading:
-            piece = backend.poll() if num_loading else None
-            has_arrived = piece is not None
-            if piece is None and ready:
-                piece = ready.popleft()
-            elif piece is None:
-                waited = time.perf_counter_ns()
-                piece = backend.wait()
-                stall_ns += time.perf_counter_ns() - waited
-                has_arrived = True
-            if has_arrived:
-                num_loading -= 1
-                controller.loaded(piece)
+
+        def use(piece: Piece) -> None:
             runner.compute(piece)
             backend.used(piece)
-            following = controller.computed(piece)
-            if following is not None:
-                ready.extend(following.ready)
-                num_loading += len(following.loads)
-                backend.submit(following.loads)
-        controller.end_layer()
-        return runner.outputs, stall_ns
+
+        transport = _TimedTransport(backend)
+        run_layer(self.controller, transport, work.router, use)
+        return runner.outputs, transport.stall_ns
 
     def _abandon(self, error: BaseException) -> None:
         """Undo the layer. An interrupt may have come in the middle of a decision: then nothing runs any more."""
@@ -174,6 +167,23 @@ class Engine:
             raise EngineClosedError("this model was interrupted half-way through a decision; call expertly.load again")
         if self._is_closed:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
+
+
+class _TimedTransport:
+    """The backend, with the time waited for it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.submit = backend.submit
+        self.poll = backend.poll
+        self._wait = backend.wait
+        self.stall_ns = 0
+
+    def wait(self) -> Piece:
+        """See Transport."""
+        start = time.perf_counter_ns()
+        piece = self._wait()
+        self.stall_ns += time.perf_counter_ns() - start
+        return piece
 
 
 class _LayerRun:

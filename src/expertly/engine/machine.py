@@ -17,6 +17,7 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.core.profile import CopyRate, DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
 from expertly.engine import measure
+from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.measure_cuda import measure_devices
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.transfer import NUM_READERS
@@ -53,6 +54,7 @@ def examine(
 ) -> tuple[MachineProfile, list[Problem]]:
     """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins."""
     tell = progress or (lambda what: None)
+    keep_off_trapped_instructions()
     problems = version_problems(_requirements(), _installed)
     available, total = available_host_nbytes(), _total_nbytes()
     if available < 2 * WORKING_NBYTES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from expertly.core.demand import demand_of_rows
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
 
@@ -45,32 +46,12 @@ def _single(info: IterationInfo | None) -> tuple[bool, int]:
 
 def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
     num_tokens, top_k = top_k_index.shape
-    flat = top_k_index.reshape(-1).cpu().numpy()
-    order = np.argsort(flat, kind="stable")
-    bounds = np.searchsorted(flat[order], np.arange(num_experts + 1))
-    here = np.flatnonzero(np.diff(bounds))
-    here = here[np.argsort(order[bounds[here]], kind="stable")]  # router order: by first row
     if info is None or len(info.is_prefill) != num_tokens:
         is_prefill = np.full(num_tokens, num_tokens > 1)
-        real = None
+        is_real = None
     else:
-        is_prefill, real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
-    counts = np.diff(bounds)
-    batch_tokens = num_tokens
-    if real is not None:
-        counts = np.bincount(flat[np.repeat(real, top_k)].clip(0, num_experts), minlength=num_experts + 1)
-        batch_tokens = int(real.sum())
-    experts: list[int] = here.tolist()
-    if is_prefill.all():
-        decode = [False] * len(experts)
-    elif not is_prefill.any():
-        decode = [True] * len(experts)
-    else:
-        chosen = np.zeros(num_experts + 1, dtype=bool)
-        decoding = ~is_prefill if real is None else ~is_prefill & real
-        chosen[flat[np.repeat(decoding, top_k)].clip(0, num_experts)] = True
-        decode = chosen[here].tolist()
-    order_on_device = torch.from_numpy(order).to(top_k_index.device)
-    rows = {e: order_on_device[bounds[e] : bounds[e + 1]] for e in experts}
-    router = RouterRan(layer, experts, counts[here].tolist(), decode, batch_tokens)
-    return Dispatch(router, top_k, int(bounds[-1] - bounds[0]) == len(flat), rows, None)
+        is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
+    router, grouped = demand_of_rows(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
+    order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
+    rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
+    return Dispatch(router, top_k, int(bounds[-1] - bounds[0]) == num_tokens * top_k, rows, None)

@@ -66,7 +66,7 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
     fields = {
         name.replace("_nbytes", "_bytes") if name.endswith("_nbytes") else name: value
         for name, value in asdict(counters).items()
-        if not name.endswith("_ns")
+        if not name.endswith("_ns") and name != "by_distance"
     }
     fields["bytes_loaded"] = fields.pop("loaded_bytes")
     fields |= {

@@ -31,7 +31,8 @@ class EvictionPolicy(Protocol):
 class ScoredPolicy(ABC):
     """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
 
-    A subclass calls `rescore` when the score of an expert has changed.
+    A subclass calls `rescore` when the score of an expert has changed. Scored policies serve the admission `best`
+    (control.admission): they are told what a layer needs before anything is decided, and value what is not kept, too.
     """
 
     def __init__(self) -> None:
@@ -43,17 +44,26 @@ class ScoredPolicy(ABC):
     def removed(self, expert: int) -> None:
         del self._kept[expert]
 
-    @abstractmethod
-    def score(self, expert: int) -> float:
-        """What keeping the expert is worth."""
-
     def rescore(self, expert: int) -> None:
         """Take the new score of the expert, kept or not."""
         if expert in self._kept:
             self._kept[expert] = self.score(expert)
 
+    def needed(self, experts: Sequence[int]) -> None:  # noqa: B027 - nothing to do for most
+        """A layer is about to run with these experts, kept or not."""
+
+    @abstractmethod
+    def score(self, expert: int) -> float:
+        """What keeping the expert is worth."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        heap = [(score, expert) for expert, score in self._kept.items() if expert not in protected]
+        return (expert for _, expert in self.scored_victims(protected))
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        """(score, expert) of the kept experts outside `protected`, by rising score, then id."""
+        heap = list(zip(self._kept.values(), self._kept, strict=True))
         heapify(heap)  # few are taken of the hundreds that a cache over all layers holds
         while heap:
-            yield heappop(heap)[1]
+            entry = heappop(heap)
+            if entry[1] not in protected:
+                yield entry

@@ -1,0 +1,47 @@
+"""The admission `best`: of what is kept and what a layer needs, keep what is worth most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import merge
+
+from expertly.control.keeper import Keeper, highest_bits
+from expertly.policies.eviction.base import ScoredPolicy
+
+
+def keep_best(keeper: Keeper, layer: int, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
+    """Decide what is kept from now on; of each needed expert the mask that is. The rest of it passes.
+
+    What was kept and is to pass stays in its slots until it is computed: no more of it than the ring has room for.
+    Nothing of `guessed` goes. Experts are dense ids.
+    """
+    cache, full = keeper.caches[layer], keeper.residency.full
+    policy, kept = cache.policy, cache.kept
+    assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
+    policy.needed(needed)
+    wanted = dict.fromkeys(needed, full)
+    excess = sum((full & ~kept.get(eid, 0)).bit_count() for eid in needed) - cache.room
+    if excess > 0:
+        others = policy.scored_victims({*needed, *guessed})
+        can_pass = keeper.ring_room(layer)
+        for _, eid in merge(others, sorted((policy.score(eid), eid) for eid in needed)):
+            if eid in wanted:
+                new = full & ~kept.get(eid, 0)
+                gone = highest_bits(new | highest_bits(full & ~new, can_pass), excess)
+                wanted[eid] &= ~gone
+                can_pass -= (gone & ~new).bit_count()
+            else:
+                gone = highest_bits(kept[eid], excess)
+                keeper.evict(eid, gone)
+            excess -= gone.bit_count()
+            if not excess:
+                break
+        for eid, mask in wanted.items():
+            passing = kept.get(eid, 0) & ~mask
+            if passing:
+                keeper.let_pass(layer, eid, passing)
+    for eid, mask in wanted.items():
+        new = mask & ~kept.get(eid, 0)
+        if new:
+            keeper.keep(layer, eid, new)
+    return wanted

@@ -1,0 +1,162 @@
+"""Every observation of a controller and every decision it made, line by line, and the replay that proves them.
+
+The first line says how the controller was made. Then a line a call: `[name, observation, decision]`, in JSON. Fed to a
+new controller, the observations must give the same decisions, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from expertly.control.controller import Controller
+from expertly.core.errors import TraceError
+from expertly.core.messages import Piece, Prediction, RouterRan, Step
+
+FORMAT = "expertly-decisions"
+VERSION = 1
+
+
+class JournaledController(Controller):
+    """Writes down what is said to it and what it answers, from `start_journal` on.
+
+    What `write` raises reaches the driver: no decision goes unwritten.
+    """
+
+    _write: Callable[[str], object] | None = None
+
+    def start_journal(self, header: Mapping[str, Any], write: Callable[[str], object]) -> None:
+        """`write` takes one line without its end; the first says how this controller was made."""
+        self._write = write
+        write(_line({"format": FORMAT, "version": VERSION, **header}))
+
+    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
+        step = super().begin_layer(router, withdrawn)
+        self._note("begin_layer", [_router(router), list(withdrawn)], _step(step))
+        return step
+
+    def loaded(self, piece: Piece) -> bool:
+        is_awaited = super().loaded(piece)
+        self._note("loaded", piece, is_awaited)
+        return is_awaited
+
+    def computed(self, piece: Piece) -> Step | None:
+        step = super().computed(piece)
+        self._note("computed", piece, _step(step))
+        return step
+
+    def end_layer(self) -> None:
+        super().end_layer()
+        self._note("end_layer", None, None)
+
+    def predict(self, prediction: Prediction) -> None:
+        super().predict(prediction)
+        self._note("predict", _prediction(prediction), None)
+
+    def load_ahead(self) -> list[Piece]:
+        pieces = super().load_ahead()
+        self._note("load_ahead", None, pieces)
+        return pieces
+
+    def preload(self, layer: int, expert: int) -> list[Piece]:
+        pieces = super().preload(layer, expert)
+        self._note("preload", [layer, expert], pieces)
+        return pieces
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._note("abandon", None, None)
+
+    def _note(self, name: str, observation: Any, decision: Any) -> None:
+        if self._write is not None:
+            self._write(_line([name, observation, decision]))
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How much was replayed; `difference` is the first line that came out otherwise, with what was recorded."""
+
+    num_layers: int
+    num_calls: int
+    nbytes: int
+    difference: tuple[int, str, str] | None = None  # line number from 1, recorded, replayed
+
+
+def read_header(line: str, where: str) -> dict[str, Any]:
+    """How the controller was made. Raises TraceError naming the field."""
+    header = _parsed(line, f"{where}, line 1")
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise TraceError(f"{where}, line 1: field 'format': must be {FORMAT!r}")
+    if header.get("version") != VERSION:
+        raise TraceError(f"{where}, line 1: field 'version': {header.get('version')!r}; accepted: {VERSION}")
+    return header
+
+
+def replay(lines: Iterable[str], controller: JournaledController, where: str) -> Replayed:
+    """Say to `controller` what was said and compare what it answers. `lines` begin behind the header.
+
+    Stops at the first difference. Raises TraceError naming the line where one cannot be read.
+    """
+    num_calls = num_layers = nbytes = 0
+    made: list[str] = []
+    controller.start_journal({}, made.append)
+    for number, line in enumerate(lines, start=2):
+        recorded = line.rstrip("\n")
+        made.clear()
+        replayed = _answer(controller, recorded, made, f"{where}, line {number}")
+        if replayed != recorded:
+            return Replayed(num_layers, num_calls, nbytes, (number, recorded, replayed))
+        num_calls += 1
+        num_layers += recorded.startswith('["end_layer"')
+        nbytes += len(recorded) + 1
+    return Replayed(num_layers, num_calls, nbytes)
+
+
+def _answer(controller: JournaledController, line: str, made: list[str], where: str) -> str:
+    """The line that this controller makes of the observation of a line; it writes to `made`."""
+    call = _parsed(line, where)
+    try:
+        name, observation, _ = call
+        if name == "begin_layer":
+            router, withdrawn = observation
+            controller.begin_layer(RouterRan(*router), [Piece(*piece) for piece in withdrawn])
+        elif name in ("loaded", "computed"):
+            getattr(controller, name)(Piece(*observation))
+        elif name == "predict":
+            controller.predict(Prediction(*observation))
+        elif name == "preload":
+            controller.preload(*observation)
+        elif name in ("end_layer", "load_ahead", "abandon"):
+            getattr(controller, name)()
+        else:
+            raise TraceError(f"{where}: call {name!r}: unknown")
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{where}: {line:.80}: not a call of a controller ({error})") from None
+    except (AssertionError, LookupError) as error:
+        return _line([name, observation, f"impossible: {type(error).__name__}: {error}"])
+    return made[0]
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON ({error})") from None
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _router(router: RouterRan) -> list[Any]:
+    return [router.layer, router.experts, router.num_tokens, list(map(bool, router.is_decode)), router.batch_tokens]
+
+
+def _prediction(prediction: Prediction) -> list[Any]:
+    return [prediction.layer, prediction.experts, prediction.scores, prediction.distance]
+
+
+def _step(step: Step | None) -> Any:
+    return None if step is None else [step.ready, step.loads, step.joined]

@@ -1,0 +1,392 @@
+"""What a loaded model's passes and transfers cost on this machine, measured by running the engine itself."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from expertly.core.costs import Link, MeasuredCompute
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.messages import Piece
+from expertly.engine.api import handle
+from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.engine.layer_profile import LayerSample, fit_layers, samples_of
+from expertly.engine.link_profile import fit_link
+from expertly.models.loading import experts_modules
+
+TOKENS = (1, 2, 4, 16, 64, 256)
+CONTEXT = 32
+"""Tokens in the KV cache when a decode step is measured."""
+
+MAX_BATCH = 4
+"""Up to so many tokens are those of so many requests that decode; more are a prompt."""
+
+PIECES = (1, 2, 4, 8)
+"""So many are brought at a time to measure the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What the simulator needs to know of one model on one machine."""
+
+    link: Link
+    compute: MeasuredCompute
+
+
+def measure_model(model: Any, seconds: float = 20.0) -> ModelProfile:
+    """Measure for about `seconds` a model that `expertly.load` loaded with part of its experts in memory.
+
+    Random tokens run through it, so its cache and its statistics are no longer what they were. Everything is measured
+    in turn, again and again, and medians are taken, so that what else the machine does in some of that time is no
+    part of it. Raises ConfigError where the memory budget leaves nothing to measure, ModelUseError for models whose
+    layers' experts differ in shape and for encoder-decoder models.
+    """
+    measurement = Measurement(model)
+    start, count = time.monotonic(), 0
+    with torch.no_grad():
+        while not count or time.monotonic() - start < seconds:
+            for task in measurement.tasks():
+                task()
+                if count and time.monotonic() - start >= seconds:
+                    break
+            count += 1
+    return measurement.profile()
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Nanoseconds, measured with one number of tokens."""
+
+    between: list[int] = field(default_factory=list)  # from one layer's experts to the next one's, of a pass
+    outside: list[int] = field(default_factory=list)  # of a pass, outside all of its experts and what is between them
+    one: list[int] = field(default_factory=list)  # one resident expert through the engine
+    each: list[int] = field(default_factory=list)  # each further one
+    in_parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the number of parts, alone
+
+
+class Measurement:
+    """What has been measured of one model so far; run all `tasks` at least once before `profile`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._handle = handle(model)
+        self._engine = self._handle.engine
+        self._controller = self._engine.controller
+        self._geometry = self._controller.geometry
+        self._modules = experts_modules(model)
+        self._layer = self._geometry.layers[0]
+        self._generator = torch.Generator().manual_seed(0)
+        self._turn = 0
+        self._of_tokens = {tokens: _Samples() for tokens in TOKENS}
+        self._shots: dict[tuple[int, int], list[int]] = defaultdict(list)  # by pieces and segments each
+        self._alone: list[int] = []  # computing an expert
+        self._loading: list[int] = []  # the same while pieces are on their way
+        self._layers_run: list[LayerSample] = []  # of decode steps of one token
+        if model.config.is_encoder_decoder:
+            raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
+        if set(self._geometry.layers) != {self._layer}:
+            raise ModelUseError("this model's layers have experts of several shapes: its costs cannot be measured yet")
+
+    def tasks(self) -> Iterator[Callable[[], None]]:
+        """Each measures one thing a few times. To be run without gradients, in this order."""
+        for tokens in reversed(TOKENS):
+            if tokens > MAX_BATCH:
+                yield partial(self._prompt, tokens)
+                yield from self._of_one_token()  # most of what a simulation adds up: it is measured most often
+            else:
+                yield partial(self._decode, tokens)
+            yield partial(self._resident_experts, tokens)
+            yield partial(self._parts, tokens)
+
+    def _of_one_token(self) -> Iterator[Callable[[], None]]:
+        yield partial(self._decode, 1)
+        yield partial(self._resident_experts, 1)
+        yield self._link
+        yield self._busy_link
+
+    def profile(self) -> ModelProfile:
+        """The medians of what the tasks have measured."""
+        samples = [self._of_tokens[tokens] for tokens in TOKENS]
+        between = [_median(one.between) for one in samples]
+        expert = [max(1, _median(one.each)) for one in samples]
+        parts = [_parts_and_part(one.in_parts) for one in samples]
+        around = [max(0, ns - _median(one.in_parts[1])) for one, ns in zip(samples, expert, strict=True)]
+        nbytes = self._geometry.segment_nbytes(0)
+        shots = [(n, n * size * nbytes, _median(times)) for (n, size), times in self._shots.items()]
+        costs = fit_layers(self._layers_run, self._layer.top_k, expert[0], self._layer.expert_nbytes, fit_link(shots))
+        around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
+        if costs.resident_ns is not None:
+            around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
+        source = self._handle.store.manifest.source
+        compute = MeasuredCompute(
+            model=source if source.isprintable() else ascii(source),
+            dtype=self._handle.store.manifest.dtype,
+            num_threads=torch.get_num_threads(),
+            context=CONTEXT,
+            num_layers=self._geometry.num_layers,
+            layer=self._layer,
+            tokens=TOKENS,
+            dense_ns=tuple(b + more for b, more in zip(between, around_experts, strict=True)),
+            head_ns=tuple(max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)),
+            expert_ns=tuple(expert),
+            parts_ns=tuple(whole for whole, _ in parts),
+            part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
+            submit_ns=costs.submit_ns,
+            load_ns=costs.load_ns,
+            slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
+        )
+        return ModelProfile(costs.link, compute)
+
+    # -- whole passes ------------------------------------------------------------------------------------------
+
+    def _ids(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+        vocabulary = self._model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (num_requests, num_tokens), generator=self._generator)
+        return ids.to(self._engine.backend.device)
+
+    def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
+        """One pass as `generate` makes it: logits of the last token alone where the model can, and the choice."""
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
+        out = self._model(ids, past_key_values=cache, use_cache=True, **last)
+        out.logits[:, -1].argmax(-1).tolist()
+        return out.past_key_values
+
+    def _decode(self, num_requests: int) -> None:
+        """Steps after short prompts."""
+        cache = self._forward(self._ids(num_requests, CONTEXT), None)
+        cache = self._forward(self._ids(num_requests, 1), cache)
+        for _ in range(12 // num_requests):
+            before = self._counts()
+            cache = self._pass(self._ids(num_requests, 1), cache, self._of_tokens[num_requests])
+            if num_requests == 1:
+                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes)
+
+    def _counts(self) -> list[tuple[int, ...]]:
+        """Of each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
+        return [
+            (one.misses + one.partial_hits, one.loaded_nbytes, one.expert_ns, one.stall_ns)
+            for one in (counters.decode for counters in self._controller.counters)
+        ]
+
+    def _prompt(self, num_tokens: int) -> None:
+        self._pass(self._ids(1, num_tokens), None, self._of_tokens[num_tokens])
+
+    def _pass(self, ids: torch.Tensor, cache: Any, samples: _Samples) -> Any:
+        with self._watched() as times:
+            start = time.perf_counter_ns()
+            cache = self._forward(ids, cache)
+            total = time.perf_counter_ns() - start
+        begins, ends = times[::2], times[1::2]
+        samples.between += [begin - end for end, begin in zip(ends, begins[1:], strict=False)] or [0]
+        samples.outside.append(total - (ends[-1] - begins[0]))
+        return cache
+
+    @contextmanager
+    def _watched(self) -> Iterator[list[int]]:
+        """Times of each layer's experts, begin and end in turn, while the block runs."""
+        times: list[int] = []
+
+        def note(*_: Any) -> None:
+            times.append(time.perf_counter_ns())
+
+        hooks = [module.register_forward_pre_hook(note) for module in self._modules]
+        hooks += [module.register_forward_hook(note) for module in self._modules]
+        try:
+            yield times
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # -- experts -----------------------------------------------------------------------------------------------
+
+    def _resident(self) -> list[list[Piece]]:
+        """Of each layer that has at least two, the experts that lie whole in one frame."""
+        whole, geometry = self._controller.residency.whole, self._geometry
+        layers = []
+        for layer in range(geometry.num_layers):
+            first = geometry.first_expert_id(layer)
+            pieces = [piece for piece in whole[first : first + self._layer.num_experts] if piece is not None]
+            if len(pieces) > 1:
+                layers.append(pieces)
+        if not layers:
+            nbytes = self._controller.budget.memory_nbytes
+            raise ConfigError(f"memory={nbytes} bytes: too few experts stay in it to measure them; give it more")
+        return layers
+
+    def _some_layers(self, num_tokens: int) -> list[list[Piece]]:
+        """`_resident`, and of many tokens, which take long, three layers of it."""
+        layers = self._resident()
+        if num_tokens <= MAX_BATCH:
+            return layers
+        first = self._turn % len(layers)
+        return (layers[first:] + layers[:first])[:3]
+
+    def _hidden(self, num_tokens: int) -> torch.Tensor:
+        width = self._layer.hidden_size
+        hidden = torch.randn(num_tokens, width, generator=self._generator)
+        return hidden.to(self._engine.backend.device, getattr(torch, self._handle.store.manifest.dtype))
+
+    def _run_experts(self, layer: int, experts: list[int], hidden: torch.Tensor) -> int:
+        """Nanoseconds of a layer's experts, all tokens going to all of these."""
+        index = torch.tensor([experts], device=hidden.device).repeat(len(hidden), 1)
+        weights = torch.full(index.shape, 1 / len(experts), dtype=hidden.dtype, device=hidden.device)
+        start = time.perf_counter_ns()
+        self._engine.forward_experts(self._modules[layer], layer, hidden, index, weights)
+        self._synchronise()
+        return time.perf_counter_ns() - start
+
+    def _resident_experts(self, num_tokens: int) -> None:
+        """Several of a layer against one of the layer before: nothing that is timed has just been used."""
+        hidden, samples = self._hidden(num_tokens), self._of_tokens[num_tokens]
+        before = self._resident()[-1]
+        self._run_experts(before[0].layer, [before[0].expert], hidden)  # what is made at a first use is no part of it
+        for pieces in self._some_layers(num_tokens):
+            self._turn += 1
+            alone = before[self._turn % len(before)]
+            turn = self._turn % len(pieces)
+            several = [piece.expert for piece in pieces[turn:] + pieces[:turn]][: max(2, self._layer.top_k)]
+            one = self._run_experts(alone.layer, [alone.expert], hidden)
+            samples.one.append(one)
+            samples.each.append((self._run_experts(pieces[0].layer, several, hidden) - one) // (len(several) - 1))
+            before = pieces
+
+    def _parts(self, num_tokens: int) -> None:
+        """Whole experts and two ways to cut them, through the arithmetic alone."""
+        hidden, in_parts = self._hidden(num_tokens), self._of_tokens[num_tokens].in_parts
+        out = torch.empty_like(hidden)
+        few, many = _cuts(self._layer.intermediate_size)
+        experts = self._slot_views(many)
+        for num_parts in (1, few, many) * (8 if num_tokens <= MAX_BATCH else 2):
+            in_parts[num_parts].append(_timed(partial(_in_parts, *next(experts), hidden, out, num_parts)))
+
+    def _slot_views(self, num_segments: int) -> Iterator[tuple[LayerCompute, int, Callable[[], None]]]:
+        """For ever: a layer's arithmetic for so many segments, and the first slot of one of its resident experts.
+
+        It goes on where the last one ended, so that no cache holds what comes.
+        """
+        old = self._geometry.segments_per_expert
+        resident = self._resident()
+        computes = {
+            layer: LayerCompute(self._modules[layer], self._layer, num_segments, self._engine.backend.rows(layer))
+            for layer in (pieces[0].layer for pieces in resident)
+        }
+        frames = [piece for pieces in resident for piece in pieces]
+        while True:
+            self._turn += 1
+            piece = frames[self._turn % len(frames)]
+            yield computes[piece.layer], piece.slot * num_segments // old, self._synchronise
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def _free_frames(self) -> list[int]:
+        """First slots of places for a whole expert that hold nothing."""
+        num_segments = self._geometry.segments_per_expert
+        free = set(self._controller.residency.pools[0].free_slots())
+        starts = [slot for slot in sorted(free) if slot % num_segments == 0]
+        frames = [slot for slot in starts if all(slot + i in free for i in range(num_segments))]
+        if not frames:
+            nbytes = self._controller.budget.memory_nbytes
+            raise ConfigError(
+                f"memory={nbytes} bytes: all experts stay in it, or its ring holds no whole one; give it part of them"
+            )
+        return frames
+
+    def _loads(self, num_pieces: int, num_segments: int) -> list[Piece]:
+        """Pieces of random experts, into places that hold nothing; places may be taken twice, nobody reads them."""
+        geometry, frames = self._geometry, self._free_frames()
+        layers = torch.randint(geometry.num_layers, (num_pieces,), generator=self._generator).tolist()
+        experts = torch.randperm(self._layer.num_experts, generator=self._generator).tolist()
+        pairs = zip(layers, cycle(experts), cycle(frames), strict=False)
+        return [Piece(layer, expert, 0, num_segments, slot) for layer, expert, slot in pairs]
+
+    def _link(self) -> None:
+        """The time after which pieces submitted together to an idle link have all arrived."""
+        backend = self._engine.backend
+        for n in PIECES:
+            for size in sorted({1, self._geometry.segments_per_expert}):
+                loads = self._loads(n, size)
+                start = time.perf_counter_ns()
+                backend.submit(loads)
+                for _ in loads:
+                    backend.wait()
+                self._synchronise()
+                self._shots[n, size].append(time.perf_counter_ns() - start)
+
+    def _busy_link(self) -> None:
+        """Computing an expert alone, and while pieces are on their way."""
+        backend, hidden = self._engine.backend, self._hidden(1)
+        out = torch.empty_like(hidden)
+        experts = self._slot_views(1)
+        for _ in range(2):
+            self._alone += [_timed(lambda: _in_parts(*next(experts), hidden, out, 1)) for _ in range(8)]
+            loads = self._loads(8, self._geometry.segments_per_expert)
+            backend.submit(loads)
+            num_coming = len(loads)
+            while num_coming:
+                spent = _timed(lambda: _in_parts(*next(experts), hidden, out, 1))
+                while num_coming and backend.poll() is not None:
+                    num_coming -= 1
+                if num_coming or not self._loading:
+                    self._loading.append(spent)
+
+    def _synchronise(self) -> None:
+        if self._engine.backend.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _in_parts(
+    compute: LayerCompute,
+    slot: int,
+    synchronise: Callable[[], None],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    num_parts: int,
+) -> None:
+    """Compute the expert that begins at `slot`, at once or in equal parts."""
+    size = compute.num_segments // num_parts
+    if num_parts == 1:
+        compute.whole(x, Piece(0, 0, 0, compute.num_segments, slot), out)
+    else:
+        expert = PartialExpert(compute, x, out)
+        for first in range(0, compute.num_segments, size):
+            expert.add(Piece(0, 0, first, size, slot + first))
+    synchronise()
+
+
+def _parts_and_part(in_parts: dict[int, list[int]]) -> tuple[int, int]:
+    """Nanoseconds of all neurons of an expert that is computed in parts, and of each part besides."""
+    (few, of_few), *rest = sorted((n, _median(times)) for n, times in in_parts.items() if n > 1)
+    if not rest:
+        return max(1, of_few), 0
+    many, of_many = rest[0]
+    part = max(0, of_many - of_few) // (many - few)
+    return max(1, of_few - few * part), part
+
+
+def _cuts(intermediate_size: int) -> tuple[int, int]:
+    """Two numbers of parts, the first dividing the second, the second dividing the intermediate size."""
+    for few, many in ((2, 4), (3, 6), (2, 2), (3, 3)):
+        if intermediate_size % many == 0:
+            return few, many
+    smallest = next((p for p in range(5, intermediate_size + 1) if intermediate_size % p == 0), 1)
+    return smallest, smallest
+
+
+def _timed(run: Callable[[], None]) -> int:
+    start = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - start
+
+
+def _median(values: list[int]) -> int:
+    return round(statistics.median(values))

@@ -1,0 +1,33 @@
+"""What a policy may be told beyond what it sees: a profile, a seed and, in simulations only, the future."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+NEVER = 1 << 62
+"""The step of a next use that does not come."""
+
+
+class Future(Protocol):
+    """The demands to come. A step is one layer of one iteration, counted over the run; experts are dense ids."""
+
+    step: int  # the running one
+
+    def next_use(self, expert: int) -> int:
+        """The step at which an expert that the running step needs is needed again, or NEVER."""
+        ...
+
+    def needs(self, ahead: int) -> tuple[int, list[int]] | None:
+        """(layer, experts by their number in the layer, in router order) of step `step + ahead`; None: past the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Given to the makers of policies and predictors; each takes what it needs and says so where it is missing."""
+
+    popularity: Mapping[int, int] = field(default_factory=dict)  # tokens that each expert served in a training part
+    seed: int = 0
+    future: Future | None = None

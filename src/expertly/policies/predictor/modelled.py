@@ -1,0 +1,65 @@
+"""A lookahead of stated accuracy, made from the demands to come: for studies of predictors that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from expertly.core.errors import ConfigError
+from expertly.core.messages import Prediction, RouterRan
+from expertly.policies.known import Known
+
+ACCURACY = {1: 0.905, 8: 0.545}
+"""By distance, of skip prediction (ProMoE, section 4); in between it falls linearly, beyond it stays."""
+
+
+def accuracy_at(distance: int) -> float:
+    """Share of predicted experts that are needed, `distance` layers ahead."""
+    low, high = min(ACCURACY), max(ACCURACY)
+    share = (min(max(distance, low), high) - low) / (high - low)
+    return ACCURACY[low] + share * (ACCURACY[high] - ACCURACY[low])
+
+
+class ModelledLookahead:
+    """Names as many experts as the layer needs; each is right with the stated probability, else any other of the layer.
+
+    Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
+    """
+
+    def __init__(self, num_experts: list[int], known: Known, distance: int = 1) -> None:
+        if known.future is None:
+            raise ConfigError("prediction 'modelled': needs to know the demands to come; only a simulation does")
+        self._num_experts = num_experts  # of each layer
+        self._future = known.future
+        self._distance = distance
+        self._random = Random(known.seed)
+
+    def begin_iteration(self) -> Iterator[Prediction]:
+        """Nothing is seen before the first layer has run."""
+        return iter(())
+
+    def router_ran(self, router: RouterRan) -> Iterator[Prediction]:
+        """The layer `distance` ahead, if this iteration has it; after the first layer, all up to there."""
+        first = 1 if router.layer == 0 else self._distance
+        for distance in range(first, self._distance + 1):
+            if router.layer + distance >= len(self._num_experts):
+                return
+            needs = self._future.needs(distance)
+            if needs is None:
+                return
+            layer, experts = needs
+            guesses = self._guess(experts, self._num_experts[layer], accuracy_at(distance))
+            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(guesses))]
+            yield Prediction(layer, guesses, scores, distance)
+
+    def _guess(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
+        is_needed = set(needed)
+        others = [expert for expert in range(num_experts) if expert not in is_needed]
+        guesses = []
+        for expert in needed:
+            if others and self._random.random() >= accuracy:
+                chosen = int(self._random.random() * len(others))
+                others[chosen], others[-1] = others[-1], others[chosen]
+                expert = others.pop()
+            guesses.append(expert)
+        return guesses

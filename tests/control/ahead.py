@@ -1,0 +1,304 @@
+"""A link that brings pieces when its dice say so, and a controller whose every answer is checked from outside."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from expertly.control.counters import PhaseCounters
+from expertly.control.journal import JournaledController
+from expertly.control.residency import bits
+from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from tests.control.drive import mask_of
+from tests.policies.futures import ListFuture
+
+
+class Failure(Exception):
+    """What a driver's transport or arithmetic may raise."""
+
+
+class RandomLink:
+    """An AheadTransport. Demands begin before guesses; what has begun arrives in any order, `chance` a poll."""
+
+    def __init__(self, dice: random.Random, chance: float = 0.4) -> None:
+        self.dice, self.chance = dice, chance
+        self.demands: list[Piece] = []
+        self.ahead: list[Piece] = []
+        self.begun: list[Piece] = []
+        self.num_waits = 0
+        self.submitted: list[Piece] = []
+        self.withdrawn: list[Piece] = []
+        self.fails: Callable[[], bool] = lambda: False
+
+    def submit(self, pieces: Sequence[Piece]) -> None:
+        self.submitted += pieces
+        self.demands += pieces
+
+    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
+        assert all(piece.num_segments == 1 for piece in pieces), "a demand never waits for more than a segment"
+        self.submitted += pieces
+        self.ahead += pieces
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        gone = [piece for piece in self.ahead if piece.layer == layer]
+        self.ahead = [piece for piece in self.ahead if piece.layer != layer]
+        self.withdrawn += gone
+        return gone
+
+    def poll(self) -> Piece | None:
+        self._may_fail()
+        while (self.demands or self.ahead) and self.dice.random() < self.chance:
+            self._begin()
+        return self._arrive() if self.begun and self.dice.random() < self.chance else None
+
+    def wait(self) -> Piece:
+        self._may_fail()
+        self.num_waits += 1
+        while not self.begun or ((self.demands or self.ahead) and self.dice.random() < self.chance):
+            self._begin()
+        return self._arrive()
+
+    def drop(self) -> None:
+        """Nothing is in flight any more."""
+        self.demands, self.ahead, self.begun = [], [], []
+
+    def _begin(self) -> None:
+        assert self.demands or self.ahead, "waiting for what nobody brings"
+        self.begun.append((self.demands or self.ahead).pop(0))
+
+    def _arrive(self) -> Piece:
+        return self.begun.pop(self.dice.randrange(len(self.begun)))
+
+    def _may_fail(self) -> None:
+        if self.fails():
+            raise Failure
+
+
+class InstantLink(RandomLink):
+    """Everything arrives at once."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1.0)
+
+
+@dataclass
+class Seen:
+    """A naive count of one layer in one phase."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
+    by_distance: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def agrees(self, counted: PhaseCounters) -> None:
+        for name in ("loaded_nbytes", "prefetched_nbytes", "predicted", "predicted_needed", "predicted_resident"):
+            assert getattr(counted, name) == self.numbers[name], name
+        for name in ("prefetched", "prefetched_needed", "prefetched_in_time", "hits", "partial_hits", "misses"):
+            assert getattr(counted, name) == self.numbers[name], name
+        assert counted.by_distance == self.by_distance
+
+
+class CheckedController(JournaledController):
+    """Asserts at every call what a user of the control plane may rely on, from what goes in and comes out."""
+
+    def watch(self, future: ListFuture | None = None) -> CheckedController:
+        """Before the first call. `steps` will be those of `future` at which layers began."""
+        self.future = future
+        self.steps: list[int] = []
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (size class, slot) -> (expert, segment) written last
+        self.coming: set[tuple[int, int]] = set()  # slots that a transfer writes
+        self.seen = [{True: Seen(), False: Seen()} for _ in self.geometry.layers]
+        self.ahead: dict[int, int] = {}  # expert -> mask loaded ahead; its layer has not run
+        self.asked: dict[Piece, bool] = {}  # in flight ahead -> was decode running?
+        self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
+        self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
+        self.was_decoding = True
+        self.num_joined = self.num_events = 0
+        return self
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
+        layer, full, first = router.layer, self.residency.full, self.geometry.first_expert_id(router.layer)
+        resident = list(self.residency.resident)
+        for piece in withdrawn:
+            self._count_ahead(piece, self.asked.pop(piece), -1)
+            self._forget(piece)
+            eid = self._eid(piece)
+            if eid in self.ahead:
+                self.ahead[eid] &= ~mask_of(piece)
+        held = self._held(withdrawn)
+        self.was_decoding = True in router.is_decode
+        self._count_router(router, resident)
+        ahead = {e: m for e, m in self.ahead.items() if self.geometry.layer_of_expert(e) == layer}
+        self.ahead = {e: m for e, m in self.ahead.items() if e not in ahead}
+        self.left = dict.fromkeys([first + e for e in router.experts], full)
+        if self.future is not None:
+            self.steps.append(self.future.step)
+        step = super().begin_layer(router, withdrawn)
+        if not self._by_id:
+            here = {eid: sum(mask_of(p) for p in step.ready if self._eid(p) == eid) for eid in self.left}
+            assert here == {eid: resident[eid] for eid in self.left}, "what is here is computed from here"
+        self._demanded(step, held)
+        for eid in ahead:
+            if eid not in self.left:
+                assert not self.keeper.unkept(layer, eid) & resident[eid], "a wrong guess frees its place"
+        self._promises()
+        return step
+
+    def loaded(self, piece: Piece) -> bool:
+        is_awaited = super().loaded(piece)
+        for slot in self._slots(piece):
+            self.coming.remove(slot)
+        if piece in self.asked:
+            del self.asked[piece]
+            assert not is_awaited
+        self._promises()
+        return is_awaited
+
+    def computed(self, piece: Piece) -> Step | None:
+        eid, mask = self._eid(piece), mask_of(piece)
+        assert self.left[eid] & mask == mask, "every needed segment is computed once"
+        for segment, slot in zip(bits(mask), self._slots(piece), strict=True):
+            assert slot not in self.coming and self.memory[slot] == (eid, segment), "with its own bytes"
+        self.left[eid] &= ~mask
+        held = self._held()
+        step = super().computed(piece)
+        if step is not None:
+            self._demanded(step, held)
+        self._promises()
+        return step
+
+    def end_layer(self) -> None:
+        assert not any(self.left.values()), "everything needed has been computed"
+        super().end_layer()
+        self.check()
+        self._promises()
+
+    def predict(self, prediction: Prediction) -> None:
+        super().predict(prediction)
+        self.said[prediction.layer][prediction.distance] = prediction.experts
+
+    def load_ahead(self) -> list[Piece]:
+        kept, held = [dict(cache.kept) for cache in self.caches], self._held()
+        passing = list(self.keeper.passing)
+        pieces = super().load_ahead()
+        for piece in pieces:
+            if not self._ahead_evicts or self._eid(piece) in self.speculation.likely[piece.layer]:
+                assert not held[self._eid(piece)] & mask_of(piece), "no segment is loaded twice"
+            self._takes_slots(piece)
+            self._count_ahead(piece, self.was_decoding, 1)
+            self.asked[piece] = self.was_decoding
+            self.ahead[self._eid(piece)] = self.ahead.get(self._eid(piece), 0) | mask_of(piece)
+        num_ahead = sum(piece.num_segments for piece in self.asked)
+        num_segments = self.geometry.segments_per_expert
+        assert not pieces or num_ahead <= max(self.speculation.window, num_segments)
+        if not self._ahead_evicts or not self.was_decoding:  # guesses evict nothing
+            for cache, before in zip(self.caches, kept, strict=True):
+                assert all(cache.kept.get(eid, 0) & mask == mask for eid, mask in before.items())
+        for before, now, ring in zip(passing, self.keeper.passing, self.budget.ring_slots, strict=True):
+            assert now == before or (not self._ahead_evicts and now <= ring - num_segments), "an expert's worth is free"
+        self._promises()
+        return pieces
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.coming.clear()
+        self.ahead.clear()
+        self.asked.clear()
+        self.left.clear()
+        for said in self.said:
+            said.clear()
+        self.check()
+
+    # -- what is promised --------------------------------------------------------------------------------------
+
+    def _promises(self) -> None:
+        self.num_events += 1
+        if not self.num_events % 7:  # they look at every slot
+            self.keeper.check() if self.left else self.check()
+        held = self._held()
+        for eid, mask in self.ahead.items():
+            assert held[eid] & mask == mask, "what was loaded ahead stays until its layer has run"
+        for eid, mask in self.left.items():
+            passed = self.residency.full & ~mask & ~self.ahead.get(eid, 0)
+            assert self._by_id or not self.keeper.unkept(self._layer(eid), eid) & passed, "what has passed is free"
+
+    def _demanded(self, step: Step, held: list[int]) -> None:
+        router = self._router
+        assert router is not None
+        for piece in step.joined:
+            assert self.asked.pop(piece) in (True, False), "a demand joins what is in flight"
+            self.num_joined += 1
+        for piece in step.loads:
+            assert not held[self._eid(piece)] & mask_of(piece), "no segment is loaded twice"
+            self._takes_slots(piece)
+            is_decode = router.is_decode[router.experts.index(piece.expert)]
+            nbytes = piece.num_segments * self.geometry.segment_nbytes(piece.layer)
+            self.seen[piece.layer][is_decode].numbers["loaded_nbytes"] += nbytes
+
+    def _count_router(self, router: RouterRan, resident: list[int]) -> None:
+        layer, full, first = router.layer, self.residency.full, self.geometry.first_expert_id(router.layer)
+        seen = self.seen[layer][self.was_decoding]
+        numbers = seen.numbers
+        needed = {e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
+        for distance, experts in self.said[layer].items():
+            right = [e for e in experts if e in needed]
+            numbers["predicted"] += len(experts)
+            numbers["predicted_needed"] += len(right)
+            numbers["predicted_resident"] += sum(resident[first + e] == full for e in experts)
+            before = seen.by_distance.get(distance, (0, 0))
+            seen.by_distance[distance] = (before[0] + len(experts), before[1] + len(right))
+        self.said[layer].clear()
+        for eid, mask in self.ahead.items():
+            if mask and self._layer(eid) == layer:
+                numbers["prefetched"] += 1
+                numbers["prefetched_needed"] += eid - first in needed
+                numbers["prefetched_in_time"] += eid - first in needed and resident[eid] == full
+        for expert, num, is_decode in zip(router.experts, router.num_tokens, router.is_decode, strict=True):
+            if num:
+                mask = resident[first + expert]
+                kind = "hits" if mask == full else "partial_hits" if mask else "misses"
+                self.seen[layer][is_decode].numbers[kind] += 1
+
+    def counts_agree(self) -> None:
+        """The counters are the naive count."""
+        for counters, seen in zip(self.counters, self.seen, strict=True):
+            seen[True].agrees(counters.decode)
+            seen[False].agrees(counters.prefill)
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _count_ahead(self, piece: Piece, is_decode: bool, sign: int) -> None:
+        nbytes = sign * piece.num_segments * self.geometry.segment_nbytes(piece.layer)
+        numbers = self.seen[piece.layer][is_decode].numbers
+        numbers["loaded_nbytes"] += nbytes
+        numbers["prefetched_nbytes"] += nbytes
+
+    def _takes_slots(self, piece: Piece) -> None:
+        eid, pool = self._eid(piece), self.residency.pool_of(piece.layer)
+        for segment, slot in zip(bits(mask_of(piece)), self._slots(piece), strict=True):
+            assert slot[1] < pool.num_slots, "never more slots than the budget"
+            assert slot not in self.coming, "a slot is written by one transfer"
+            self.memory[slot] = (eid, segment)
+            self.coming.add(slot)
+
+    def _forget(self, piece: Piece) -> None:
+        for slot in self._slots(piece):
+            self.coming.remove(slot)
+
+    def _held(self, without: Sequence[Piece] = ()) -> list[int]:
+        held = [here | coming for here, coming in zip(self.residency.resident, self.residency.loading, strict=True)]
+        for piece in without:
+            held[self._eid(piece)] &= ~mask_of(piece)
+        return held
+
+    def _slots(self, piece: Piece) -> list[tuple[int, int]]:
+        size_class = self.geometry.size_classes[piece.layer]
+        return [(size_class, piece.slot + i) for i in range(piece.num_segments)]
+
+    def _eid(self, piece: Piece) -> int:
+        return self.geometry.expert_id(piece.layer, piece.expert)
+
+    def _layer(self, eid: int) -> int:
+        return self.geometry.layer_of_expert(eid)

@@ -1,0 +1,231 @@
+"""Loading ahead, as stories: what is guessed, when it comes, and who gets the place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from expertly.control.budget import Budget, split_budget
+from expertly.control.controller import Controller
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.policies.eviction.lru import LRU
+from expertly.systems import SYSTEMS
+from tests.control.ahead import CheckedController
+from tests.control.drive import geometry
+
+
+def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
+    return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
+
+
+def prediction(layer: int, experts: list[int], distance: int = 1) -> Prediction:
+    return Prediction(layer, experts, [1.0 - 0.01 * i for i in range(len(experts))], distance)
+
+
+def made(
+    shape: Geometry, shares: list[int], ring: int, ahead: str = "cache", scope: str = "layer", **kwargs: Any
+) -> CheckedController:
+    """With so many kept segments a layer; LRU unless `kwargs` says otherwise."""
+    budget = Budget(0, (ring,), (sum(shares),), tuple(shares))
+    return CheckedController(shape, budget, lambda capacity: LRU(), scope=scope, ahead=ahead, **kwargs).watch()
+
+
+def run(control: CheckedController, router: RouterRan, withdrawn: Sequence[Piece] = (), joined: int = 0) -> Step:
+    """A layer to its end; what is loaded arrives in order."""
+    step = control.begin_layer(router, withdrawn)
+    assert len(step.joined) == joined
+    finish(control, step)
+    return step
+
+
+def finish(control: Controller, step: Step) -> None:
+    todo = [(piece, True) for piece in step.ready] + [(piece, False) for piece in [*step.joined, *step.loads]]
+    while todo:
+        piece, is_here = todo.pop(0)
+        assert is_here or control.loaded(piece)
+        following = control.computed(piece)
+        if following is not None:
+            todo += [(one, True) for one in following.ready]
+            todo += [(one, False) for one in [*following.joined, *following.loads]]
+    control.end_layer()
+
+
+def test_a_right_guess_that_came_in_time_is_a_hit() -> None:
+    shape = geometry(layers=2, experts=8, top_k=2)
+    control = made(shape, [2, 2], 2)
+    control.predict(prediction(1, [4, 6]))
+    pieces = control.load_ahead()
+    assert [piece.expert for piece in pieces] == [4, 6]
+    for piece in pieces:
+        assert not control.loaded(piece), "nobody waits"
+    run(control, one_token(0, [0, 1]))
+    assert run(control, one_token(1, [6, 4])).loads == []
+    rates = control.counters[1].decode.rates()
+    assert [rates[name] for name in ("hit_rate", "coverage", "accuracy", "timeliness", "goodpred")] == [1, 1, 1, 1, 1]
+    control.counts_agree()
+
+
+def test_a_right_guess_that_comes_late_is_waited_for_and_not_loaded_again() -> None:
+    shape = geometry(layers=2, experts=8, top_k=2, segments=2)
+    control = made(shape, [4, 4], 4)
+    control.predict(prediction(1, [4, 6]))
+    pieces = control.load_ahead()
+    assert [(piece.expert, piece.segment, piece.num_segments) for piece in pieces] == [
+        (4, 0, 1),
+        (4, 1, 1),
+        (6, 0, 1),
+        (6, 1, 1),
+    ]
+    control.loaded(pieces[0])
+    step = control.begin_layer(one_token(1, [4, 5]), withdrawn=pieces[2:])
+    assert step.ready == pieces[:1] and step.joined == [pieces[1]]
+    assert [(piece.expert, piece.num_segments) for piece in step.loads] == [(5, 2)]
+    finish(control, step)
+    counters = control.counters[1].decode
+    assert (counters.hits, counters.partial_hits, counters.misses) == (0, 1, 1)
+    assert (counters.prefetched, counters.prefetched_needed, counters.prefetched_in_time) == (1, 1, 0), (
+        "6 was taken back"
+    )
+    assert counters.prefetched_nbytes == shape.layers[1].expert_nbytes
+    assert counters.loaded_nbytes == 2 * shape.layers[1].expert_nbytes
+    assert (counters.predicted, counters.predicted_needed, counters.by_distance) == (2, 1, {1: (2, 1)})
+    assert counters.rates()["accuracy"] == 1 and counters.rates()["timeliness"] == 0
+    control.counts_agree()
+
+
+def test_what_was_asked_for_in_prefill_and_taken_back_in_decode_is_taken_from_prefill() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2)
+    run(control, one_token(0, [0, 1], decode=False))
+    control.predict(prediction(1, [3]))
+    pieces = control.load_ahead()
+    assert control.counters[1].prefill.prefetched_nbytes > 0
+    run(control, one_token(1, [0, 1]), withdrawn=pieces)
+    for phase in (control.counters[1].prefill, control.counters[1].decode):
+        assert phase.prefetched_nbytes == 0 and phase.loaded_nbytes >= 0 and phase.prefetched == 0
+    control.counts_agree()
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_a_guess_still_on_its_way_after_its_layer_ran_is_not_evicted(scope: str, order: str) -> None:
+    """Its slots are being written: whoever got them would find another expert's bytes in them."""
+    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, scope=scope, order=order)
+    control.predict(prediction(0, [5, 7]))
+    pieces = control.load_ahead()
+    run(control, one_token(0, [0, 1]))  # the guess was wrong, and has begun
+    run(control, one_token(0, [2, 3]))
+    for piece in pieces:
+        control.loaded(piece)
+    control.check()
+    run(control, one_token(0, [5, 7]))
+    assert control.counters[0].decode.hits == 2
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_demands_do_not_evict_what_was_loaded_ahead_for_a_later_layer(order: str) -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [1, 1], 2, scope="global", order=order)
+    control.predict(prediction(1, [5, 6]))
+    for piece in control.load_ahead():
+        control.loaded(piece)
+    run(control, one_token(0, [0, 1]))
+    assert run(control, one_token(1, [5, 6])).loads == []
+    assert control.counters[1].decode.hits == 2
+
+
+def test_a_guess_does_not_cost_another_guess_its_place() -> None:
+    """Least recently used of the kept 0, 1, 2 is 0: predicted as well as 5, so 1 goes for 5."""
+    control = made(geometry(layers=1, experts=8, top_k=2), [3], 2)
+    for expert in (0, 1, 2):
+        run(control, one_token(0, [expert]))
+    control.predict(prediction(0, [5, 0]))
+    assert [piece.expert for piece in control.load_ahead()] == [5]
+    assert set(control.caches[0].kept) == {0, 2, 5}
+
+
+def test_a_wrong_guess_in_the_ring_gives_its_place_to_the_demand() -> None:
+    """Ring of 2, nothing kept: 4 was loaded ahead, 0 and 1 are needed and both fit at once."""
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    control.predict(prediction(0, [4, 5]))
+    pieces = control.load_ahead()
+    assert [piece.expert for piece in pieces] == [4], "an expert's worth of the ring stays free"
+    control.loaded(pieces[0])
+    step = control.begin_layer(one_token(0, [0, 1]))
+    assert [piece.expert for piece in step.loads] == [0, 1]
+    finish(control, step)
+
+
+def test_the_newest_prediction_of_a_layer_counts() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
+    control.predict(prediction(1, [4, 5], distance=2))
+    assert [piece.expert for piece in control.load_ahead()] == [4], "the window is one segment"
+    control.predict(prediction(1, [6, 7]))
+    control.loaded(Piece(1, 4, 0, 1, 0))
+    assert [piece.expert for piece in control.load_ahead()] == [6]
+    run(control, one_token(1, [4, 5]), joined=0)
+    assert control.counters[1].decode.by_distance == {2: (2, 2), 1: (2, 0)}
+    assert control.load_ahead() == [], "its router has spoken"
+
+
+def test_a_guess_made_while_its_layer_runs_is_for_the_next_time() -> None:
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    step = control.begin_layer(one_token(0, [0, 1]))
+    control.predict(prediction(0, [6]))
+    assert control.load_ahead() == [], "the ring is the demand's"
+    finish(control, step)
+    (piece,) = control.load_ahead()
+    control.loaded(piece)
+    assert run(control, one_token(0, [6, 1])).ready == [piece]
+
+
+def test_what_came_ahead_through_the_ring_is_kept_when_it_is_needed() -> None:
+    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, ahead="ring")
+    run(control, one_token(0, [0, 1]))
+    control.predict(prediction(0, [5]))
+    (piece,) = control.load_ahead()
+    assert set(control.caches[0].kept) == {0, 1}, "a guess evicts nothing"
+    control.loaded(piece)
+    assert run(control, one_token(0, [5])).loads == []
+    assert set(control.caches[0].kept) == {1, 5}, "the use does"
+
+
+def test_guesses_made_in_prefill_fill_and_evict_nothing() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 3], 2)
+    for expert in (0, 1):
+        run(control, one_token(1, [expert]))
+    run(control, one_token(0, [0, 1, 2, 3], decode=False))
+    control.predict(prediction(1, [5, 6]))
+    assert [piece.expert for piece in control.load_ahead()] == [5]
+    assert set(control.caches[1].kept) == {8, 9, 13}
+
+
+def test_after_a_failure_nothing_is_predicted_or_on_its_way() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
+    control.predict(prediction(1, [4, 5]))
+    control.load_ahead()
+    control.abandon()
+    assert control.load_ahead() == []
+    run(control, one_token(1, [4, 5]))
+    counters = control.counters[1].decode
+    assert (counters.predicted, counters.prefetched, counters.misses) == (0, 0, 2)
+
+
+def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:
+    shape = geometry(layers=2, experts=64, top_k=2)
+    control = SYSTEMS["lru"].controller(shape, split_budget(shape, shape.nbytes // 4))
+    for step in range(2_000):
+        layer = step % 2
+        control.predict(Prediction(1 - layer, list(range(64)), [1.0 / (1 + i) for i in range(64)], 1))
+        pieces = control.load_ahead()
+        finish(control, control.begin_layer(one_token(layer, [0, 1])))
+        for piece in pieces:
+            control.loaded(piece)
+    assert len(control.speculation._wanted) < 1_000
+
+
+def test_a_layer_that_nobody_chose_an_expert_in() -> None:
+    for order in ("resident", "id"):
+        control = made(geometry(), [2, 2], 2, order=order)
+        assert run(control, RouterRan(0, [], [], [], 0)) == Step()

@@ -1,0 +1,161 @@
+"""Belady's replacement is the bound it is said to be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from expertly.control.budget import Budget, split_budget
+from expertly.control.controller import Controller
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.known import Known
+from expertly.systems import SYSTEMS, runnable_systems
+from tests.control.drive import geometry, run_layer
+from tests.policies.futures import ListFuture
+from tests.policies.optimum import least_loads
+
+Demands = list[tuple[int, list[int]]]
+
+
+def with_shares(shape: Geometry, shares: list[int], ring: int) -> Budget:
+    slots = sum(shares) + ring
+    return Budget(slots * shape.segment_nbytes(0), (ring,), (sum(shares),), tuple(shares))
+
+
+def played(control: Controller, future: ListFuture, decode: bool = True) -> int:
+    """Segments loaded over all demands of the future."""
+    loaded = 0
+    for step, (layer, experts) in enumerate(future.demands):
+        future.step = step
+        ran = run_layer(control, layer, experts, decode=decode)
+        loaded += sum(mask.bit_count() for mask in ran.loaded.values())
+    control.check()
+    return loaded
+
+
+def some_demands(dice: random.Random, layers: int, experts: int, iterations: int, most: int) -> Demands:
+    """Skewed, so that tokens share experts; sets of 1 to `most`."""
+    demands: Demands = []
+    for _ in range(iterations):
+        for layer in range(layers):
+            pool = dice.sample(range(experts), dice.randint(2, experts)) if dice.random() < 0.5 else range(experts)
+            demands.append((layer, dice.sample(list(pool), min(len(pool), dice.randint(1, most)))))
+    return demands
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_whole_experts_load_the_least_that_is_possible(scope: str) -> None:
+    system = SYSTEMS["belady" if scope == "layer" else "belady-global"]
+    dice = random.Random(scope)
+    for _ in range(150):
+        layers, experts, top_k = dice.choice([(1, 5, 2), (2, 4, 2), (2, 3, 1), (1, 6, 3), (3, 3, 2)])
+        shape = geometry(layers, experts, top_k)
+        future = ListFuture(shape, some_demands(dice, layers, experts, 18 // layers, top_k))
+        shares = [dice.randint(0, experts) for _ in range(layers)]
+        control = system.controller(shape, with_shares(shape, shares, top_k), Known(future=future))
+        ids = [frozenset(shape.expert_id(layer, e) for e in chosen) for layer, chosen in future.demands]
+        every = range(shape.num_experts)
+        if scope == "layer":
+            least = least_loads(ids, dict(enumerate(shares)), {eid: shape.layer_of_expert(eid) for eid in every})
+        else:
+            least = least_loads(ids, {0: sum(shares)}, dict.fromkeys(every, 0))
+        assert played(control, future) == least
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_segments_load_the_least_that_is_possible(scope: str) -> None:
+    system = SYSTEMS["belady" if scope == "layer" else "belady-global"]
+    dice = random.Random(scope)
+    for _ in range(60):
+        layers, experts, top_k = dice.choice([(1, 4, 2), (1, 3, 1), (2, 2, 1)])
+        shape = geometry(layers, experts, top_k, segments=2)
+        future = ListFuture(shape, some_demands(dice, layers, experts, 10 // layers, top_k))
+        shares = [dice.randint(0, 2 * experts - 1) for _ in range(layers)]
+        control = system.controller(shape, with_shares(shape, shares, 2 * top_k), Known(future=future))
+        ids = [
+            frozenset(2 * shape.expert_id(layer, e) + s for e in chosen for s in (0, 1))
+            for layer, chosen in future.demands
+        ]
+        every = range(2 * shape.num_experts)
+        if scope == "layer":
+            of_layer = {item: shape.layer_of_expert(item // 2) for item in every}
+            least = least_loads(ids, dict(enumerate(shares)), of_layer)
+        else:
+            least = least_loads(ids, {0: sum(shares)}, dict.fromkeys(every, 0))
+        assert played(control, future) == least
+
+
+def test_what_is_never_needed_again_passes_and_ties_go_to_the_lowest_id() -> None:
+    """Two kept places, three needed: 2 and 0 are needed next, at once; then 1 and 2 never again."""
+    shape = geometry(layers=1, experts=4, top_k=3)
+    future = ListFuture(shape, [(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])
+    control = SYSTEMS["belady"].controller(shape, with_shares(shape, [2], 3), Known(future=future))
+    assert list(run_layer(control, 0, [2, 1, 0]).loaded) == [2, 0, 1], "what is kept is loaded first"
+    assert set(control.caches[0].kept) == {0, 2}
+    future.step = 1
+    assert run_layer(control, 0, [0, 2]).loads == []
+    future.step = 2
+    run_layer(control, 0, [3, 0])
+    assert set(control.caches[0].kept) == {2, 3}, "none is needed again: 0 goes first"
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("kind", ["token", "batch", "prefill"])
+def test_no_system_loads_less_at_equal_slots(segments: int, kind: str) -> None:
+    dice = random.Random(f"{segments} {kind}")
+    layers, experts, top_k = 3, 10, 3
+    for share in (0.15, 0.4, 0.7):
+        shape = geometry(layers, experts, top_k, segments)
+        budget = split_budget(shape, int(shape.nbytes * share))
+        demands = some_demands(dice, layers, experts, 60, top_k if kind == "token" else experts)
+        future = ListFuture(shape, demands)
+        loads, hits = {}, {}
+        for name, system in SYSTEMS.items():
+            if system.keeps_everything or system.prediction != "none":
+                continue
+            control = system.controller(shape, budget, Known(future=future))
+            loads[name] = played(control, future, decode=kind != "prefill")
+            phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
+            hits[name] = sum(phase.hit_nbytes for phase in phases)
+        assert min(loads.values()) == loads["belady-global"]
+        for name in loads:
+            bound = "belady" if SYSTEMS[name].scope == "layer" else "belady-global"
+            assert hits[name] <= hits[bound]
+            assert loads[name] >= loads[bound]
+        assert loads["belady"] < loads["lru"], "there was something to gain"
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if "future" in SYSTEMS[name].needs])
+def test_without_the_future_the_system_says_what_it_lacks(name: str) -> None:
+    shape = geometry()
+    budget = split_budget(shape, shape.nbytes // 2)
+    with pytest.raises(ConfigError, match="needs to know the demands to come; only a simulation does"):
+        SYSTEMS[name].controller(shape, budget)
+        SYSTEMS[name].predictor(shape)
+    assert name not in runnable_systems()
+
+
+def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
+    shape = geometry()
+    known = Known(future=ListFuture(shape, []))
+    with pytest.raises(ConfigError, match=r"order='id'.*'belady'.*accepted: resident"):
+        SYSTEMS["belady"].controller(shape, split_budget(shape, shape.nbytes // 2), known, order="id")
+
+
+def test_the_registry_hands_out_what_is_known() -> None:
+    """A popularity profile to `static`, a seed to `random`."""
+    static = EVICTIONS["static"](4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
+    for expert in (3, 0, 1, 2):
+        static.admitted(expert)
+    assert list(static.victims(())) == [3, 2], "0 and 1 are pinned from the start"
+
+    def victims(seed: int) -> list[int]:
+        policy = EVICTIONS["random"](8, Known(seed=seed))
+        for expert in range(40):
+            policy.admitted(expert)
+        return list(policy.victims(()))
+
+    assert victims(1) == victims(1) != victims(2)
