@@ -54,7 +54,8 @@ def test_processors_without_it_are_not_asked(tmp_path: Path, monkeypatch: pytest
 def test_bfloat16_products_run_on_this_machine() -> None:
     code = (
         "from expertly.engine.instructions import keep_off_trapped_instructions as keep; keep()\n"
-        "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(torch.nn.functional.linear(a, a)[0, 0].item())"
+        "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
+        "print(torch.nn.functional.linear(a, a)[0, 0].item())"
     )
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)

@@ -29,9 +29,7 @@ def add_arguments(add: Any) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError for flags that would do nothing."""
     if args.model is not None and args.hardware_out is None:
-        raise ConfigError(
-            f"model={args.model!r}: needs --hardware-out FILE.toml, the hardware file it is measured for"
-        )
+        raise ConfigError(f"model={args.model!r}: needs --hardware-out FILE.toml, the hardware file it is measured for")
     for name in ("memory", "segments"):
         if getattr(args, name) is not None and args.model is None:
             raise ConfigError(f"{name}={getattr(args, name)!r}: only with --model, whose experts it is for")

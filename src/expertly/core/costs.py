@@ -42,6 +42,6 @@ class MeasuredCompute:
     expert_ns: tuple[int, ...]  # a whole expert
     parts_ns: tuple[int, ...]
     part_ns: tuple[int, ...]
-    submit_ns: int  # the computing thread's own time once for pieces demanded together: deciding, waking readers, sharing
+    submit_ns: int  # the computing thread's own time for pieces demanded together: deciding, waking readers, sharing
     load_ns: int  # and for each expert of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
