@@ -14,7 +14,7 @@ class Link:
     """
 
     nbytes_per_s: float
-    latency_ns: int  # from an idle link's first piece being submitted until it moves
+    latency_ns: int  # from a piece being submitted until it moves, at the least: a busy link hides it
     overhead_ns: int  # of each piece, beyond its bytes
 
     def occupies_ns(self, nbytes: int) -> int:

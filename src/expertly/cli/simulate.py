@@ -1,0 +1,174 @@
+"""`expertly simulate`: what systems would do with a recorded trace on a described machine, beside the best possible."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertly.cli.arguments import positive_int, seed
+from expertly.cli.output import add_json_flag, message, print_json, progress_bar
+from expertly.core.errors import ConfigError, TraceError
+from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
+
+if TYPE_CHECKING:
+    from expertly.sim.study import Memory
+
+DEFAULT_MEMORY = "10%,25%,50%"
+ORDERS = ("resident", "id")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("simulate", help="run systems over a recorded trace", description=__doc__)
+    add = parser.add_argument
+    add("trace", metavar="TRACE", type=Path, help="a folder made by `expertly trace record`, `import` or `synth`")
+    add("--system", default=DEFAULT_SYSTEM, metavar="A,B", help=f"of {', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM})")
+    add(
+        "--memory",
+        metavar="SIZE,SIZE",
+        help=f"shares of the experts or amounts (default: {DEFAULT_MEMORY})".replace("%", "%%"),
+    )
+    add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
+    add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
+    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
+    add("--order", default="resident", metavar="NAME", help="resident (default: what is here first) or id")
+    add(
+        "--geometry",
+        metavar="NAME",
+        help="sizes of experts: a shipped description or a TOML file (default: the trace's)",
+    )
+    add("--requests", type=positive_int, metavar="N", help="simulate so many requests at most")
+    add("--tokens", type=positive_int, metavar="N", help="simulate so many tokens at most")
+    add(
+        "--split",
+        metavar="7:3",
+        help="profiles learn from a first part of the shuffled requests, the rest is simulated",
+    )
+    add("--seed", type=seed, default=0, metavar="N", help="of the shuffle, and of what policies draw (default: 0)")
+    add(
+        "--arrivals", type=Path, metavar="FILE", help="CSV of arrivals and lengths: requests queue, latencies are given"
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
+    add("--chrome-trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or ui.perfetto.dev")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from expertly.cli.figures import check_figure, save_figure
+    from expertly.cli.simulate_report import about, report
+    from expertly.sim.arrivals import read_arrivals
+    from expertly.sim.hardware import Hardware
+    from expertly.sim.schedule import Selection, make_schedule
+    from expertly.sim.study import Study
+    from expertly.trace.reader import Trace
+
+    systems, memories = _names("system", args.system), _memories(args)
+    if args.requests is not None and args.tokens is not None:
+        raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
+    if args.order not in ORDERS:
+        raise ConfigError(f"order={args.order!r}: unknown; accepted: {', '.join(ORDERS)}")
+    if args.plot is not None:
+        check_figure(args.plot)
+    selection = Selection(args.requests, args.tokens, _split(args.split), args.seed)
+    hardware = Hardware.read(args.hardware)
+    trace = Trace.open(args.trace)
+    layers, dense, geometry_name = _geometry(trace, args.geometry)
+    arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
+    schedule = make_schedule(trace, selection, arrivals)
+    with _chrome_trace(args.chrome_trace) as chrome, progress_bar(unit="row") as progress:
+        study = Study(
+            trace,
+            schedule,
+            hardware,
+            layers,
+            dense,
+            segments=args.segments,
+            seed=args.seed,
+            is_queued=arrivals is not None,
+            order=args.order,
+            chrome=chrome,
+            progress=progress,
+        )
+        results = list(study.results(systems, memories))
+    facts = about(args, study, systems, geometry_name)
+    if args.plot is not None:
+        from expertly.cli.simulate_plot import draw
+
+        save_figure(draw(facts, results), args.plot)
+        message(f"plot written to {args.plot}")
+    if args.chrome_trace is not None:
+        message(f"timeline written to {args.chrome_trace}")
+    if args.json:
+        print_json({**facts, "results": results})
+    else:
+        print(report(facts, results))
+    return 0
+
+
+def _names(field: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")
+    return list(dict.fromkeys(names))
+
+
+def _memories(args: argparse.Namespace) -> list[Memory]:
+    from expertly.sim.study import Memory
+
+    if args.experts_per_layer is None:
+        return [Memory(label) for label in _names("memory", DEFAULT_MEMORY if args.memory is None else args.memory)]
+    if args.memory is not None:
+        raise ConfigError(
+            f"experts_per_layer={args.experts_per_layer}: stands instead of memory={args.memory}; give one"
+        )
+    memories = []
+    for text in _names("experts_per_layer", args.experts_per_layer):
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"experts_per_layer={text!r}: must be a whole number from 0")
+        memories.append(Memory(f"{int(text)}/layer", int(text)))
+    return memories
+
+
+def _split(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"split={text!r}: must be two whole numbers from 1, for instance 7:3")
+    return int(parts[0]), int(parts[1])
+
+
+def _geometry(trace: Any, name: str | None) -> tuple[Any, Any, str | None]:
+    """Layers and dense shape to simulate, and where they come from; None where nobody knows the sizes."""
+    from expertly.sim.geometry_file import read_geometry
+
+    manifest = trace.manifest
+    if name is None:
+        layers = tuple(layer.geometry() for layer in manifest.layers)
+        if any(layer is None for layer in layers):
+            return None, None, None
+        return layers, manifest.dense, "trace"
+    given = read_geometry(name)
+    routed = [(layer.num_experts, layer.top_k) for layer in manifest.layers]
+    if [(layer.num_experts, layer.top_k) for layer in given.layers] != routed:
+        raise TraceError(
+            f"geometry={name!r}: {_shape_of(given.layers)}, but {trace.folder} routes {_shape_of(manifest.layers)}"
+        )
+    return given.layers, given.dense, given.name
+
+
+def _shape_of(layers: Any) -> str:
+    return f"{len(layers)} layers of {layers[0].num_experts} experts, top-{layers[0].top_k}"
+
+
+@contextlib.contextmanager
+def _chrome_trace(path: Path | None) -> Iterator[Any]:
+    from expertly.sim.chrome import ChromeTrace
+
+    if path is None:
+        yield None
+    else:
+        with ChromeTrace(path) as chrome:
+            yield chrome

@@ -1,0 +1,145 @@
+"""The future that `belady` and `oracle` need: when each demanded expert is demanded again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.geometry import Geometry
+from expertly.policies.known import NEVER
+from expertly.sim.rows_file import RowsFile
+from expertly.sim.workload import Iteration, Workload
+from expertly.trace.schema import NO_EXPERT, max_experts, max_top_k
+
+NEVER_AGAIN = np.iinfo(np.int32).max
+_CHUNK_ROWS = 1024
+
+
+class NextUses:
+    """For each row, layer and choice: the iteration in which the expert is chosen next. On disk, [rows, L, K] int32.
+
+    Within an iteration of many rows only an expert's last row points beyond it.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._file = RowsFile(workload.num_rows, (workload.num_layers, max_top_k(workload.layers)))
+        self._fill(workload)
+
+    def of_rows(self, first_row: int, num_rows: int) -> npt.NDArray[np.int32]:
+        """[num_rows, L, K]; NEVER_AGAIN where the expert is not chosen again."""
+        return self._file.read(first_row, num_rows)
+
+    def _fill(self, workload: Workload) -> None:
+        """From the last row to the first, a chunk at a time."""
+        no_expert = max_experts(workload.layers)
+        following = np.full(workload.num_layers * (no_expert + 1), NEVER_AGAIN, dtype=np.int32)
+        offsets = (np.arange(workload.num_layers) * (no_expert + 1))[None, :, None]
+        for row, first, num, iteration in _chunks_backwards(workload):
+            ids = workload.trace.rows("experts", first, first + num).astype(np.int64)
+            ids[ids == NO_EXPERT] = no_expert
+            keys = (ids + offsets).reshape(-1)
+            times = np.repeat(iteration, ids.shape[1] * ids.shape[2]).astype(np.int32)
+            order = np.argsort(keys, kind="stable")
+            sorted_keys, sorted_times = keys[order], times[order]
+            is_last = np.append(sorted_keys[1:] != sorted_keys[:-1], True)
+            after = np.append(sorted_times[1:], np.int32(0))
+            after[is_last] = following[sorted_keys[is_last]]
+            is_first = np.append(True, sorted_keys[1:] != sorted_keys[:-1])
+            following[sorted_keys[is_first]] = sorted_times[is_first]
+            result = np.empty_like(after)
+            result[order] = after
+            self._file.write(row, result.reshape(ids.shape))
+
+
+def _chunks_backwards(workload: Workload) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
+    """(first row of the workload, of the trace, rows, iteration of each row in the workload), from the end."""
+    firsts = []  # row and iteration of the workload with which each span begins
+    row = iteration = 0
+    for span in workload.spans:
+        firsts.append((row, iteration))
+        row += span.num_rows
+        iteration += _iteration_of(workload, span.last_row) - _iteration_of(workload, span.first_row) + 1
+    for span, (row, iteration) in reversed(list(zip(workload.spans, firsts, strict=True))):
+        shift = iteration - _iteration_of(workload, span.first_row)
+        for begin in reversed(range(0, span.num_rows, _CHUNK_ROWS)):
+            num = min(_CHUNK_ROWS, span.num_rows - begin)
+            first = span.first_row + begin
+            yield row + begin, first, num, workload.trace.rows("iteration", first, first + num) + shift
+
+
+def _iteration_of(workload: Workload, row: int) -> int:
+    return int(workload.trace.rows("iteration", row, row + 1)[0])
+
+
+class TraceFuture:
+    """See policies.known.Future. A simulation tells it where it is; it looks one iteration ahead."""
+
+    def __init__(self, workload: Workload, geometry: Geometry, next_uses: NextUses) -> None:
+        self._workload = workload
+        self._geometry = geometry
+        self._next_uses = next_uses
+        self._num_layers = workload.num_layers
+        self.step = 0
+        self._window: deque[Iteration] = deque()  # the running iteration and the next
+        self._running: Iteration | None = None
+        self._uses: dict[int, int] = {}  # of the running layer: expert -> step
+        self._uses_of = -1
+
+    def iterations(self) -> Iterator[Iteration]:
+        """Those of the workload, each known one ahead."""
+        source = self._workload.iterations()
+        for iteration in source:
+            self._window.append(iteration)
+            if len(self._window) > 1:
+                yield from self._next()
+        yield from self._next()
+
+    def _next(self) -> Iterator[Iteration]:
+        self._running = self._window[0]
+        yield self._running
+        self._window.popleft()
+
+    def begin_layer(self, layer: int) -> None:
+        """The running iteration is at this layer."""
+        assert self._running is not None
+        self.step = self._running.index * self._num_layers + layer
+
+    def next_use(self, expert: int) -> int:
+        """See Future."""
+        if self._uses_of != self.step:
+            self._uses_of = self.step
+            self._uses = self._of_layer(self.step % self._num_layers)
+        return self._uses[expert]
+
+    def _of_layer(self, layer: int) -> dict[int, int]:
+        """By dense id, in the order in which the rows choose: an expert's last row is the one that counts."""
+        running = self._running
+        assert running is not None
+        first_id = self._geometry.first_expert_id(layer)
+        uses = self._next_uses.of_rows(running.first_row, running.num_tokens)[:, layer].reshape(-1).tolist()
+        demand = next(one for one in running.layers if one.layer == layer)
+        chosen = demand.experts
+        if running.num_tokens > 1 or len(chosen) != len(uses):
+            end = running.trace_row + running.num_tokens
+            chosen = self._workload.trace.rows("experts", running.trace_row, end)[:, layer].reshape(-1).tolist()
+        num_layers = self._num_layers
+        return {
+            first_id + expert: NEVER if use == NEVER_AGAIN else use * num_layers + layer
+            for expert, use in zip(chosen, uses, strict=True)
+            if expert != NO_EXPERT
+        }
+
+    def needs(self, ahead: int) -> tuple[int, list[int]] | None:
+        """See Future. Reaches to the end of the next iteration."""
+        assert self._running is not None
+        index, layer = divmod(self.step + ahead, self._num_layers)
+        position = index - self._running.index
+        if position >= len(self._window):
+            return None
+        for demand in self._window[position].layers:
+            if demand.layer == layer:
+                return layer, demand.experts
+        return layer, []

@@ -1,0 +1,167 @@
+"""The simulator's clock and its transport: a link that brings one piece after the other, demands first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+from expertly.sim.hardware import Hardware
+from expertly.sim.host_tier import HostTier
+from expertly.sim.server import Server
+
+
+class Clock:
+    """The time of a simulation, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+
+class LinkWatcher(Protocol):
+    """Sees what is moved, with its times."""
+
+    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
+        """The "link" or the "disk" served a piece, or what of it was to be read."""
+        ...
+
+    def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
+        """The computing thread spent time on asking for pieces ("ask") or on one that had arrived ("take")."""
+        ...
+
+
+class VirtualLink:
+    """An AheadTransport on a clock that it moves in `wait`, and by what asking for pieces and taking them costs. Pieces
+    arrive one after the other.
+
+    Behind the link there may be a disk: what the host tier does not hold is read from there first, and meanwhile the
+    link serves others. `taking_ns(layer, segments)` is the computing thread's own time for a piece it takes,
+    `submit_ns` for pieces that are demanded together.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        hardware: Hardware,
+        geometry: Geometry,
+        taking_ns: Callable[[int, int], int],
+        watcher: LinkWatcher | None = None,
+        submit_ns: int = 0,
+    ) -> None:
+        self._clock = clock
+        self._submit_ns = submit_ns
+        self._link = Server(hardware.link)
+        self._host: HostTier | None = None
+        if hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes < geometry.nbytes:
+            assert hardware.disk is not None, "a host tier that does not hold everything has a disk behind it"
+            self._host = HostTier(geometry, hardware.host_memory_nbytes)
+            self._disk = Server(hardware.disk)
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+        self._taking_ns = taking_ns
+        self._watcher = watcher
+        self._arrivals: deque[tuple[int, Piece]] = deque()
+        self.stall_ns = 0
+        self.moved_nbytes = 0
+
+    def submit(self, pieces: Sequence[Piece]) -> None:
+        """See Transport."""
+        self._submit(pieces, False)
+        self._spend("ask", self._submit_ns)
+
+    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
+        """See AheadTransport."""
+        if pieces:
+            self._submit(pieces, True)
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        """See AheadTransport. What is on its way from the disk to the link has not been begun."""
+        self._begin_until(self._clock.now_ns)
+        gone = self._link.withdraw(layer)
+        return gone if self._host is None else gone + self._disk.withdraw(layer)
+
+    def poll(self) -> Piece | None:
+        """See Transport."""
+        now = self._clock.now_ns
+        if self._host is not None or self._link.next_ns <= now:
+            self._begin_until(now)
+        if not self._arrivals or self._arrivals[0][0] > now:
+            return None
+        return self._take()
+
+    def wait(self) -> Piece:
+        """See Transport: the clock moves on to the next arrival."""
+        while not self._arrivals:
+            assert self._begin_next(), "nothing is in flight that could arrive"
+        arrival = self._arrivals[0][0]
+        if arrival > self._clock.now_ns:
+            self.stall_ns += arrival - self._clock.now_ns
+            self._clock.now_ns = arrival
+        return self._take()
+
+    def busy_until_ns(self) -> int:
+        """When the link has brought everything that could be on it by now."""
+        self._begin_until(self._clock.now_ns)
+        return self._link.busy_until_ns(self._clock.now_ns)
+
+    def _submit(self, pieces: Sequence[Piece], is_ahead: bool) -> None:
+        now = self._clock.now_ns
+        self._begin_until(now)
+        for piece in pieces:
+            here = now if self._host is None else self._host.here_ns(piece, now)
+            server, since = (self._disk, now) if here is None else (self._link, here)
+            server.submit(piece, since, self._nbytes(piece), is_ahead)
+
+    def _take(self) -> Piece:
+        piece = self._arrivals.popleft()[1]
+        self._spend("take", self._taking_ns(piece.layer, piece.num_segments))
+        return piece
+
+    def _spend(self, what: str, duration_ns: int) -> None:
+        if duration_ns:
+            begin = self._clock.now_ns
+            self._clock.now_ns = begin + duration_ns
+            if self._watcher is not None:
+                self._watcher.spent(what, begin, begin + duration_ns)
+
+    def _begin_until(self, now_ns: int) -> None:
+        """Begin every transfer that begins by then, in order: what is submitted later cannot go before it."""
+        link = self._link
+        if self._host is None:
+            while link.next_ns <= now_ns:
+                self._bring()
+            return
+        while min(self._disk.next_ns, link.next_ns) <= now_ns:
+            self._begin_next()
+
+    def _begin_next(self) -> bool:
+        """Begin the transfer that begins first; False where there is none."""
+        if self._host is not None and self._disk.num_waiting and self._disk.next_ns <= self._link.next_ns:
+            self._read()
+        elif self._link.num_waiting:
+            self._bring()
+        else:
+            return False
+        return True
+
+    def _bring(self) -> None:
+        piece, _, begin, end = self._link.begin()
+        self.moved_nbytes += self._nbytes(piece)
+        self._arrivals.append((end, piece))
+        if self._watcher is not None:
+            self._watcher.moved("link", piece, begin, end)
+
+    def _read(self) -> None:
+        """From the disk into the host tier; then it waits for the link."""
+        assert self._host is not None
+        piece = self._disk.next_piece()
+        missing = self._host.missing(piece)
+        _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[piece.layer])
+        here = self._host.read(piece, end)
+        self._link.submit(piece, here, self._nbytes(piece), is_ahead)
+        if self._watcher is not None and missing:
+            self._watcher.moved("disk", piece, begin, end)
+
+    def _nbytes(self, piece: Piece) -> int:
+        return self._segment_nbytes[piece.layer] * piece.num_segments

@@ -1,0 +1,83 @@
+"""What a simulation measured, as formulas over the times of its iterations."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertly.sim.workload import Iteration
+
+
+@dataclass(slots=True)
+class _Request:
+    """Times in nanoseconds; one that has not happened is -1."""
+
+    arrival_ns: int
+    begin_ns: int
+    first_token_ns: int = -1  # the end of its last prefill
+    end_ns: int = -1
+
+
+class Metrics:
+    """Sums over iterations, and the times of each request; nothing a token is kept."""
+
+    def __init__(self) -> None:
+        self.busy_ns = 0  # iterations, from their begin to their end
+        self.stall_ns = 0
+        self.decode_ns = 0
+        self.num_decode_iterations = 0
+        self.num_prefill_iterations = 0
+        self.num_tokens = 0
+        self._requests: dict[int, _Request] = {}
+
+    def add(self, iteration: Iteration, begin_ns: int, end_ns: int, stall_ns: int) -> None:
+        """An iteration ran from `begin_ns` to `end_ns`, of which it waited `stall_ns` for transfers."""
+        self.busy_ns += end_ns - begin_ns
+        self.stall_ns += stall_ns
+        self.num_tokens += iteration.num_tokens
+        if iteration.is_prefill:
+            self.num_prefill_iterations += 1
+        else:
+            self.num_decode_iterations += 1
+            self.decode_ns += end_ns - begin_ns
+        for number in iteration.requests:
+            request = self._requests.get(number)
+            if request is None:
+                request = self._requests[number] = _Request(min(iteration.arrival_ns, begin_ns), begin_ns)
+            request.end_ns = end_ns
+        for number in iteration.prefilling:
+            self._requests[number].first_token_ns = end_ns
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a decode iteration, stalls included; None where nothing was decoded."""
+        return self.decode_ns / self.num_decode_iterations / 1e9 if self.num_decode_iterations else None
+
+    def ttft_s(self, is_queued: bool) -> float | None:
+        """Mean time from a request's arrival (with a queue) or begin to the end of its prompt; None without prompts."""
+        times = [
+            request.first_token_ns - (request.arrival_ns if is_queued else request.begin_ns)
+            for request in self._requests.values()
+            if request.first_token_ns >= 0
+        ]
+        return sum(times) / len(times) / 1e9 if times else None
+
+    @property
+    def stall_share(self) -> float | None:
+        return self.stall_ns / self.busy_ns if self.busy_ns else None
+
+    def latencies_s(self) -> array[float]:
+        """From each request's arrival to its last token, rising."""
+        return array("d", sorted((r.end_ns - r.arrival_ns) / 1e9 for r in self._requests.values()))
+
+
+def percentile(rising: Sequence[float], percent: int) -> float | None:
+    """The least of the values that at least `percent` percent of them do not exceed; None of nothing."""
+    if not rising:
+        return None
+    return rising[max(0, -(-percent * len(rising) // 100) - 1)]

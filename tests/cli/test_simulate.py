@@ -1,0 +1,344 @@
+"""`expertly simulate`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expertly
+from expertly import systems
+from expertly.cli.main import main
+from expertly.trace.reader import Trace
+from expertly.trace.schema import TraceLayer
+from tests.sim.drive import make_trace, random_passes, sized
+
+KEYS = {
+    "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
+    "prediction_accuracy", "fetch_rate", "goodpred", "coverage", "accuracy", "timeliness", "stall_share", "ttft_s",
+    "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped",
+}  # fmt: skip
+RATES = ("hit_rate", "partial_hit_rate", "byte_hit_rate")
+BOUNDS = ["belady", "belady-global", "oracle", "resident"]
+LAYERS = sized(2, 8, 2)
+CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,5\n2023-11-16 18:00:00.001,30,4\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Two categories, four requests of a prompt of 4 tokens and 10 passes, sizes known."""
+    passes = random_passes(0, LAYERS, 10, prompt=4, num_requests=4)
+    return make_trace(tmp_path / "trace", passes, LAYERS, num_requests=4, categories=["a", "b"] * 2).folder
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Decode alone, sizes unknown: as what is imported."""
+    layers = [TraceLayer(8, 2)] * 2
+    return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    out, err = capsys.readouterr()
+    found: dict[str, Any] = json.loads(out)
+    assert [line for line in err.splitlines() if "written to" not in line] == []
+    return found
+
+
+def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["simulate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["simulate", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
+    return err.removeprefix("expertly: error: ").rstrip()
+
+
+def test_json_has_the_promised_keys(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, trace, "--system", "lru,lfu", "--memory", "30%,60%", "--segments", 2)
+    assert {"trace", "hardware", "results"} <= found.keys()
+    assert found["trace"]["model"] == "toy" and found["hardware"]["name"]
+    rows = found["results"]
+    assert [(row["memory"], row["system"]) for row in rows] == [
+        (memory, system) for memory in ("30%", "60%") for system in ("lru", "lfu", *BOUNDS)
+    ]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["segments"] == 2 and row["skipped"] is None
+        for key in (*RATES, "stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "memory_bytes", "bytes_loaded"):
+            assert row[key] is not None, key
+        assert all(0 <= row[key] <= 1 for key in (*RATES, "stall_share"))
+        assert (row["prediction_accuracy"] is not None) == (row["system"] == "oracle")
+    assert [row["memory_bytes"] for row in rows if row["system"] == "lru"] == [216, 456], "whole slots of 24 bytes"
+    assert all(row["memory_bytes"] == 768 for row in rows if row["system"] == "resident")
+
+
+def test_null_where_the_trace_cannot_say(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, bare, "--memory", "40%", "--segments", 4)
+    assert found["trace"]["geometry"] is found["trace"]["expert_bytes"] is None
+    for row in found["results"]:
+        for key in ("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded", "memory_bytes"):
+            assert row[key] is None, key
+        assert row["hit_rate"] is not None
+    assert any("sizes" in note for note in found["notes"])
+
+
+def test_no_ttft_without_prompts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, bare, "--geometry", geometry_file(tmp_path), "--memory", "25%,50%")
+    assert found["trace"]["geometry"] == "mine"
+    assert all(row["ttft_s"] is None and row["tpot_s"] > 0 for row in found["results"])
+
+
+def geometry_file(folder: Path, **changes: Any) -> Path:
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 4, "intermediate_size": 200, "num_matrices": 3, "itemsize": 2}
+    lines = ['name = "mine"', f"num_layers = {changes.pop('num_layers', 2)}", "[layer]"]
+    lines += [f"{name} = {value}" for name, value in (sizes | changes).items()]
+    path = folder / "mine.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_experts_per_layer(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulate(capsys, trace, "--experts-per-layer", "0,4,8", "--system", "lru")["results"]
+    lru = [row for row in rows if row["system"] == "lru"]
+    assert [row["memory"] for row in lru] == ["0/layer", "4/layer", "8/layer"]
+    assert [row["memory_bytes"] for row in lru] == [2 * 48, (8 + 2) * 48, (16 + 2) * 48], "and the ring of 2"
+    assert lru[0]["hit_rate"] == 0 and lru[0]["hit_rate"] < lru[1]["hit_rate"] < lru[2]["hit_rate"]
+
+
+def test_bounds_asked_for_come_once_and_belady_takes_the_scope(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulate(capsys, trace, "--system", "oracle,lru", "--memory", "40%")["results"]
+    assert [row["system"] for row in rows] == ["oracle", "lru", "belady", "belady-global", "resident"]
+    assert {row["system"]: row["scope"] for row in rows}["belady"] == "layer"
+    rows = simulate(capsys, trace, "--system", "on-demand", "--memory", "40%")["results"]
+    of = {row["system"]: row for row in rows}
+    assert of["belady"]["scope"] == "global"
+    assert of["belady"]["bytes_loaded"] == of["belady-global"]["bytes_loaded"]
+
+
+def test_a_system_that_needs_what_the_trace_lacks_is_skipped(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = replace(systems.SYSTEMS["lru"], name="clairvoyant", needs=("lookahead", "experts"))
+    monkeypatch.setitem(systems.SYSTEMS, "clairvoyant", fake)
+    rows = simulate(capsys, trace, "--system", "clairvoyant,lru", "--memory", "40%")["results"]
+    assert [row["system"] for row in rows] == ["clairvoyant", "lru", *BOUNDS]
+    skipped = rows[0]
+    assert "needs lookahead, which this trace lacks (it has request," in skipped["skipped"]
+    assert "clairvoyant" in skipped["skipped"]
+    nothing = KEYS - {"system", "memory", "segments", "skipped"}
+    assert all(skipped[key] is None for key in nothing)
+    printed = table(capsys, trace, "--system", "clairvoyant,lru", "--memory", "40%,60%")
+    assert printed.count("needs lookahead") == 1 and printed.count("clairvoyant  ") == 2
+
+
+def test_split_learns_from_the_first_part(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, trace, "--split", "1:1", "--seed", 7, "--system", "static", "--memory", "50%")
+    assert any("1:1 with seed 7: profiles learned from 2 requests, 2 others" in note for note in found["notes"])
+    assert all(row["tokens"] == 2 * 14 and row["requests"] == 2 for row in found["results"])
+    again = simulate(capsys, trace, "--split", "1:1", "--seed", 7, "--system", "static", "--memory", "50%")
+    assert again == found
+    cold = simulate(capsys, trace, "--system", "static", "--memory", "50%")
+    assert any("start empty" in note for note in cold["notes"])
+
+
+def test_requests_and_tokens_limit(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, requests, tokens in ((("--requests", 2), 2, 28), (("--tokens", 17), 2, 17), ((), 4, 56)):
+        rows = simulate(capsys, trace, *arguments, "--memory", "50%")["results"]
+        assert all((row["requests"], row["tokens"]) == (requests, tokens) for row in rows)
+
+
+def test_arrivals_queue_and_say_what_was_cut(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "azure.csv").write_text(CSV)
+    arguments = (trace, "--arrivals", tmp_path / "azure.csv", "--memory", "50%")
+    found = simulate(capsys, *arguments)
+    assert any(note.startswith("2 requests arrive") for note in found["notes"])
+    assert any(note.startswith("1 of them") for note in found["notes"])
+    for row in found["results"]:
+        assert row["tokens"] == (3 + 4) + (4 + 3) and len(row["latency_s"]["sorted"]) == 2
+        assert row["latency_s"]["p50"] <= row["latency_s"]["p99"] == row["latency_s"]["max"]
+    printed = table(capsys, *arguments)
+    assert "latency p50" in printed
+
+
+def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "azure.csv").write_text(CSV)
+    arguments = ("--system", "lru,modelled-lookahead", "--segments", 2, "--arrivals", tmp_path / "azure.csv")
+    printed = table(capsys, trace, "--memory", "20%,50%", *arguments)
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "toy: 2 layers of 8 experts, top-2, 768 B of experts; P = 2, on rtx3090"
+    for word in ("hit rate", "partial", "stall", "TTFT", "TPOT", "of floor", "loaded", "latency p50", "p99"):
+        assert word in lines[2]
+    below = next(line for line in lines if "goodpred" in line)
+    assert all(word in below for word in ("predictions right", "coverage", "accuracy", "in time"))
+    assert sum(line.lstrip("25%0 ").startswith("modelled-lookahead  ") for line in lines) == 4, (
+        "two budgets, two tables"
+    )
+    assert any("modelled-lookahead: its predictions are made from the future" in line for line in lines)
+    plain = table(capsys, trace, "--memory", "50%")
+    assert "coverage" not in plain and "partial" not in plain and "latency" not in plain
+
+
+def test_a_partial_recording_runs_up_to_where_it_goes(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    (trace / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    found = simulate(capsys, trace, "--memory", "50%")
+    assert not found["trace"]["complete"] and any("cut off" in note for note in found["notes"])
+
+
+BAD_VALUES = [
+    (["--system", "nonsense"], "system='nonsense': unknown; accepted: on-demand, "),
+    (["--system", "lru,,lfu"], "system='lru,,lfu': must be"),
+    (["--system", ""], "system='': must be"),
+    (["--hardware", "abacus"], "hardware='abacus': no such profile"),
+    (["--geometry", "abacus"], "geometry='abacus': no such geometry"),
+    (["--geometry", "mixtral-8x7b"], "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
+    (["--order", "size"], "order='size': unknown; accepted: resident, id"),
+    (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
+    (["--segments", "0"], "argument --segments: '0': must be a whole number from 1"),
+    (["--memory", "1%"], "memory='1%': below the ring through which experts are streamed; the least is 12.50%"),
+    (["--memory", "auto"], "memory='auto': there is no machine to ask; accepted: a share"),
+    (["--memory", "much"], "memory='much': accepted are a share"),
+    (["--memory", "30%,"], "memory='30%,': must be"),
+    (["--memory", ""], "memory='': must be"),
+    (["--memory", "0%"], "memory='0%': no memory at all"),
+    (["--experts-per-layer", "9"], "experts_per_layer=9: must be from 0 to the 8 experts of a layer"),
+    (["--experts-per-layer", "half"], "experts_per_layer='half': must be a whole number from 0"),
+    (["--experts-per-layer", "-1"], "experts_per_layer='-1': must be a whole number from 0"),
+    (["--experts-per-layer", "2", "--memory", "10%"], "experts_per_layer=2: stands instead of memory=10%"),
+    (["--split", "a:b"], "split='a:b': must be two whole numbers from 1"),
+    (["--split", "7"], "split='7': must be"),
+    (["--split", "7:0"], "split='7:0': must be"),
+    (["--split", "99:1"], "split=99:1: of 4 requests, 4 to learn from and 0 to simulate"),
+    (["--tokens", "5", "--requests", "2"], "requests=2, tokens=5: both limit the same"),
+    (["--tokens", "0"], "argument --tokens: '0': must be a whole number from 1"),
+    (["--seed", "-1"], "argument --seed: '-1': must be"),
+    (["--plot", "out.bmp"], "plot='out.bmp': must end in .png, .svg, .pdf"),
+    (["--plot", "/nowhere/out.png"], "plot='/nowhere/out.png': '/nowhere' is not a folder"),
+    (["--chrome-trace", "/nowhere/out.json"], "chrome_trace='/nowhere/out.json': cannot be written"),
+    (["--chrome-trace", "/tmp"], "chrome_trace='/tmp': a folder"),
+    (["--chrome-trace", ""], "chrome_trace='.': a folder"),
+    (["--arrivals", "/nowhere.csv"], "arrivals /nowhere.csv: cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_VALUES, ids=[" ".join(case[0]) for case in BAD_VALUES])
+def test_bad_values_are_errors(
+    arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = " ".join(str(error_of(capsys, trace, *arguments)).split())
+    assert joined.startswith(message), joined
+
+
+def test_errors_are_json_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(trace), "--system", "nonsense", "--json"]) == 2
+    out, _ = capsys.readouterr()
+    assert json.loads(out)["error"]["type"] == "ConfigError"
+
+
+def test_not_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "manifest.json" in error_of(capsys, tmp_path / "nothing")
+    empty = make_trace(tmp_path / "empty", [], LAYERS)
+    assert f"trace='{empty.folder}': empty" in error_of(capsys, empty.folder)
+    damaged = make_trace(tmp_path / "damaged", random_passes(0, LAYERS, 9), LAYERS).folder
+    shard = next(damaged.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-9])
+    assert shard.name in error_of(capsys, damaged)
+
+
+def test_the_default_budgets_are_three_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = sized(5, 8, 2)
+    trace = make_trace(tmp_path / "wide", random_passes(0, layers, 5), layers).folder
+    rows = simulate(capsys, trace)["results"]
+    assert list(dict.fromkeys(row["memory"] for row in rows)) == ["10%", "25%", "50%"]
+    assert rows[0]["system"] == "lru"
+
+
+def test_without_sizes_only_shares_make_sense(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "memory='1GiB': the trace does not know its experts' sizes" in error_of(capsys, bare, "--memory", "1GiB")
+    assert "chrome_trace: the trace does not know" in error_of(capsys, bare, "--chrome-trace", tmp_path / "out.json")
+    assert not list(tmp_path.glob("out.json*"))
+    geometry = geometry_file(tmp_path)
+    rows = simulate(capsys, bare, "--memory", "20KiB", "--geometry", geometry)["results"]
+    assert rows[0]["memory"] == "20KiB" and 0 < rows[0]["memory_bytes"] <= 20 << 10
+    wrong = geometry_file(tmp_path, num_experts=16)
+    assert "2 layers of 16 experts, top-2, but" in error_of(capsys, bare, "--geometry", wrong)
+
+
+def test_requests_that_ran_together_cannot_be_picked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    passes = [([0, 1], False, [[[0, 1], [2, 3]]] * 2)] * 5
+    trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=2).folder
+    (tmp_path / "azure.csv").write_text(CSV)
+    for flag, value in (("requests", 1), ("split", "7:3"), ("arrivals", tmp_path / "azure.csv")):
+        found = error_of(capsys, trace, f"--{flag}", value)
+        assert found.startswith(f"{flag}: request 0 of {trace} ran together with others")
+    assert simulate(capsys, trace, "--memory", "50%")["results"][0]["requests"] == 2
+
+
+NUMPY_ALONE = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+BLOCKED = ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "tokenizers", "packaging")
+sys.meta_path.insert(0, Blocker())
+from expertly.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def with_numpy_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", NUMPY_ALONE, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
+    experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
+    np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
+    done = with_numpy_alone("trace", "import", tmp_path / "law.npz", tmp_path / "trace")
+    assert done.returncode == 0, done.stderr
+    done = with_numpy_alone("simulate", tmp_path / "trace", "--memory", "50%", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["results"]) == 5 and done.stderr == ""
+    done = with_numpy_alone("simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
+    assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
+
+
+def test_plots_of_every_kind_are_written(
+    trace: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "azure.csv").write_text(CSV)
+    cases: list[tuple[Path, list[object], str]] = [
+        (trace, ["--memory", "30%"], "one.png"),
+        (trace, ["--memory", "20%,40%,60%", "--system", "lru,lfu,modelled-lookahead"], "three.svg"),
+        (trace, ["--memory", "30%", "--arrivals", tmp_path / "azure.csv"], "latency.pdf"),
+        (bare, ["--memory", "30%,50%"], "bare.png"),
+    ]
+    for folder, arguments, name in cases:
+        simulate(capsys, folder, *arguments, "--plot", tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5000, name
+
+
+def test_the_trace_is_only_read(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in trace.iterdir()}
+    simulate(capsys, trace, "--memory", "50%")
+    assert {path.name: path.stat().st_mtime_ns for path in trace.iterdir()} == before
+    assert Trace.open(trace).num_rows == 56

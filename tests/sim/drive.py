@@ -1,0 +1,127 @@
+"""Small traces, a machine whose times can be added up by hand, and studies of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.sim.hardware import Hardware, Link
+from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.study import Memory, Study
+from expertly.trace.reader import Trace
+from expertly.trace.schema import NO_EXPERT, TraceLayer, max_top_k
+from expertly.trace.writer import TraceWriter
+
+INFINITE = Link(float("inf"), 0, 0)
+
+Pass = tuple[int | Sequence[int], bool | Sequence[bool], Sequence[Any]]
+"""(request of each row, whether each row is prefill, experts [rows][L][<= K]); one value stands for all rows."""
+
+
+def toy(**changes: Any) -> Hardware:
+    """Weights stream at 1 byte/ns, the link brings 1 byte in 2 ns; computing costs 10 ns a piece, 100 a layer, 1000 a
+    pass; a piece occupies the link 3 ns longer and an idle one takes 7 to begin."""
+    parts: dict[str, Any] = {
+        "name": "toy",
+        "memory_nbytes_per_s": 1e9,
+        "flops_per_s": float("inf"),
+        "efficiency": 1.0,
+        "launch_ns": 10,
+        "layer_ns": 100,
+        "iteration_ns": 1000,
+        "link": Link(0.5e9, 7, 3),
+        "disk": None,
+        "host_memory_nbytes": None,
+        "compute": None,
+    }
+    return Hardware(**(parts | changes))
+
+
+def sized(num_layers: int, num_experts: int, top_k: int, width: int = 12) -> tuple[LayerGeometry, ...]:
+    """An expert is 4 x `width` bytes."""
+    return (LayerGeometry(num_experts, top_k, 2, width, 2, 1),) * num_layers
+
+
+def make_trace(
+    folder: Path,
+    passes: Sequence[Pass],
+    layers: Sequence[LayerGeometry | TraceLayer],
+    *,
+    categories: Sequence[str | None] = (),
+    num_requests: int = 1,
+    rows_per_shard: int = 64,
+    dense: DenseShape | None = None,
+) -> Trace:
+    """A trace of these forward passes."""
+    of_trace = [TraceLayer.of(one) if isinstance(one, LayerGeometry) else one for one in layers]
+    top_k = max_top_k(of_trace)
+    writer = TraceWriter(folder, model="toy", layers=of_trace, rows_per_shard=rows_per_shard, dense=dense)
+    with writer:
+        for number in range(num_requests):
+            writer.begin_request(categories[number] if categories else None)
+        for request, is_prefill, rows in passes:
+            num = len(rows)
+            experts = np.full((num, len(of_trace), top_k), NO_EXPERT, np.uint16)
+            for row, of_layers in enumerate(rows):
+                for layer, chosen in enumerate(of_layers):
+                    experts[row, layer, : len(chosen)] = chosen
+            writer.append(
+                {
+                    "request": np.broadcast_to(np.array(request, np.int32), num),
+                    "is_prefill": np.broadcast_to(np.array(is_prefill), num),
+                    "token": np.full(num, -1, np.int32),
+                    "experts": experts,
+                    "weights": np.where(experts == NO_EXPERT, 0, 1 / top_k).astype(np.float16),
+                }
+            )
+    return Trace.open(folder)
+
+
+def random_passes(
+    seed: int,
+    layers: Sequence[Any],
+    num_passes: int,
+    *,
+    prompt: int = 0,
+    num_requests: int = 1,
+    gaps: float = 0.0,
+) -> list[Pass]:
+    """Skewed routing; each request begins with a prompt of so many tokens. With `gaps`, some layers do not run for some
+    rows and others choose fewer experts."""
+    rng = np.random.default_rng(seed)
+    popularity = [rng.permutation(1 / np.arange(1, one.num_experts + 1)) for one in layers]
+
+    def row() -> list[list[int]]:
+        chosen = []
+        for one, weights in zip(layers, popularity, strict=True):
+            num = one.top_k if rng.random() >= gaps else int(rng.integers(0, one.top_k + 1))
+            chosen.append(rng.choice(one.num_experts, num, replace=False, p=weights / weights.sum()).tolist())
+        return chosen
+
+    passes: list[Pass] = []
+    for request in range(num_requests):
+        if prompt:
+            passes.append((request, True, [row() for _ in range(prompt)]))
+        passes += [(request, False, [row()]) for _ in range(num_passes)]
+    return passes
+
+
+def make_study(
+    trace: Trace, hardware: Hardware | None = None, *, selection: Selection | None = None, **settings: Any
+) -> Study:
+    """A study of the trace's own sizes."""
+    layers = tuple(one.geometry() for one in trace.manifest.layers)
+    known: Any = None if None in layers else layers
+    schedule = make_schedule(trace, selection or Selection())
+    return Study(trace, schedule, hardware or toy(), known, trace.manifest.dense, **settings)
+
+
+def results(study: Study, systems: Sequence[str], *memories: str | int) -> dict[str, dict[str, Any]]:
+    """By system, of one budget: a share or a number of experts a layer."""
+    (memory,) = memories
+    asked = Memory(memory) if isinstance(memory, str) else Memory(f"{memory}/layer", memory)
+    return {row["system"]: row for row in study.results(systems, [asked])}

@@ -1,0 +1,237 @@
+"""What a simulation must give because it can be worked out without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.control.counters import PhaseCounters
+from expertly.sim.hardware import Link
+from expertly.sim.simulator import Simulator
+from expertly.sim.study import Memory, Study
+from expertly.systems import SYSTEMS
+from expertly.trace import synth
+from expertly.trace.reader import Trace
+from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
+
+DEMAND_ONLY = [name for name, system in SYSTEMS.items() if system.transfer == "demand"]
+ASYNCHRONOUS = [name for name, system in SYSTEMS.items() if system.prediction != "none"]
+
+
+def synthetic(folder: Path, workload: synth.Workload) -> Trace:
+    synth.write_workload(folder, workload, model="made up")
+    return Trace.open(folder)
+
+
+def ran(study: Study, system: str, memory: str) -> Simulator:
+    return study.simulate(SYSTEMS[system], Memory(memory).budget(study.geometry))
+
+
+def total(simulator: Simulator) -> PhaseCounters:
+    counters = PhaseCounters()
+    for layer in simulator.controller.counters:
+        counters.add(layer.prefill)
+        counters.add(layer.decode)
+    return counters
+
+
+def test_times_of_a_hand_computed_trace_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
+    """Experts of 40 bytes, 5 slots: a ring of 2 and 3 kept. Computing one: 40 + 10 = 50 ns; loading one occupies the
+    link 3 + 80 = 83 ns, and 7 pass before an idle link begins.
+
+    0     pass 0, layer 0: 100 ns of dense; both experts are missing and asked for at 100; they arrive at 100 + 7 + 83
+          = 190 and 273, are computed from 190 to 240 and from 273 to 323: 90 + 33 ns stalled.
+    323   layer 1: the same from 423 on, until 646; expert 0 of layer 0 went for it. The head takes until 1646.
+    1646  pass 1, layer 0 needs 0 and 2: both absent again, as above until 1969; (0, 1) and (1, 0) went.
+    1969  layer 1 needs 0 (absent) and 1 (here): asked for at 2069, 1 is computed until 2119 while 0 loads until
+          2069 + 7 + 83 = 2159, and is computed until 2209: 40 ns stalled. The head takes until 3209.
+    """
+    layers = sized(2, 4, 2, width=10)
+    passes = [(0, False, [[[0, 1], [0, 1]]]), (0, False, [[[0, 2], [0, 1]]])]
+    study = make_study(make_trace(tmp_path / "trace", passes, layers))
+    row = results(study, ["on-demand"], "62.5%")["on-demand"]
+    assert row["tpot_s"] * 1e9 == pytest.approx(3209 / 2, abs=1e-6)
+    assert row["stall_share"] == pytest.approx((3 * (90 + 33) + 40) / 3209)
+    assert (row["bytes_loaded"], row["hit_rate"], row["ttft_s"]) == (7 * 40, 1 / 8, None)
+    assert row["memory_bytes"] == 5 * 40
+
+
+def test_ttft_of_a_hand_computed_prompt(tmp_path: Path) -> None:
+    """Two rows of a prompt choose experts 0 and 1 of one layer of 3; all three kept, none here: 100 dense, 90 until
+    the first is there, 50 to compute, 33 until the second, 50, 1000 for the head."""
+    layers = sized(1, 3, 1, width=10)
+    passes = [(0, True, [[[0]], [[1]]]), (0, False, [[[0]]])]
+    study = make_study(make_trace(tmp_path / "trace", passes, layers))
+    row = results(study, ["lru"], "100%")["lru"]
+    assert row["ttft_s"] * 1e9 == pytest.approx(100 + 90 + 50 + 33 + 50 + 1000)
+    assert row["tpot_s"] * 1e9 == pytest.approx(100 + 50 + 1000)
+    assert row["hit_rate"] == 1.0, "in decode alone"
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_with_room_for_the_working_set_there_are_cold_misses_only(segments: int, tmp_path: Path) -> None:
+    workload = synth.stationary_set(3, 16, 2, 200, working_set=6, seed=1)
+    trace = synthetic(tmp_path / "trace", workload)
+    study = make_study(trace, segments=segments)
+    expected = workload.optimal_hits(6)
+    assert expected is not None
+    for name, row in results(study, [*DEMAND_ONLY, "belady"], 6).items():
+        if name in (*DEMAND_ONLY, "belady", "belady-global"):
+            assert row["hit_rate"] == pytest.approx(expected / (3 * 200 * 2)), name
+
+
+def test_all_of_the_memory_is_enough_for_every_system(tmp_path: Path) -> None:
+    layers = sized(2, 8, 2)
+    trace = make_trace(tmp_path / "trace", random_passes(3, layers, 60, prompt=5), layers)
+    study = make_study(trace)
+    distinct = sum(_distinct(trace)) * layers[0].expert_nbytes
+    for name, row in results(study, list(SYSTEMS), "100%").items():
+        assert row["bytes_loaded"] == (0 if name == "resident" else distinct) or name == "modelled-lookahead", name
+
+
+def _distinct(trace: Trace) -> list[int]:
+    experts = trace.rows("experts", 0, trace.num_rows)
+    return [len(set(experts[:, layer].reshape(-1).tolist())) for layer in range(experts.shape[1])]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_belady_reaches_the_known_optimum_of_a_loop(share: float, tmp_path: Path) -> None:
+    workload = synth.cyclic(2, 16, 2, 120)
+    trace = synthetic(tmp_path / "trace", workload)
+    capacity = int(16 * share)
+    expected = workload.optimal_hits(capacity)
+    assert expected is not None
+    # The optimum keeps the running token's experts beside nothing; belady passes them through the ring: it hits as if
+    # it had K more.
+    rows = results(make_study(trace), ["lru"], capacity)
+    assert rows["lru"]["hit_rate"] == 0, "a loop is LRU's worst case"
+    found = rows["belady"]["hit_rate"] * 2 * 120 * 2
+    assert expected <= found <= (workload.optimal_hits(capacity + 2) or 10**9)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize(("seed", "prompt"), [(0, 0), (1, 0), (2, 4)])
+def test_nothing_loads_fewer_bytes_than_global_belady(seed: int, prompt: int, segments: int, tmp_path: Path) -> None:
+    layers = sized(3, 12, 2)
+    passes = random_passes(seed, layers, 40, prompt=prompt, num_requests=2)
+    study = make_study(make_trace(tmp_path / "trace", passes, layers, num_requests=2), segments=segments)
+    for memory in ("10%", "30%", "60%"):
+        rows = results(study, list(SYSTEMS), memory)
+        least = rows["belady-global"]["bytes_loaded"]
+        for name in (set(SYSTEMS) - {"resident"}) | {"belady"}:
+            assert rows[name]["bytes_loaded"] >= least, (name, memory)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("workload", ["random", "zipf", "cyclic"])
+def test_no_demand_only_system_hits_more_than_belady_in_its_scope(workload: str, segments: int, tmp_path: Path) -> None:
+    layers = sized(2, 12, 2)
+    if workload == "random":
+        trace = make_trace(tmp_path / "trace", random_passes(5, layers, 120), layers)
+    else:
+        made = synth.cyclic(2, 12, 2, 120) if workload == "cyclic" else synth.zipf(2, 12, 2, 120, keep=0.3)
+        trace = synthetic(tmp_path / "trace", made)
+    study = make_study(trace, segments=segments)
+    for memory in ("20%", "50%"):
+        rows = results(study, ["lru", *DEMAND_ONLY], memory)
+        for name in DEMAND_ONLY:
+            bound = "belady-global" if SYSTEMS[name].scope == "global" else "belady"
+            assert rows[name]["byte_hit_rate"] <= rows[bound]["byte_hit_rate"] + 1e-12, (name, memory)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_oracle_never_stalls_on_an_infinite_link(segments: int, tmp_path: Path) -> None:
+    layers = sized(3, 8, 2)
+    passes = random_passes(7, layers, 80, prompt=6, num_requests=2)
+    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
+    rows = results(make_study(trace, toy(link=INFINITE), segments=segments), ["oracle"], "30%")
+    assert rows["oracle"]["stall_share"] == 0
+    assert rows["oracle"]["tpot_s"] == rows["oracle"]["floor_tpot_s"] == rows["resident"]["tpot_s"]
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("rate", [0.05e9, 0.5e9, 4e9])
+def test_no_system_beats_the_floor(rate: float, segments: int, tmp_path: Path) -> None:
+    layers = sized(3, 12, 2)
+    trace = make_trace(tmp_path / "trace", random_passes(11, layers, 80), layers)
+    study = make_study(trace, toy(link=Link(rate, 7, 3)), segments=segments)
+    for memory in ("15%", "40%"):
+        for name, row in results(study, list(SYSTEMS), memory).items():
+            assert row["tpot_s"] >= row["floor_tpot_s"] > 0, (name, memory)
+
+
+def test_resident_takes_the_sum_of_its_computing(tmp_path: Path) -> None:
+    layers = sized(3, 8, 2, width=10)
+    trace = make_trace(tmp_path / "trace", random_passes(2, layers, 30), layers)
+    row = results(make_study(trace), ["lru"], "50%")["resident"]
+    assert row["tpot_s"] * 1e9 == pytest.approx(3 * (100 + 2 * 50) + 1000)
+    assert (row["stall_share"], row["bytes_loaded"], row["hit_rate"]) == (0, 0, 1.0)
+    assert row["memory_bytes"] == 3 * 8 * 40 and row["memory"] == "50%"
+
+
+@pytest.mark.parametrize("prompt", [0, 5])
+@pytest.mark.parametrize("system", DEMAND_ONLY)
+def test_a_faster_link_never_makes_it_slower(system: str, prompt: int, tmp_path: Path) -> None:
+    layers = sized(2, 10, 2)
+    passes = random_passes(4, layers, 50, prompt=prompt, num_requests=2)
+    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
+    times: list[Any] = []
+    for rate in (0.1e9, 0.2e9, 0.4e9, 0.8e9, 1.6e9):
+        row = results(make_study(trace, toy(link=Link(rate, 40, 3)), segments=2), [system], "30%")[system]
+        times.append((row["tpot_s"], row["ttft_s"] or 0, row["bytes_loaded"]))
+    for slow, fast in pairwise(times):
+        assert fast[0] <= slow[0] and fast[1] <= slow[1] and fast[2] == slow[2]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("system", [*DEMAND_ONLY, *ASYNCHRONOUS, "resident"])
+def test_stalls_and_computing_are_all_the_time_there_is(system: str, segments: int, tmp_path: Path) -> None:
+    layers = sized(2, 10, 2)
+    trace = make_trace(tmp_path / "trace", random_passes(6, layers, 40, prompt=3), layers)
+    hardware = toy()
+    study = make_study(trace, hardware, segments=segments)
+    simulator = ran(study, system, "100%" if system == "resident" else "30%")
+    counters, metrics = total(simulator), simulator.metrics
+    computing = metrics.busy_ns - metrics.stall_ns
+    if segments == 1:  # then an expert is one piece, whatever happens
+        passes = metrics.num_prefill_iterations + metrics.num_decode_iterations
+        experts_ns = counters.demands * (layers[0].expert_nbytes + 10)  # read once a pass, however many its tokens
+        assert computing == experts_ns + passes * (2 * 100 + 1000)
+    fast = make_study(trace, replace(hardware, link=INFINITE), segments=segments)
+    assert ran(fast, system, "100%" if system == "resident" else "30%").metrics.stall_ns == 0
+    assert metrics.stall_ns > 0 or system in ("resident", "oracle")
+
+
+def test_a_disk_behind_a_host_tier_that_is_too_small_costs_its_reads(tmp_path: Path) -> None:
+    """One layer of 4 experts of 40 bytes, top-1, none kept: each token loads one. The host holds two, at first 0 and 1.
+
+    A disk read takes 20 + 5 + 400 ns, the link 7 + 3 + 80; then 50 to compute, and 1100 for layer and head.
+    """
+    layers = sized(1, 4, 1, width=10)
+    chosen = [0, 1, 2, 1, 0, 0]  # here, here, read (0 goes), here, read (2 goes), here
+    trace = make_trace(tmp_path / "trace", [(0, False, [[[e]]]) for e in chosen], layers)
+    disk = Link(0.1e9, 20, 5)
+    hardware = toy(disk=disk, host_memory_nbytes=80)
+    row = results(make_study(trace, hardware), ["lru"], 0)["lru"]
+    loads = 6 * (7 + 3 + 80) + 2 * (20 + 5 + 400)
+    assert row["tpot_s"] * 6e9 == pytest.approx(6 * 1150 + loads)
+    everything = results(make_study(trace, toy(disk=disk, host_memory_nbytes=160)), ["lru"], 0)["lru"]
+    assert everything["tpot_s"] == results(make_study(trace), ["lru"], 0)["lru"]["tpot_s"]
+
+
+def test_without_sizes_hits_are_those_with_sizes(tmp_path: Path) -> None:
+    layers = sized(2, 12, 2)
+    passes = random_passes(9, layers, 60)
+    bare = [type(one)(one.num_experts, one.top_k) for one in make_trace(tmp_path / "a", passes, layers).manifest.layers]
+    for segments in (1, 2, 4):
+        known = make_study(Trace.open(tmp_path / "a"), segments=segments)
+        unknown = make_study(make_trace(tmp_path / f"b{segments}", passes, bare), segments=segments)
+        with_sizes, without = (results(study, DEMAND_ONLY, "30%") for study in (known, unknown))
+        for name in (*DEMAND_ONLY, "belady"):
+            assert without[name]["hit_rate"] == with_sizes[name]["hit_rate"] is not None
+            assert without[name]["partial_hit_rate"] == with_sizes[name]["partial_hit_rate"]
+            assert without[name]["tpot_s"] is without[name]["bytes_loaded"] is without[name]["memory_bytes"] is None

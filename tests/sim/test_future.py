@@ -1,0 +1,142 @@
+"""The demands to come, against a scan of everything that follows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.known import NEVER
+from expertly.sim import future as future_module
+from expertly.sim.future import NextUses, TraceFuture
+from expertly.sim.rows_file import RowsFile
+from expertly.sim.workload import Span, Workload
+from expertly.trace.reader import Trace
+from tests.sim.drive import make_trace, random_passes, sized
+
+LAYERS = (*sized(1, 9, 2), *sized(2, 12, 3))
+
+
+def trace_of(folder: Path, prompt: int = 7, num_requests: int = 4, num_passes: int = 15) -> Trace:
+    passes = random_passes(0, LAYERS, num_passes, prompt=prompt, num_requests=num_requests, gaps=0.3)
+    return make_trace(folder, passes, LAYERS, num_requests=num_requests, rows_per_shard=16)
+
+
+def spans_of(trace: Trace, order: list[int], cut: int = 0) -> list[Span]:
+    """Requests in that order, each without its last `cut` rows."""
+    requests = [trace.requests[number] for number in order]
+    return [Span(one.number, one.first_row, one.num_rows - cut) for one in requests]
+
+
+def assert_is_the_scan(workload: Workload) -> None:
+    """Every demand's next use, and what the iterations ahead need, are what a scan of all that follows finds."""
+    geometry = Geometry(LAYERS)
+    everything = list(workload.iterations())
+    needs = [{demand.layer: demand.experts for demand in one.layers} for one in everything]
+    future = TraceFuture(workload, geometry, NextUses(workload))
+    num_layers, num_seen = len(LAYERS), 0
+    for iteration in future.iterations():
+        assert iteration == everything[num_seen]
+        for demand in iteration.layers:
+            future.begin_layer(demand.layer)
+            assert future.step == iteration.index * num_layers + demand.layer
+            for expert in demand.experts:
+                later = (i for i in range(num_seen + 1, len(needs)) if expert in needs[i].get(demand.layer, ()))
+                found = next(later, None)
+                expected = NEVER if found is None else found * num_layers + demand.layer
+                assert future.next_use(geometry.expert_id(demand.layer, expert)) == expected
+            for ahead in range(num_layers + 1):
+                index, layer = divmod(future.step + ahead, num_layers)
+                if index < len(needs):
+                    assert future.needs(ahead) == (layer, needs[index].get(layer, []))
+                else:
+                    assert future.needs(ahead) is None
+        num_seen += 1
+    assert num_seen == len(everything)
+
+
+def num_open(folder: Path) -> int:
+    """Open files of this process that lie, or lay, in a folder."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith(str(folder)) for link in links if os.path.lexists(link))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 4096])
+def test_of_a_whole_trace(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)  # also within an iteration, and across shards
+    trace = trace_of(tmp_path / "trace")
+    assert len(trace.manifest.shards) > 2
+    assert_is_the_scan(Workload(trace, [Span(None, 0, trace.num_rows)]))
+
+
+@pytest.mark.parametrize("chunk", [3, 4096])
+def test_of_requests_in_another_order(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)
+    trace = trace_of(tmp_path / "trace")
+    assert_is_the_scan(Workload(trace, spans_of(trace, [2, 0, 3, 1])))
+    assert_is_the_scan(Workload(trace, spans_of(trace, [3, 1], cut=4)))
+
+
+def test_of_a_prompt_that_is_cut_in_the_middle(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace")
+    first = trace.requests[1]
+    assert_is_the_scan(Workload(trace, [Span(1, first.first_row, 3), Span(0, 0, 20), Span(1, first.first_row + 7, 9)]))
+
+
+def test_the_same_next_uses_serve_several_runs(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace")
+    workload = Workload(trace, [Span(None, 0, trace.num_rows)])
+    uses, geometry = NextUses(workload), Geometry(LAYERS)
+
+    def run() -> list[int]:
+        future = TraceFuture(workload, geometry, uses)
+        found = []
+        for iteration in future.iterations():
+            for demand in iteration.layers:
+                future.begin_layer(demand.layer)
+                found += [future.next_use(geometry.expert_id(demand.layer, e)) for e in demand.experts]
+        return found
+
+    assert run() == run()
+
+
+def test_the_scratch_file_has_no_name_and_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(tmp_path / "trace")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    uses = NextUses(Workload(trace, [Span(None, 0, trace.num_rows)]))
+    assert num_open(scratch) == 1 and not list(scratch.iterdir())
+    del uses
+    gc.collect()
+    assert num_open(scratch) == 0
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do() -> None:
+    file = RowsFile(10, (2, 3))
+    file._file.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        file._file = full
+        with pytest.raises(ConfigError, match=r"temporary files: No space left.*need 240 bytes in .*TMPDIR"):
+            file.write(0, np.zeros((10, 2, 3), np.int32))
+
+
+def test_a_scratch_folder_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(ConfigError, match="temporary files: No such file"):
+        RowsFile(10, (2, 3))
+
+
+def test_rows_come_back_wherever_they_are_read() -> None:
+    rows = np.arange(3000 * 2, dtype=np.int32).reshape(3000, 1, 2)
+    file = RowsFile(3000, (1, 2))
+    file.write(1000, rows[1000:])
+    file.write(0, rows[:1000])
+    for first, num in ((0, 1), (1, 400), (511, 2), (700, 2300), (5, 3), (2999, 1), (0, 3000)):
+        assert np.array_equal(file.read(first, num), rows[first : first + num])

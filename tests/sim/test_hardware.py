@@ -1,0 +1,178 @@
+"""Hardware files: what is shipped, what is refused and how, and that writing and reading are inverse."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertly.core.costs import Link, MeasuredCompute
+from expertly.core.errors import HardwareError
+from expertly.core.geometry import LayerGeometry
+from expertly.sim.hardware import HARDWARE_NAMES, Hardware
+
+LAYER = LayerGeometry(8, 2, 32, 16, 3, 2)
+COMPUTE = MeasuredCompute(
+    model='a "model" with a \\ and ünïcode 🦀',
+    dtype="bfloat16",
+    num_threads=2,
+    context=32,
+    num_layers=3,
+    layer=LAYER,
+    tokens=(1, 4, 64),
+    dense_ns=(10, 20, 30),
+    head_ns=(1, 2, 3),
+    expert_ns=(100, 200, 300),
+    parts_ns=(110, 210, 310),
+    part_ns=(5, 6, 7),
+    submit_ns=11,
+    load_ns=17,
+    slowdown_while_loading=1.25,
+)
+FULL = Hardware(
+    name="a machine",
+    memory_nbytes_per_s=1.5e11,
+    flops_per_s=1e13,
+    efficiency=0.75,
+    launch_ns=1,
+    layer_ns=2,
+    iteration_ns=3,
+    link=Link(math.inf, 0, 0),
+    disk=Link(3.5e9, 100_000, 7),
+    host_memory_nbytes=1 << 34,
+    compute=COMPUTE,
+)
+
+
+def test_names_are_the_shipped_files():
+    folder = Path(__file__).parents[2] / "src" / "expertly" / "data" / "hardware"
+    assert sorted(HARDWARE_NAMES) == sorted(path.stem for path in folder.glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", HARDWARE_NAMES)
+def test_shipped_profiles_are_read(name: str):
+    hardware = Hardware.read(name)
+    assert hardware.name == name
+    assert hardware.compute is None
+
+
+@pytest.mark.parametrize("name", [name for name in HARDWARE_NAMES if name != "infinite"])
+def test_every_number_has_its_source_beside_it(name: str):
+    text = (Path(__file__).parents[2] / "src" / "expertly" / "data" / "hardware" / f"{name}.toml").read_text()
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if re.match(r"\w+ = [\d.]", line):
+            assert "#" in line or lines[i - 1].startswith("#"), line
+
+
+def test_faster_machines_are_faster():
+    rates = [Hardware.read(name).memory_nbytes_per_s for name in ("a5000", "rtx3090", "rtx4090", "a100", "h200")]
+    assert rates == sorted(rates)
+    assert Hardware.read("h200").link.nbytes_per_s > Hardware.read("a100").link.nbytes_per_s
+
+
+def test_a_link_serves_one_after_the_other():
+    assert Link(1e9, 50, 10).occupies_ns(1000) == 1010
+    assert Link(math.inf, 0, 0).occupies_ns(1 << 60) == 0
+
+
+@pytest.mark.parametrize("hardware", [FULL, replace(FULL, compute=None, disk=None, host_memory_nbytes=None)])
+def test_what_is_written_is_read_back(hardware: Hardware, tmp_path: Path):
+    path = tmp_path / "folder" / "machine.toml"
+    hardware.write(path, ["made by\na test"])
+    assert Hardware.read(str(path)) == hardware
+    assert path.read_text().startswith("# made by a test\n")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HardwareError, match=r"machine.toml: cannot be written"):
+        FULL.write(tmp_path / "file" / "machine.toml")
+
+
+def test_an_unknown_name_lists_the_shipped_ones():
+    with pytest.raises(HardwareError, match=r"hardware='rtx3091': .*accepted: rtx3090, .*infinite, or a TOML file"):
+        Hardware.read("rtx3091")
+
+
+def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
+    """A file that differs from a good one."""
+    path = tmp_path / "machine.toml"
+    FULL.write(path)
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("efficiency = 0.75\n", "", "lacks efficiency"),
+        ("efficiency = 0.75", "efficiency = 1.5", r"efficiency=1.5: must be a number above 0 to 1"),
+        ("efficiency = 0.75", "efficiency = 0", r"efficiency=0: must be"),
+        ("efficiency = 0.75", "efficiency = nan", r"efficiency=nan: must be"),
+        ("efficiency = 0.75", "efficiency = true", r"efficiency=True: must be"),
+        ("launch_ns = 1", "launch_ns = -1", r"launch_ns=-1: must be a whole number from 0"),
+        ("launch_ns = 1", "launch_ns = 1.5", r"launch_ns=1.5: must be a whole number"),
+        ("flops_per_s", "flop_per_s", "lacks flops_per_s"),
+        ("launch_ns = 1", "launch_ns = 1\ncolour = 'red'", r"colour='red': unknown key; accepted: name, memory"),
+        ("latency_ns = 100000", "latency_ns = 100000\nspeed = 1", r"disk.speed=1: unknown key; accepted: nbytes_per_s"),
+        ("nbytes_per_s = 3500000000.0", "nbytes_per_s = 0", r"disk.nbytes_per_s=0: must be a number from 1 .* or inf"),
+        ("nbytes_per_s = 3500000000.0", "nbytes_per_s = '3GB'", r"disk.nbytes_per_s='3GB': must be"),
+        ("name = ", "name = 3 #", "name=3: must be a string"),
+        ("[link]", "[[link]]", r"link=\[\{.*must be a table"),
+        ("tokens = [1, 4, 64]", "tokens = [4, 1, 64]", r"compute.tokens=\[4, 1, 64\]: must rise"),
+        ("tokens = [1, 4, 64]", "tokens = []", r"compute.tokens=\[\]: must be a list of whole numbers from 1"),
+        ("head_ns = [1, 2, 3]", "head_ns = [1, 2]", r"compute.head_ns=\[1, 2\]: must have 3 numbers, has 2"),
+        ("slowdown_while_loading = 1.25", "slowdown_while_loading = 0.9", "must be a number from 1 to"),
+        ("top_k = 2", "top_k = 9", "more than the 8 experts"),
+        ("num_matrices = 3", "num_matrices = 4", "must be 2 or 3"),
+        ("itemsize = 2", "itemsize = 0.5", r"compute.layer.itemsize=0.5: must be a whole number from 1"),
+        ("name = ", "name : ", "not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str):
+    path = written(tmp_path, (old, new))
+    with pytest.raises(HardwareError, match=message) as error:
+        Hardware.read(path)
+    assert path in str(error.value)
+
+
+def test_a_host_tier_too_small_needs_a_disk(tmp_path: Path):
+    replace(FULL, disk=None).write(tmp_path / "machine.toml")
+    with pytest.raises(HardwareError, match=r"host_memory_nbytes=\d+: .*needs a \[disk\]"):
+        Hardware.read(str(tmp_path / "machine.toml"))
+
+
+def test_files_that_are_none(tmp_path: Path):
+    for content, message in ((b"\xff\xfe", "not TOML"), (b"a = 1\n" * 200_000, "more than"), (b"", "lacks name")):
+        (tmp_path / "machine.toml").write_bytes(content)
+        with pytest.raises(HardwareError, match=message):
+            Hardware.read(str(tmp_path / "machine.toml"))
+    with pytest.raises(HardwareError, match="cannot be read"):
+        Hardware.read(str(tmp_path))
+
+
+def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
+    text = Path(written(tmp_path)).read_text()
+    dice = random.Random(0)
+    path = tmp_path / "machine.toml"
+    tokens = ["", "-1", "nan", "inf", "1e400", "9" * 30, "[]", "{}", '"x"', "true", "1979-05-27", "\n", "[a]", "="]
+    num_refused = 0
+    for _ in range(300):
+        place = dice.randrange(len(text))
+        damaged = text[:place] + dice.choice(tokens) + text[place + dice.randrange(8) :]
+        path.write_text(damaged)
+        try:
+            Hardware.read(str(path))
+        except HardwareError:
+            num_refused += 1
+    assert num_refused > 100

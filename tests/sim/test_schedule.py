@@ -1,0 +1,177 @@
+"""Which requests run, in which order, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.sim.arrivals import Arrivals
+from expertly.sim.schedule import Schedule, Selection, make_schedule, split_requests
+from expertly.sim.study import Study, popularity
+from expertly.sim.workload import Span
+from expertly.trace.reader import Trace
+from expertly.trace.requests import TraceRequest
+from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
+
+LAYERS = sized(1, 6, 1)
+
+
+def requests(*categories: str | None) -> list[TraceRequest]:
+    return [TraceRequest(n, category, None, 0, 10 * n, 10, True) for n, category in enumerate(categories)]
+
+
+def trace_of(folder: Path, prompt: int = 4, num_passes: int = 6, num_requests: int = 10) -> Trace:
+    passes = random_passes(3, LAYERS, num_passes, prompt=prompt, num_requests=num_requests)
+    return make_trace(folder, passes, LAYERS, num_requests=num_requests, categories=["a", "b"] * (num_requests // 2))
+
+
+def arrivals(*rows: tuple[int, int, int]) -> Arrivals:
+    return Arrivals(*(np.array(column, np.int64) for column in zip(*rows, strict=True)))
+
+
+def test_without_a_choice_the_whole_trace_runs_as_it_is(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace")
+    assert make_schedule(trace, Selection()) == Schedule([], [Span(None, 0, 100)])
+    assert make_schedule(trace, Selection(num_tokens=37)) == Schedule([], [Span(None, 0, 37)])
+    assert make_schedule(trace, Selection(num_tokens=1000)).test == [Span(None, 0, 100)]
+
+
+def test_the_first_requests(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace")
+    assert make_schedule(trace, Selection(num_requests=2)).test == [Span(0, 0, 10), Span(1, 10, 10)]
+    assert len(make_schedule(trace, Selection(num_requests=99)).test) == 10
+
+
+def test_a_split_is_stratified_disjoint_whole_and_repeatable() -> None:
+    given = requests(*(["law"] * 10 + ["code"] * 20 + [None] * 10))
+    training, test = split_requests(given, (7, 3), 5)
+    assert sorted(one.number for one in training + test) == list(range(40))
+    for category, num in (("law", 7), ("code", 14), (None, 7)):
+        assert sum(one.category == category for one in training) == num
+    assert split_requests(given, (7, 3), 5) == (training, test)
+    others = [split_requests(given, (7, 3), seed) for seed in range(6, 9)]
+    assert all(other != (training, test) for other in others), "another seed, another split"
+    numbers = [one.number for one in test]
+    assert numbers != sorted(numbers), "shuffled"
+
+
+@pytest.mark.parametrize(
+    ("num", "split", "expected"),
+    [
+        (10, (7, 3), 7),
+        (11, (7, 3), 8),
+        (5, (7, 3), 4),
+        (15, (7, 3), 11),
+        (2, (7, 3), 1),
+        (3, (1, 1), 2),
+        (4, (3, 1), 3),
+    ],
+)
+def test_the_proportion_is_rounded(num: int, split: tuple[int, int], expected: int) -> None:
+    training, test = split_requests(requests(*["one"] * num), split, 0)
+    assert (len(training), len(test)) == (expected, num - expected)
+
+
+def test_many_small_categories_come_out_in_proportion() -> None:
+    training, _ = split_requests(requests(*(str(n) for n in range(20))), (7, 3), 0)
+    assert len(training) == 14
+    training, _ = split_requests(requests(*(str(n // 2) for n in range(20))), (7, 3), 0)
+    assert len(training) == 14
+
+
+@pytest.mark.parametrize(("num", "split"), [(1, (7, 3)), (1, (1, 9)), (3, (99, 1)), (0, (7, 3))])
+def test_a_split_with_an_empty_part_is_refused(num: int, split: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"split={split[0]}:{split[1]}: of {num} requests"):
+        split_requests(requests(*["one"] * num), split, 0)
+
+
+def test_a_split_schedules_the_rest_and_profiles_know_only_the_first_part(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace")
+    selection = Selection(split=(7, 3), seed=3, num_requests=2)
+    schedule = make_schedule(trace, selection)
+    assert len(schedule.training) == 7 and len(schedule.test) == 2
+    assert {span.request for span in schedule.training}.isdisjoint(span.request for span in schedule.test)
+    study = make_study(trace, selection=selection)
+    counts = popularity(trace, schedule, study.geometry)
+    expected: dict[int, int] = {}
+    for span in schedule.training:
+        for expert in trace.rows("experts", span.first_row, span.first_row + span.num_rows).reshape(-1).tolist():
+            expected[expert] = expected.get(expert, 0) + 1
+    assert counts == expected and sum(counts.values()) == 70
+    assert popularity(trace, make_schedule(trace, Selection()), study.geometry) == {}
+
+
+@pytest.mark.parametrize(
+    ("selection", "flag"), [(Selection(num_requests=1), "requests"), (Selection(split=(7, 3)), "split")]
+)
+def test_mixed_requests_cannot_be_picked(selection: Selection, flag: str, tmp_path: Path) -> None:
+    layers = sized(1, 4, 1)
+    together = [([0, 1], False, [[[0]], [[1]]]), (2, False, [[[0]]])]
+    trace = make_trace(tmp_path / "together", together, layers, num_requests=3)
+    in_turns = [(0, False, [[[0]]]), (1, False, [[[0]]]), (0, False, [[[1]]])]
+    turns = make_trace(tmp_path / "turns", in_turns, layers, num_requests=2)
+    for one in (trace, turns):
+        with pytest.raises(ConfigError, match=f"^{flag}: request . of .* ran together with others"):
+            make_schedule(one, selection)
+        assert make_schedule(one, Selection(num_tokens=2)).test == [Span(None, 0, 2)]
+    with pytest.raises(ConfigError, match=r"^arrivals: request"):
+        make_schedule(trace, Selection(), arrivals((0, 1, 1)))
+
+
+def test_requests_that_never_ran_are_left_out(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path / "trace", [(1, False, [[[0]]])], LAYERS, num_requests=3)
+    assert make_schedule(trace, Selection(num_requests=3)).test == [Span(1, 0, 1)]
+
+
+def test_arrivals_give_times_and_cut_lengths(tmp_path: Path) -> None:
+    """Each request has 4 tokens of a prompt, one pass, whose pass gives the first of the answer's, and 6 passes."""
+    trace = trace_of(tmp_path / "trace")
+    schedule = make_schedule(trace, Selection(), arrivals((0, 2, 3), (5, 9, 7), (8, 4, 8), (9, 4, 0)))
+    assert schedule.test == [
+        Span(0, 0, 2, 0), Span(0, 4, 2, 0),
+        Span(1, 10, 4, 5), Span(1, 14, 6, 5),
+        Span(2, 20, 4, 8), Span(2, 24, 6, 8),
+        Span(3, 30, 4, 9),
+    ]  # fmt: skip
+    assert schedule.num_cut == 2, "the second lacks tokens of its prompt, the third one of its answer"
+    limited = make_schedule(trace, Selection(num_requests=1), arrivals((0, 2, 3), (5, 9, 7)))
+    assert limited.test == [Span(0, 0, 2, 0), Span(0, 4, 2, 0)]
+
+
+def test_arrivals_without_prompts_in_the_trace(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "trace", prompt=0)
+    schedule = make_schedule(trace, Selection(), arrivals((0, 500, 3), (5, 9, 7)))
+    assert schedule.test == [Span(0, 0, 3, 0), Span(1, 6, 6, 5)] and schedule.num_cut == 1
+
+
+def test_arrivals_of_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"arrivals: .*no tokens"):
+        make_schedule(trace_of(tmp_path / "trace"), Selection(), arrivals((0, 0, 0)))
+
+
+def test_requests_queue_first_come_first_served(tmp_path: Path) -> None:
+    """A pass takes 100 of a layer, 1000 of the head and 58 of its expert: 1158 ns; a pass of a prompt as much."""
+    passes = [(n, is_first, [[[0]]]) for n in range(3) for is_first in (True, False, False)]
+    trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=3)
+    schedule = make_schedule(trace, Selection(), arrivals((0, 1, 3), (1000, 1, 2), (9000, 1, 3)))
+    study = Study(trace, schedule, toy(link=INFINITE), LAYERS, None, is_queued=True)
+    row = results(study, ["lru"], "100%")["lru"]
+    ends = [3 * 1158, 3 * 1158 + 2 * 1158, 9000 + 3 * 1158]  # the second waits for the first, the third for nobody
+    latencies = sorted([ends[0], ends[1] - 1000, ends[2] - 9000])
+    assert [round(1e9 * one) for one in row["latency_s"]["sorted"]] == latencies
+    assert row["latency_s"]["p50"] * 1e9 == pytest.approx(latencies[1])
+    assert row["latency_s"]["max"] == row["latency_s"]["p99"] == row["latency_s"]["sorted"][-1]
+    first_tokens = [1158, 4 * 1158 - 1000, 1158]  # from the arrival
+    assert row["ttft_s"] * 1e9 == pytest.approx(sum(first_tokens) / 3)
+    assert row["tpot_s"] * 1e9 == pytest.approx(1158) and row["requests"] == 3
+
+
+def test_layers_that_did_not_run_make_nobody_popular(tmp_path: Path) -> None:
+    layers = sized(2, 4, 2)
+    passes = [(n, False, [[[3, 1], []]]) for n in range(2)]
+    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
+    schedule = make_schedule(trace, Selection(split=(1, 1)))
+    assert popularity(trace, schedule, make_study(trace).geometry) == {1: 1, 3: 1}
