@@ -41,7 +41,7 @@ def memory_cgroup(nbytes: int) -> Iterator[Path]:
         folder.rmdir()
 
 
-def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> dict[str, Any]:
+def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> Any:
     """Run `bench/<script> --child JSON` in a process of its own, in a cgroup; what it printed last, as JSON."""
 
     def enter() -> None:
@@ -52,8 +52,7 @@ def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, ti
     done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, timeout=timeout, cwd=ROOT, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{script} {arguments}: exit {done.returncode}")
-    result: dict[str, Any] = json.loads(done.stdout.decode().strip().splitlines()[-1])
-    return result
+    return json.loads(done.stdout.decode().strip().splitlines()[-1])
 
 
 def child_arguments() -> dict[str, Any] | None:

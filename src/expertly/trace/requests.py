@@ -25,7 +25,7 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request and its rows, which lie next to each other if it has its iterations for itself."""
+    """A request and its rows, which lie next to each other unless another request ran meanwhile."""
 
     number: int
     category: str | None

@@ -1,0 +1,150 @@
+"""How far simulated times are from measured ones: the same routing, on this machine, engine and simulator side by side.
+
+    python bench/fidelity.py [--experts-gib 3] [--systems on-demand,lru,lfu,lcp] [--memory 10%,25%,50%] [--tokens 64]
+
+For every system and P, in a process of its own: the costs of the model are measured, the engine runs two requests (a
+prompt of 16 tokens, then a text token by token) while its routing is recorded, and so on for each budget; the recorded
+traces are simulated with the medians of all that was measured in between. Compared is the second request, when the
+places of the experts have been used before: a first use costs the kernel's zeroing of their pages, which is not
+simulated. Bound: TPOT within 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import child, child_arguments, inflated_model
+from report import print_report
+
+PROMPT_TOKENS = 16
+TEXTS = (
+    "The old man looked at the sea and said that he would go out again in the morning, with the boy, as before. ",
+    "Question: what is 12 + 30? Answer: 42. The function returns a list of all the files in the folder, sorted. ",
+)
+
+
+def run_engine(arguments: dict[str, Any], memory: str, folder: Path) -> dict[str, Any]:
+    """Run and record both requests; what the second one's decode took."""
+    import torch
+
+    import expertly
+    from expertly.engine.recording import record
+
+    model, _ = expertly.load(
+        arguments["model"], memory=memory, system=arguments["system"], segments=arguments["segments"]
+    )
+    times: list[float] = []
+    with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():
+        for ids in map(torch.tensor, arguments["ids"]):
+            times.clear()
+            before = expertly.stats(model).as_dict()["phases"]["decode"]
+            recording.begin_request(None, None, PROMPT_TOKENS)
+            out = model(ids[None, :PROMPT_TOKENS], use_cache=True, logits_to_keep=1)
+            for i in range(PROMPT_TOKENS, len(ids)):
+                start = time.perf_counter()
+                past = out.past_key_values
+                out = model(ids[None, i : i + 1], past_key_values=past, use_cache=True, logits_to_keep=1)
+                out.logits[:, -1].argmax(-1).tolist()
+                times.append(time.perf_counter() - start)
+    decode = expertly.stats(model).as_dict()["phases"]["decode"]
+    expertly.unload(model)
+    hits, misses = (decode[key] - before[key] for key in ("hits", "misses"))
+    return {
+        "tpot_s": statistics.mean(times),
+        "stall": (decode["stall_s"] - before["stall_s"]) / sum(times),
+        "hit_rate": hits / (hits + misses + decode["partial_hits"] - before["partial_hits"]),
+    }
+
+
+def simulate(arguments: dict[str, Any], memory: str, folder: Path, profile: Any) -> float:
+    """Seconds of a decode step of the second request: of both requests, less those of the first alone."""
+    from expertly.sim.hardware import Hardware
+    from expertly.sim.schedule import Selection, make_schedule
+    from expertly.sim.study import Memory, Study
+    from expertly.systems import get_system
+    from expertly.trace.reader import Trace
+
+    trace = Trace.open(folder)
+    layers = tuple(layer.geometry() for layer in trace.manifest.layers)
+    assert None not in layers
+    hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
+    ran = []
+    for num_requests in (2, 1):
+        schedule = make_schedule(trace, Selection(num_requests))
+        study = Study(trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"])
+        budget = Memory(memory).budget(study.geometry)
+        ran.append(study.simulate(get_system(arguments["system"]), budget).metrics)
+    num_steps = ran[0].num_decode_iterations - ran[1].num_decode_iterations
+    return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9
+
+
+def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a child: the lines of one system, a budget each."""
+    import torch
+
+    import expertly
+    from expertly.engine.model_profile import Measurement
+
+    beside, _ = expertly.load(arguments["model"], memory="25%", system="lru", segments=arguments["segments"])
+    measurement = Measurement(beside)
+    rows = []
+
+    def measure_costs() -> None:
+        with torch.no_grad():
+            for task in measurement.tasks():
+                task()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        measure_costs()
+        for memory in arguments["memories"]:
+            ran = run_engine(arguments, memory, Path(scratch) / memory)
+            measure_costs()
+            rows.append({key: arguments[key] for key in ("system", "segments")} | {"memory": memory} | ran)
+        profile = measurement.profile()
+        for row in rows:
+            row["simulated_tpot_s"] = simulate(arguments, row["memory"], Path(scratch) / row["memory"], profile)
+            row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
+            row["link_gb_per_s"] = profile.link.nbytes_per_s / 1e9
+    expertly.unload(beside)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--experts-gib", type=float, default=3.0)
+    parser.add_argument("--systems", default="on-demand,lru,lfu,lcp")
+    parser.add_argument("--memory", default="10%,25%,50%")
+    parser.add_argument("--segments", default="1,4")
+    parser.add_argument("--tokens", type=int, default=48)
+    args = parser.parse_args()
+    model = inflated_model(args.experts_gib)
+    from transformers import AutoTokenizer
+
+    from expertly.models.packing import pack_cached
+
+    pack_cached(str(model), None)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [tokenizer(text * 8)["input_ids"][: PROMPT_TOKENS + args.tokens] for text in TEXTS]
+    rows = []
+    for segments in map(int, args.segments.split(",")):
+        for system in [*args.systems.split(","), "resident"]:
+            memories = args.memory.split(",") if system != "resident" else ["100%"]
+            settings = {"system": system, "segments": segments, "memories": memories}
+            rows += child("fidelity.py", settings | {"model": str(model), "ids": ids})
+            print(json.dumps(rows[-len(memories) :]), flush=True)
+    worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
+    print_report("fidelity", rows, vars(args) | {"worst_ratio": worst["ratio"]})
+
+
+if __name__ == "__main__":
+    given = child_arguments()
+    if given is None:
+        main()
+    else:
+        print(json.dumps(measure(given)))
