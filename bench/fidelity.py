@@ -2,11 +2,11 @@
 
     python bench/fidelity.py [--experts-gib 3] [--systems on-demand,lru,lfu,lcp] [--memory 10%,25%,50%] [--tokens 64]
 
-For every system and P, in a process of its own: the costs of the model are measured, the engine runs two requests (a
-prompt of 16 tokens, then a text token by token) while its routing is recorded, and so on for each budget; the recorded
-traces are simulated with the medians of all that was measured in between. Compared is the second request, when the
-places of the experts have been used before: a first use costs the kernel's zeroing of their pages, which is not
-simulated. Bound: TPOT within 10 %.
+For every budget and P, in a process of its own: the costs of the model are measured in that budget (with `lru` and
+random tokens), the engine runs two requests under each system (a prompt of 16 tokens, then a text token by token) while
+its routing is recorded, and all of it in rounds; the recorded traces are simulated with the medians of what was
+measured in between. Compared is the second request (the median of the rounds), when the places of the experts have been
+used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within 10 %.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TEXTS = (
 )
 
 
-def run_engine(arguments: dict[str, Any], memory: str, folder: Path) -> dict[str, Any]:
+def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str, Any]:
     """Run and record both requests; what the second one's decode took."""
     import torch
 
@@ -37,7 +38,7 @@ def run_engine(arguments: dict[str, Any], memory: str, folder: Path) -> dict[str
     from expertly.engine.recording import record
 
     model, _ = expertly.load(
-        arguments["model"], memory=memory, system=arguments["system"], segments=arguments["segments"]
+        arguments["model"], memory=arguments["memory"], system=system, segments=arguments["segments"]
     )
     times: list[float] = []
     with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():
@@ -62,7 +63,7 @@ def run_engine(arguments: dict[str, Any], memory: str, folder: Path) -> dict[str
     }
 
 
-def simulate(arguments: dict[str, Any], memory: str, folder: Path, profile: Any) -> float:
+def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any) -> float:
     """Seconds of a decode step of the second request: of both requests, less those of the first alone."""
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
@@ -78,39 +79,50 @@ def simulate(arguments: dict[str, Any], memory: str, folder: Path, profile: Any)
     for num_requests in (2, 1):
         schedule = make_schedule(trace, Selection(num_requests))
         study = Study(trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"])
-        budget = Memory(memory).budget(study.geometry)
-        ran.append(study.simulate(get_system(arguments["system"]), budget).metrics)
+        budget = Memory(arguments["memory"]).budget(study.geometry)
+        ran.append(study.simulate(get_system(system), budget).metrics)
     num_steps = ran[0].num_decode_iterations - ran[1].num_decode_iterations
     return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """In a child: the lines of one system, a budget each."""
+    """In a child: the lines of one budget, a system each."""
     import torch
 
     import expertly
     from expertly.engine.model_profile import Measurement
 
-    beside, _ = expertly.load(arguments["model"], memory="25%", system="lru", segments=arguments["segments"])
+    is_resident = arguments["memory"] == "100%"
+    beside, _ = expertly.load(
+        arguments["model"],
+        memory="50%" if is_resident else arguments["memory"],
+        system="lru",
+        segments=arguments["segments"],
+    )
     measurement = Measurement(beside)
-    rows = []
 
-    def measure_costs() -> None:
+    def measure_costs(tasks: Iterable[Callable[[], None]]) -> None:
         with torch.no_grad():
-            for task in measurement.tasks():
+            for task in tasks:
                 task()
 
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        measure_costs()
-        for memory in arguments["memories"]:
-            ran = run_engine(arguments, memory, Path(scratch) / memory)
-            measure_costs()
-            rows.append({key: arguments[key] for key in ("system", "segments")} | {"memory": memory} | ran)
+        measure_costs(measurement.tasks())
+        ran: dict[str, list[dict[str, Any]]] = {system: [] for system in arguments["systems"]}
+        for turn in range(arguments["rounds"]):
+            for system, runs in ran.items():
+                runs.append(run_engine(arguments, system, Path(scratch) / f"{system}-{turn}"))
+                measure_costs(measurement.tasks_of_a_token())
         profile = measurement.profile()
-        for row in rows:
-            row["simulated_tpot_s"] = simulate(arguments, row["memory"], Path(scratch) / row["memory"], profile)
+        for system, runs in ran.items():
+            row = {"system": system} | {key: arguments[key] for key in ("memory", "segments")}
+            row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            row["tpot_from_s"], row["tpot_to_s"] = (pick(run["tpot_s"] for run in runs) for pick in (min, max))
+            row["simulated_tpot_s"] = simulate(arguments, system, Path(scratch) / f"{system}-0", profile)
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
             row["link_gb_per_s"] = profile.link.nbytes_per_s / 1e9
+            rows.append(row)
     expertly.unload(beside)
     return rows
 
@@ -121,7 +133,8 @@ def main() -> None:
     parser.add_argument("--systems", default="on-demand,lru,lfu,lcp")
     parser.add_argument("--memory", default="10%,25%,50%")
     parser.add_argument("--segments", default="1,4")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
@@ -133,11 +146,11 @@ def main() -> None:
     ids = [tokenizer(text * 8)["input_ids"][: PROMPT_TOKENS + args.tokens] for text in TEXTS]
     rows = []
     for segments in map(int, args.segments.split(",")):
-        for system in [*args.systems.split(","), "resident"]:
-            memories = args.memory.split(",") if system != "resident" else ["100%"]
-            settings = {"system": system, "segments": segments, "memories": memories}
+        for memory in [*args.memory.split(","), "100%"]:
+            systems = args.systems.split(",") if memory != "100%" else ["resident"]
+            settings = {"memory": memory, "segments": segments, "systems": systems, "rounds": args.rounds}
             rows += child("fidelity.py", settings | {"model": str(model), "ids": ids})
-            print(json.dumps(rows[-len(memories) :]), flush=True)
+            print(json.dumps(rows[-len(systems) :]), flush=True)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
     print_report("fidelity", rows, vars(args) | {"worst_ratio": worst["ratio"]})
 

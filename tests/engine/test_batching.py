@@ -39,7 +39,8 @@ def test_pads_are_computed_and_not_counted(family: str, cases: Cases) -> None:
     is_pad = mask.reshape(-1) == 0
     real = recorder.num_demands(lambda call: True, is_pad)
     with loaded(case.store, segments=4) as model:
-        torch.testing.assert_close(logits_of(model, prompts), expected, rtol=1e-4, atol=1e-5)
+        scale = float(expected.abs().max())  # rounding is of the largest logits, also where one is near 0
+        torch.testing.assert_close(logits_of(model, prompts), expected, rtol=1e-4, atol=1e-5 * max(1.0, scale))
         assert sum(counts(model, "prefill")) == real
         assert counts(model, "decode") == (0, 0, 0)
         assert expertly.stats(model).as_dict()["phases"]["prefill"]["tokens"] == 23

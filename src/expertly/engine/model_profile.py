@@ -114,6 +114,11 @@ class Measurement:
         yield self._link
         yield self._busy_link
 
+    def tasks_of_a_token(self) -> Iterator[Callable[[], None]]:
+        """Those that a decode step of one request depends on: a fraction of the time, to follow a drifting machine."""
+        for task in (self._decode, self._resident_experts, self._parts):
+            yield partial(task, 1)
+
     def profile(self) -> ModelProfile:
         """The medians of what the tasks have measured."""
         samples = [self._of_tokens[tokens] for tokens in TOKENS]
