@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from expertly.engine import instructions
 from expertly.engine.instructions import VARIABLE, WITHOUT_AMX, keep_off_trapped_instructions
 
 
@@ -40,6 +41,15 @@ def test_the_users_choice_stands(with_amx: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VARIABLE, "AVX2")
     assert not keep_off_trapped_instructions(with_amx, trap)
     assert os.environ[VARIABLE] == "AVX2"
+
+
+def test_a_process_tries_once(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[object] = []
+    monkeypatch.setattr(instructions, "_survives", lambda multiply: children.append(multiply) is None)
+    instructions._works_here.cache_clear()
+    assert not any(keep_off_trapped_instructions(with_amx) for _ in range(3))
+    assert len(children) == 1
+    instructions._works_here.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["flags : fpu avx2\n", "", None])

@@ -78,7 +78,8 @@ def load(
     if order not in ("resident", "id"):
         raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
     target = _device(device)
-    keep_off_trapped_instructions()
+    if target.type == "cpu":
+        keep_off_trapped_instructions()
     store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
     geometry = store.geometry(segments)
     budget, reason = _budget(store, geometry, parts, memory, ring, target, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ def keep_off_trapped_instructions(
     """
     if VARIABLE in os.environ or not _names_amx(cpuinfo):
         return False
-    if _survives(multiply or _multiply):
+    if _works_here() if multiply is None else _survives(multiply):
         return False
     os.environ[VARIABLE] = WITHOUT_AMX
     return True
@@ -48,6 +49,12 @@ def _multiply() -> None:
 
     torch.set_num_threads(1)
     torch.nn.functional.linear(*(torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2)))
+
+
+@functools.cache
+def _works_here() -> bool:
+    """Tried once a process: later oneDNN has made up its mind, and threads may run that a child must not inherit."""
+    return _survives(_multiply)
 
 
 def _survives(multiply: Callable[[], object]) -> bool:
