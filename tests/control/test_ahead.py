@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from expertly.control.budget import split_budget
+from expertly.control.channel import InlineChannel
 from expertly.control.counters import PhaseCounters
 from expertly.control.journal import JournaledController, replay
 from expertly.control.loop import Ahead, run_layer
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.core.observation import Began, Routed
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
+from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
 from tests.control.ahead import CheckedController, Failure, InstantLink, RandomLink
 from tests.control.drive import geometry
@@ -22,6 +26,10 @@ from tests.policies.futures import ListFuture
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
 LAYERS = (SMALL, LARGE, LARGE, SMALL)
+
+
+def nothing_seen() -> Began:
+    return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 
 
 def random_router(dice: random.Random, layer: int, one: LayerGeometry, kind: str) -> RouterRan:
@@ -34,17 +42,18 @@ def random_router(dice: random.Random, layer: int, one: LayerGeometry, kind: str
     return RouterRan(layer, experts, tokens, is_decode, max(tokens, default=0))
 
 
-class RandomGuesses:
+class RandomGuesses(Predictor):
     """Predictions right, wrong or both, of any layer at all, the running one and the one just named included."""
 
     def __init__(self, dice: random.Random, shape: Geometry, routers: list[RouterRan]) -> None:
+        super().__init__()
         self.dice, self.shape, self.routers = dice, shape, routers
         self.step = 0
 
-    def begin_iteration(self) -> Iterator[Prediction]:
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         return self._guess()
 
-    def router_ran(self, router: RouterRan) -> Iterator[Prediction]:
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         return self._guess()
 
     def _guess(self) -> Iterator[Prediction]:
@@ -99,7 +108,7 @@ def soak(
         control.start_journal({}, write)
     link = RandomLink(dice, dice.choice([0.1, 0.4, 0.8]))
     guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Ahead(control, link, guesses)
+    loads_ahead = Ahead(control, link, InlineChannel(guesses))
     link.fails = lambda: dice.random() < failures
 
     def compute(piece: Piece) -> None:
@@ -111,7 +120,7 @@ def soak(
         before = link.num_waits
         try:
             if router.layer == 0:
-                loads_ahead.begin_iteration()
+                loads_ahead.begin_iteration(nothing_seen)
             run_layer(control, link, router, compute, loads_ahead)
         except Failure:
             link.drop()
@@ -185,7 +194,7 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
         control = system.controller(shape, split_budget(shape, int(shape.nbytes * share)), known)
         link = InstantLink() if "at once" in name else RandomLink(random.Random(1))
         predictor = system.predictor(shape, known)
-        ahead = None if predictor is None else Ahead(control, link, predictor)
+        ahead = None if predictor is None else Ahead(control, link, InlineChannel(predictor))
         for step, router in enumerate(routers):
             future.step = step
             run_layer(control, link, router, lambda piece: None, ahead)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Routed
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.modelled import ModelledLookahead, accuracy_at
@@ -39,12 +41,13 @@ def watched(
     future = some_future(shape, iterations)
     predictor = PREDICTORS[name](shape, Known(future=future, seed=seed), distance)
     made: list[tuple[int, Prediction]] = []
+    began = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
     for step, (layer, experts) in enumerate(future.demands):
         if layer == 0:
-            made += [(step - 1, prediction) for prediction in predictor.begin_iteration()]
+            made += [(step - 1, prediction) for prediction in predictor.begin_iteration(began)]
         future.step = step
         router = RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1)
-        made += [(step, prediction) for prediction in predictor.router_ran(router)]
+        made += [(step, prediction) for prediction in predictor.router_ran(Routed(router))]
     return future, made
 
 
@@ -105,9 +108,9 @@ def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> Non
     future = some_future(SHAPE, 3)
     predictor = Perfect(SHAPE.num_layers, Known(future=future), 2)
     router = RouterRan(0, [0], [1], [True], 1)
-    assert [p.distance for p in predictor.router_ran(router)] == [1, 2]
+    assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
     future.step = 7
-    assert [(p.layer, p.distance) for p in predictor.router_ran(router)] == [(2, 1), (3, 2)]
+    assert [(p.layer, p.distance) for p in predictor.router_ran(Routed(router))] == [(2, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("distance", [1, 2, 4, 5])
@@ -145,7 +148,7 @@ def test_wrong_guesses_of_the_modelled_lookahead_are_spread_over_all_others() ->
 def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
     future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
     predictor = ModelledLookahead([3, 3], Known(future=future))
-    (prediction,) = predictor.router_ran(RouterRan(0, [0], [1], [True], 1))
+    (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]
 
 

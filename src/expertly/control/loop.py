@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
+from expertly.control.channel import Channel
 from expertly.control.controller import Controller
-from expertly.core.messages import Piece, Prediction, RouterRan
-from expertly.policies.predictor.base import Predictor
+from expertly.core.messages import Piece, RouterRan
+from expertly.core.observation import Began, Routed
 
 
 class Transport(Protocol):
@@ -40,38 +42,65 @@ class AheadTransport(Transport, Protocol):
 
 
 class Ahead:
-    """Loads what is predicted. Predictions made here are inline: a layer's experts wait for the predictor, though not
-    for what it asks to load.
-    """
+    """Loads what is predicted, as predictions come. One that comes when its layer's router has spoken is dropped."""
 
-    def __init__(self, controller: Controller, transport: AheadTransport, predictor: Predictor) -> None:
+    def __init__(self, controller: Controller, transport: AheadTransport, channel: Channel) -> None:
+        self.num_late = 0
+        """Predictions that came too late."""
         self._controller = controller
         self._transport = transport
-        self._predictor = predictor
+        self._channel = channel
+        self._num_layers = controller.geometry.num_layers
+        self._iteration = -1
+        self._step = -1  # of the last router that has spoken
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, began: Callable[[], Began]) -> None:
         """A forward pass begins."""
-        self._take(self._predictor.begin_iteration())
+        self._iteration += 1
+        self._step = self._iteration * self._num_layers - 1
+        self._channel.begin_iteration(self._step, began)
+        self._take()
+        self.refill()
 
     def before_router(self, layer: int) -> Sequence[Piece]:
         """Note what has arrived between layers, and take back what has not been begun of this one."""
         while (piece := self._transport.poll()) is not None:
             is_awaited = self._controller.loaded(piece)
             assert not is_awaited, "between layers nobody waits"
+        self._take()
+        self._step = self._iteration * self._num_layers + layer
         return self._transport.withdraw(layer)
 
-    def router_ran(self, router: RouterRan) -> None:
-        """Predict, and load what there is room for."""
-        self._take(self._predictor.router_ran(router))
+    def router_ran(self, routed: Callable[[], Routed]) -> None:
+        """A router has spoken and its demands are on their way."""
+        self._channel.router_ran(self._step, routed)
+        self._take()
+        self.refill()
+
+    def end_iteration(self, ok: bool) -> None:
+        """The pass ended."""
+        self._channel.end_iteration(ok)
+
+    def advance(self) -> None:
+        """Take the predictions that are ready; if there are, load more where there is room."""
+        if self._take():
+            self.refill()
 
     def refill(self) -> None:
         """Load more where there is room."""
-        self._transport.submit_ahead(self._controller.load_ahead())
+        pieces = self._controller.load_ahead()
+        if pieces:
+            self._transport.submit_ahead(pieces)
 
-    def _take(self, predictions: Iterable[Prediction]) -> None:
-        for prediction in predictions:
-            self._controller.predict(prediction)
-        self.refill()
+    def _take(self) -> bool:
+        has_new = False
+        while (seen := self._channel.take()) is not None:
+            if seen.step + seen.prediction.distance > self._step:
+                self._controller.predict(seen.prediction)
+                has_new = True
+            else:
+                self.num_late += 1
+        return has_new
 
 
 def run_layer(
@@ -80,17 +109,19 @@ def run_layer(
     router: RouterRan,
     compute: Callable[[Piece], None],
     ahead: Ahead | None = None,
+    routed: Callable[[], Routed] | None = None,
 ) -> None:
     """Compute every needed segment once. What has arrived is computed before what was here: its slot may be the ring's.
 
-    `compute` queues everything that reads the piece's slots.
+    `compute` queues everything that reads the piece's slots. `routed` is what `ahead` may see of the router, by default
+    only the demand.
     """
     withdrawn = () if ahead is None else ahead.before_router(router.layer)
     step = controller.begin_layer(router, withdrawn)
     if step.loads:
         transport.submit(step.loads)
     if ahead is not None:
-        ahead.router_ran(router)
+        ahead.router_ran(routed or partial(Routed, router))
     ready = deque(step.ready)
     num_coming = len(step.loads) + len(step.joined)
     while ready or num_coming:
@@ -107,6 +138,8 @@ def run_layer(
             num_coming -= 1
         compute(piece)
         following = controller.computed(piece)
+        if ahead is not None:
+            ahead.advance()
         if following is not None:
             ready.extend(following.ready)
             num_coming += len(following.loads) + len(following.joined)
@@ -114,4 +147,5 @@ def run_layer(
                 transport.submit(following.loads)
     controller.end_layer()
     if ahead is not None:
+        ahead.advance()
         ahead.refill()

@@ -50,6 +50,8 @@ class Prediction:
     experts: list[int]
     scores: list[float]  # the higher, the sooner it is fetched; comparable over the layers of one predictor
     distance: int  # layers ahead of what the predictor has seen
+    confidence: float | None = None  # the predictor's own, from -1 to 1, where it has one
+    probabilities: list[float] | None = None  # of every expert of the layer, for eviction
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from expertly.control.channel import InlineChannel
 from expertly.control.controller import Controller
 from expertly.control.loop import Ahead, run_layer
 from expertly.core.messages import Piece, RouterRan
+from expertly.core.observation import Began
 from expertly.policies.predictor import Predictor
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
@@ -43,7 +48,7 @@ class Simulator:
         self._compute = compute
         self._clock = clock
         self._link = link
-        self._ahead = None if predictor is None else Ahead(controller, link, predictor)
+        self._ahead = None if predictor is None else Ahead(controller, link, InlineChannel(predictor))
         self._future = future
         self._watcher = watcher
         self._slowdown = compute.slowdown_while_loading
@@ -64,11 +69,13 @@ class Simulator:
             clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
             begin, stalled = clock.now_ns, link.stall_ns
             if self._ahead is not None:
-                self._ahead.begin_iteration()
+                self._ahead.begin_iteration(partial(_began, iteration))
             for router in iteration.layers:
                 if future is not None:
                     future.begin_layer(router.layer)
                 self._run_layer(router, iteration.num_tokens)
+            if self._ahead is not None:
+                self._ahead.end_iteration(True)
             self._spend("head", -1, self._compute.head_ns(iteration.num_tokens))
             self.metrics.add(iteration, begin, clock.now_ns, link.stall_ns - stalled)
             if progress is not None and not iteration.index % 256:
@@ -101,3 +108,8 @@ class Simulator:
         self._clock.now_ns = begin + duration_ns
         if self._watcher is not None:
             self._watcher.computed(what, layer, begin, self._clock.now_ns)
+
+
+def _began(iteration: Iteration) -> Began:
+    num = iteration.num_tokens
+    return Began(np.full(num, iteration.requests[0], np.int64), np.full(num, iteration.is_prefill))

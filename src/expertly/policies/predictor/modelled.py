@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from random import Random
 
 from expertly.core.errors import ConfigError
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import Prediction
+from expertly.core.observation import Routed
 from expertly.policies.known import Known
+from expertly.policies.predictor.base import Predictor
 
 ACCURACY = {1: 0.905, 8: 0.545}
 """By distance, of skip prediction (ProMoE, section 4); in between it falls linearly, beyond it stays."""
@@ -20,7 +22,7 @@ def accuracy_at(distance: int) -> float:
     return ACCURACY[low] + share * (ACCURACY[high] - ACCURACY[low])
 
 
-class ModelledLookahead:
+class ModelledLookahead(Predictor):
     """Names as many experts as the layer needs; each is right with the stated probability, else any other of the layer.
 
     Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
@@ -29,20 +31,17 @@ class ModelledLookahead:
     def __init__(self, num_experts: list[int], known: Known, distance: int = 1) -> None:
         if known.future is None:
             raise ConfigError("prediction 'modelled': needs to know the demands to come; only a simulation does")
+        super().__init__()
         self._num_experts = num_experts  # of each layer
         self._future = known.future
         self._distance = distance
         self._random = Random(known.seed)
 
-    def begin_iteration(self) -> Iterator[Prediction]:
-        """Nothing is seen before the first layer has run."""
-        return iter(())
-
-    def router_ran(self, router: RouterRan) -> Iterator[Prediction]:
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         """The layer `distance` ahead, if this iteration has it; after the first layer, all up to there."""
-        first = 1 if router.layer == 0 else self._distance
+        first = 1 if routed.layer == 0 else self._distance
         for distance in range(first, self._distance + 1):
-            if router.layer + distance >= len(self._num_experts):
+            if routed.layer + distance >= len(self._num_experts):
                 return
             needs = self._future.needs(distance)
             if needs is None:
