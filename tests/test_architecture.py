@@ -25,16 +25,17 @@ ALLOWED: dict[str, set[str]] = {
     "systems": {"core", "policies", "control"},
     "decisions": {"core", "control", "systems"},
     "trace": {"core"},
+    "maps": {"core", "policies"},
     "sim": BELOW_SIM,
     "store": {"core", "data"},
     "models": {"core", "data", "store"},
-    "engine": {*CONTROL, "decisions", "data", "models", "store", "systems", "trace"},
+    "engine": {*CONTROL, "decisions", "data", "maps", "models", "store", "systems", "trace"},
     "serve": {*CONTROL, "data", "engine", "models", "store", "systems", "trace"},
-    "cli": {*BELOW_SIM, "data", "engine", "models", "serve", "sim", "store", "__init__"},
+    "cli": {*BELOW_SIM, "data", "engine", "maps", "models", "serve", "sim", "store", "__init__"},
     "__main__": {"cli"},
     "__init__": {"engine"},
 }
-PURE = {"core", "data", "policies", "control", "systems", "decisions", "trace", "sim"}
+PURE = {"core", "data", "policies", "control", "systems", "decisions", "trace", "maps", "sim"}
 """Importable, and all of it usable, without torch."""
 
 

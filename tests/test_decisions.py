@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from expertly.control.budget import split_budget
 from expertly.core.errors import ConfigError, TraceError
+from expertly.core.messages import Prediction
 from expertly.decisions import DecisionsFile, header_of, replay_file
-from expertly.systems import SYSTEMS, runnable_systems
+from expertly.systems import SYSTEMS, get_system, runnable_systems
 from tests.control.drive import geometry, run_layer
 
 Lines = list[bytes]
@@ -53,6 +54,54 @@ def test_one_expert_at_a_time_is_replayed_so(tmp_path: Path) -> None:
     record(tmp_path / "d.jsonl", order="id")
     header, replayed = replay_file(tmp_path / "d.jsonl")
     assert header["order"] == "id" and replayed.difference is None
+
+
+def predictions(dice: random.Random) -> Iterator[Prediction]:
+    for layer in range(3):
+        experts = dice.sample(range(8), 3)
+        scores = sorted((dice.random() for _ in experts), reverse=True)
+        probabilities = [dice.random() for _ in range(8)]
+        yield Prediction(layer, experts, scores, layer + 1, *((0.5, probabilities) if dice.random() < 0.5 else ()))
+
+
+def predicted(path: Path, system: str) -> list[list[object]]:
+    """A run with predictions, everything loaded at once; its calls."""
+    shape = geometry(3, 8, 2)
+    budget = split_budget(shape, shape.nbytes // 2)
+    control = get_system(system).journaled_controller(shape, budget)
+    file, dice = DecisionsFile(path), random.Random(1)
+    control.start_journal(header_of(get_system(system), shape, budget, "resident"), file.write)
+    for _ in range(20):
+        for prediction in predictions(dice):
+            control.predict(prediction)
+        for layer in range(3):
+            for piece in control.load_ahead():
+                control.loaded(piece)
+            run_layer(control, layer, dice.sample(range(8), 2))
+    file.close()
+    return [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
+
+
+@pytest.mark.parametrize("system", ["fmoe", "fmoe:eviction=lru:prefetch=score", "lru:prediction=counts:window=3"])
+def test_predictions_are_written_and_decide_the_same_again(system: str, tmp_path: Path) -> None:
+    calls = predicted(tmp_path / "d.jsonl", system)
+    header, replayed = replay_file(tmp_path / "d.jsonl")
+    assert header["system"] == system and replayed.difference is None
+    assert {len(call[1]) for call in calls if call[0] == "predict"} == {4, 6}, "what was not said is not written"
+    assert any(call[2] for call in calls if call[0] == "load_ahead")
+
+
+def test_probabilities_that_were_changed_change_what_goes(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    predicted(path, "fmoe")
+
+    def change(calls: list[list[object]]) -> None:
+        for call in calls:
+            if call[0] == "predict" and len(call[1]) == 6:
+                call[1][5] = [1 - p for p in call[1][5]]
+
+    sealed_again(path, change)
+    assert replay_file(path)[1].difference is not None
 
 
 def changed(lines: Lines, number: int, old: str, new: str) -> Lines:

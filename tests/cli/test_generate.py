@@ -167,3 +167,35 @@ def test_interrupting_ends_at_once_without_a_traceback(model: Path):
     assert process.wait(30) == 130
     assert time.monotonic() - start < 10
     assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_system_that_predicts_says_what_came_of_it(
+    model: Path, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    maps = tmp_path / "my.maps"
+    arguments = ("--system", "fmoe:distance=2", "--memory", "60%", "--maps", str(maps))
+    assert generate(model, *arguments, "--stats") == 0
+    out = capsys.readouterr().out
+    assert expected.strip() in out
+    (line,) = [line for line in out.splitlines() if line.startswith("[20 tokens")]
+    for word in ("prefetch accuracy", "coverage", "predictions late", "system fmoe:distance=2"):
+        assert word in line
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    for label in ("experts predicted", "experts loaded ahead", "misses that it spared", "needed, predicted 2 ahead"):
+        assert label in rows
+    assert f"maps file {maps} (0 maps at the start)" in out
+    assert generate(model, *arguments, "--matcher", "inline", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == expected
+    assert result["prediction"]["maps_read"] > 0 and result["prediction"]["matcher"] == "inline"
+    assert result["phases"]["decode"]["accuracy_by_distance"].keys() <= {"1", "2"}
+
+
+def test_maps_and_matcher_that_cannot_be(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments, words in (
+        (("--maps", str(tmp_path / "my.maps")), "system 'lru' has no maps"),
+        (("--matcher", "fast"), "accepted: thread, inline"),
+        (("--system", "fmoe", "--maps", str(tmp_path / "no" / "my.maps")), "in a folder that exists"),
+    ):
+        assert generate(model, *arguments) == 2
+        assert words in capsys.readouterr().err

@@ -23,7 +23,9 @@ from tests.sim.drive import make_trace, random_passes, sized
 KEYS = {
     "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
     "prediction_accuracy", "fetch_rate", "goodpred", "coverage", "accuracy", "timeliness", "stall_share", "ttft_s",
-    "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped",
+    "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped", "recall", "similarity_correlation_semantic",
+    "similarity_correlation_trajectory", "prefetched_bytes", "wasted_bytes", "history", "predictor",
+    "predictions_late", "contexts_dropped",
 }  # fmt: skip
 RATES = ("hit_rate", "partial_hit_rate", "byte_hit_rate")
 BOUNDS = ["belady", "belady-global", "oracle", "resident"]
@@ -153,6 +155,45 @@ def test_split_learns_from_the_first_part(trace: Path, capsys: pytest.CaptureFix
     assert any("start empty" in note for note in cold["notes"])
 
 
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """As recorded with `--full`: six requests."""
+    passes = random_passes(0, LAYERS, 10, prompt=4, num_requests=6)
+    return make_trace(tmp_path / "full", passes, LAYERS, num_requests=6, is_full=True).folder
+
+
+def test_systems_made_of_parts_are_rows_like_others(
+    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["fmoe", "fmoe:distance=2:select=top-k", "lru:prediction=lookahead"]
+    options = ("--memory", "40%,60%", "--split", "2:1", "--matcher", "inline")
+    found = simulate(capsys, full, "--system", ",".join(names), *options, "--plot", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert found["matcher"] == "inline"
+    assert [row["system"] for row in found["results"]] == [*names, *BOUNDS] * 2
+    for row in found["results"]:
+        if row["system"].startswith("fmoe"):
+            assert row["history"] == "filled from 4 requests" and row["predictor"]["maps"] == 4 * 14 + 2 * 14
+    text = table(capsys, full, "--system", ",".join(names), *options)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "r semantic" in text and "fmoe:distance=2:select=top-k" in text and "predicting takes no time" in text
+
+
+def test_predicting_takes_the_time_of_the_machine(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (full, "--system", "fmoe:eviction=lru", "--memory", "40%", "--hardware")
+    slow, fast = (simulate(capsys, *arguments, name)["results"][0] for name in ("rtx3090", "infinite"))
+    inline = simulate(capsys, *arguments, "infinite", "--matcher", "inline")["results"][0]
+    assert fast == inline and fast["predictions_late"] == 0
+    assert slow["recall"] is None or slow["recall"] <= fast["recall"]
+    assert "[predictor], beside the device" in table(capsys, *arguments, "rtx3090")
+
+
+def test_what_stands_for_what_a_trace_does_not_know_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = table(capsys, trace, "--system", "fmoe", "--memory", "40%")
+    assert "the chosen experts' weights only" in text and "the trace has no embeddings" in text
+    assert "embeddings" not in table(capsys, trace, "--system", "fmoe:semantic=no", "--memory", "40%")
+
+
 def test_requests_and_tokens_limit(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, requests, tokens in ((("--requests", 2), 2, 28), (("--tokens", 17), 2, 17), ((), 4, 56)):
         rows = simulate(capsys, trace, *arguments, "--memory", "50%")["results"]
@@ -208,6 +249,8 @@ BAD_VALUES = [
     (["--geometry", "abacus"], "geometry='abacus': no such geometry"),
     (["--geometry", "mixtral-8x7b"], "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
     (["--order", "size"], "order='size': unknown; accepted: resident, id"),
+    (["--matcher", "psychic"], "matcher='psychic': unknown; accepted: virtual, inline"),
+    (["--system", "fmoe:colour=red"], "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
     (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
     (["--segments", "0"], "argument --segments: '0': must be a whole number from 1"),
     (["--memory", "1%"], "memory='1%': below the ring through which experts are streamed; the least is 12.50%"),

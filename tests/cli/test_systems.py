@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 from expertly.cli.main import main
-from expertly.systems import SYSTEMS
+from expertly.systems import SYSTEMS, get_system
 
 
 def test_lists_every_system_with_its_parts(capsys):
@@ -22,5 +23,26 @@ def test_json_has_the_same(capsys):
     assert listed.keys() == SYSTEMS.keys()
     assert {"on-demand", "lru", "lfu", "lcp", "random", "static", "resident"} <= listed.keys()
     assert listed["lfu"].keys() == {
-        "name", "summary", "eviction", "scope", "allocation", "prediction", "transfer",
+        "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer",
     }  # fmt: skip
+
+
+def test_says_how_far_and_in_which_order_a_system_predicts(capsys):
+    assert main(["systems"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["fmoe"][4:] == ["fmoe", "proximity", "3", "asynchronous"]
+    assert rows["oracle"][4:] == ["perfect", "score", "all", "asynchronous"]
+    assert rows["lru"][4:] == ["none", "-", "-", "demand"]
+
+
+def test_says_how_systems_are_combined_and_what_it_names_exists(capsys):
+    assert main(["systems"]) == 0
+    out = capsys.readouterr().out
+    specs = re.findall(r"--system ([^\s,]+)", out)
+    assert len(specs) >= 3 and all(get_system(spec).name == spec for spec in specs)
+    assert main(["systems", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    for key, accepted in listed["parts"].items():
+        assert f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}" in out
+    assert "proximity" in listed["parts"]["prefetch"] and "fmoe" in listed["parts"]["eviction"]
+    assert "semantic" in listed["options"]["fmoe"] and listed["options"]["counts"] == ["width"]

@@ -93,7 +93,16 @@ class Seen:
     def agrees(self, counted: PhaseCounters) -> None:
         for name in ("loaded_nbytes", "prefetched_nbytes", "predicted", "predicted_needed", "predicted_resident"):
             assert getattr(counted, name) == self.numbers[name], name
-        for name in ("prefetched", "prefetched_needed", "prefetched_in_time", "hits", "partial_hits", "misses"):
+        for name in (
+            "predicted_of",
+            "wasted_nbytes",
+            "prefetched",
+            "prefetched_needed",
+            "prefetched_in_time",
+            "hits",
+            "partial_hits",
+            "misses",
+        ):
             assert getattr(counted, name) == self.numbers[name], name
         assert counted.by_distance == self.by_distance
 
@@ -246,6 +255,7 @@ class CheckedController(JournaledController):
             right = [e for e in experts if e in needed]
             numbers["predicted"] += len(experts)
             numbers["predicted_needed"] += len(right)
+            numbers["predicted_of"] += len(needed)
             numbers["predicted_resident"] += sum(resident[first + e] == full for e in experts)
             before = seen.by_distance.get(distance, (0, 0))
             seen.by_distance[distance] = (before[0] + len(experts), before[1] + len(right))
@@ -254,6 +264,8 @@ class CheckedController(JournaledController):
             if mask and self._layer(eid) == layer:
                 numbers["prefetched"] += 1
                 numbers["prefetched_needed"] += eid - first in needed
+                if eid - first not in needed:
+                    numbers["wasted_nbytes"] += mask.bit_count() * self.geometry.segment_nbytes(layer)
                 numbers["prefetched_in_time"] += eid - first in needed and resident[eid] == full
         for expert, num, is_decode in zip(router.experts, router.num_tokens, router.is_decode, strict=True):
             if num:

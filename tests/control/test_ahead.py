@@ -70,7 +70,12 @@ class RandomGuesses(Predictor):
                 "wrong": [e for e in others if e not in right],
                 "mixed": others[: dice.randint(0, len(others))],
             }[dice.choice(["right", "right", "wrong", "mixed"])]
-            yield Prediction(layer, list(experts), [dice.random() / (1 + i) for i in range(len(experts))], distance)
+            scores = [dice.random() / (1 + i) for i in range(len(experts))]
+            confidence = probabilities = None
+            if dice.random() < 0.5:
+                confidence = 2 * dice.random() - 1
+                probabilities = [dice.random() for _ in range(self.shape.layers[layer].num_experts)]
+            yield Prediction(layer, list(experts), scores, distance, confidence, probabilities)
 
 
 def soak(
@@ -84,6 +89,7 @@ def soak(
     admission: str = "always",
     ahead: str = "cache",
     eviction: str = "lru",
+    prefetch: str = "score",
     window: int | None = None,
     num_iterations: int = 25,
     failures: float = 0.0,
@@ -102,6 +108,7 @@ def soak(
         order=order,
         admission=admission,
         ahead=ahead,
+        prefetch=prefetch,
         window=window,
     ).watch(future)
     if write is not None:
@@ -145,6 +152,7 @@ BUDGETS = [(0.1, 1), (0.4, None), (0.5, 3), (0.6, None), (0.9, None), (1.0, None
         ("layer", "resident", "best", "belady"),
         ("global", "resident", "best", "belady"),
         ("global", "resident", "best", "lcp"),
+        ("global", "resident", "always", "fmoe"),
     ],
 )
 def test_whatever_is_guessed_every_promise_holds(
@@ -163,6 +171,7 @@ def test_whatever_is_guessed_every_promise_holds(
                 admission=admission,
                 ahead=ahead,
                 eviction=eviction,
+                prefetch="proximity" if eviction == "fmoe" else "score",
                 window=window,
                 failures=failures,
                 num_iterations=7,
@@ -213,11 +222,14 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
 
 
 @pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize(("admission", "eviction"), [("always", "lru"), ("always", "random"), ("best", "belady")])
+@pytest.mark.parametrize(
+    ("admission", "eviction"), [("always", "lru"), ("always", "random"), ("best", "belady"), ("always", "fmoe")]
+)
 @pytest.mark.parametrize("failures", [0.0, 0.02])
 def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction: str, failures: float) -> None:
     """Whatever arrived when, was taken back or failed: the same observations, the same decisions."""
     lines: list[str] = []
+    prefetch = "proximity" if eviction == "fmoe" else "score"
     control, link = soak(
         f"replay {failures}",
         2,
@@ -225,6 +237,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
         ahead=ahead,
         admission=admission,
         eviction=eviction,
+        prefetch=prefetch,
         scope="global",
         failures=failures,
         write=lines.append,
@@ -245,6 +258,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
         scope="global",
         admission=admission,
         ahead=ahead,
+        prefetch=prefetch,
     )
     replayed = replay(lines[1:], again, "journal")
     assert replayed.difference is None and replayed.num_calls == len(lines) - 1

@@ -11,6 +11,7 @@ from expertly.control.budget import Budget, split_budget
 from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
 from expertly.systems import SYSTEMS
 from tests.control.ahead import CheckedController
@@ -222,7 +223,44 @@ def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:
         finish(control, control.begin_layer(one_token(layer, [0, 1])))
         for piece in pieces:
             control.loaded(piece)
-    assert len(control.speculation._wanted) < 1_000
+    speculation = control.speculation
+    assert sum(len(wanted) for wanted in speculation._wanted.values()) <= 2 * 64
+    assert len(speculation._heads) < 100
+
+
+def test_a_near_guess_is_loaded_before_a_surer_far_one() -> None:
+    """Room for one segment at a time; probabilities 0.5 one layer ahead and 0.9 three ahead."""
+    control = made(geometry(layers=4, experts=8, top_k=2), [2] * 4, 2, window=1, prefetch="proximity")
+    control.predict(Prediction(2, [6], [0.9], 3))
+    control.predict(Prediction(0, [5], [0.5], 1))
+    (piece,) = control.load_ahead()
+    assert (piece.layer, piece.expert) == (0, 5)
+    control.loaded(piece)
+    control.predict(Prediction(3, [1], [0.6], 4))  # a quarter of it, when the iteration begins
+    control.predict(Prediction(1, [4], [0.5], 2))
+    run(control, one_token(0, [5, 0]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [7], [0.75], 3))
+    loaded = []
+    for _ in range(3):  # two layers are done: 2 is next (0.9), then 3 (half of 0.6), then 0 of the next iteration
+        (piece,) = control.load_ahead()
+        loaded.append((piece.layer, piece.expert))
+        control.loaded(piece)
+    assert loaded == [(2, 6), (3, 1), (0, 7)]
+
+
+def test_what_is_said_of_a_layer_says_what_goes() -> None:
+    """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
+    shape = geometry(layers=2, experts=4, top_k=2)
+    control = CheckedController(
+        shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity: FMoEEviction(), scope="global"
+    ).watch()
+    run(control, one_token(0, [0, 1]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [2], [0.8], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
+    control.predict(Prediction(1, [0], [0.6], 2, 0.9, [0.6, 0.1, 0.3, 0.0]))
+    assert [(piece.layer, piece.expert) for piece in control.load_ahead()] == [(0, 2)]
+    assert set(control.caches[0].kept) == {0, 2, 4, 5}, "1 went: 0.05; what is predicted and here stays"
 
 
 def test_a_layer_that_nobody_chose_an_expert_in() -> None:

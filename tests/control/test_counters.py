@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
+from dataclasses import asdict
 
 import pytest
 
 from expertly.control.counters import LayerCounters, PhaseCounters
-from expertly.core.messages import Phase, RouterRan
+from expertly.core.messages import Phase, Prediction, RouterRan
 from tests.control.drive import controller, geometry, run_layer
 
 
@@ -56,6 +59,59 @@ def test_counters_add_up() -> None:
     total = PhaseCounters(hits=1, misses=2, stall_ns=5)
     total.add(PhaseCounters(hits=10, partial_hits=3, stall_ns=7))
     assert (total.hits, total.partial_hits, total.misses, total.stall_ns) == (11, 3, 2, 12)
+
+
+def predicted(layer: int, distance: int, experts: list[int], confidence: float | None = None) -> Prediction:
+    return Prediction(layer, experts, [1.0 / (1 + i) for i in range(len(experts))], distance, confidence)
+
+
+def test_a_prediction_is_counted_against_what_was_needed() -> None:
+    counters = PhaseCounters()
+    resident = [expert in (4, 5) for expert in range(8)]
+    counters.count_prediction(predicted(3, 2, [4, 1, 6]), {4, 6, 7}, resident, 2)
+    counters.count_prediction(predicted(3, 1, [5]), {4, 6, 7}, resident, 2)
+    assert (counters.predicted, counters.predicted_needed, counters.predicted_resident) == (4, 2, 2)
+    assert counters.by_distance == {2: (3, 2), 1: (1, 0)}
+    rates = counters.rates()
+    assert (rates["prediction_accuracy"], rates["recall"]) == (2 / 4, 2 / 6)
+
+
+def test_how_sure_it_was_is_set_against_how_right_its_surest_were() -> None:
+    """Of layer 1, at distance 2 (when the iteration began) and 1 (later); top-2, so the third does not matter."""
+    nowhere = [False] * 8
+    says = [(0.9, [1, 2, 7], 1.0), (0.5, [1, 7, 2], 0.5), (0.2, [7, 6, 1], 0.0), (0.6, [2], 0.5), (0.4, [], 0.0)]
+    for distance, kind in ((2, "semantic"), (1, "trajectory")):
+        counters, other = PhaseCounters(), PhaseCounters()
+        for number, (confidence, experts, _) in enumerate(says):
+            half = other if number % 2 else counters
+            half.count_prediction(predicted(1, distance, experts, confidence), {1, 2}, nowhere, 2)
+        counters.count_prediction(predicted(1, distance, [1, 2]), {1, 2}, nowhere, 2)  # does not say how sure
+        counters.count_prediction(predicted(1, distance, [1, 2], 0.1), set(), nowhere, 2)  # only pads
+        counters.add(other)
+        expected = statistics.correlation([sure for sure, _, _ in says], [right for _, _, right in says])
+        rates = counters.rates()
+        assert rates[f"similarity_correlation_{kind}"] == pytest.approx(expected)
+        assert (
+            rates["similarity_correlation_trajectory" if kind == "semantic" else "similarity_correlation_semantic"]
+            is None
+        )
+
+
+def test_counters_of_predictions_add_up() -> None:
+    dice = random.Random(0)
+    total, whole = PhaseCounters(), PhaseCounters()
+    for _ in range(5):
+        part = PhaseCounters()
+        for _ in range(20):
+            experts = dice.sample(range(8), 3)
+            said = predicted(dice.randrange(4), dice.choice([1, 2]), experts, dice.random())
+            needed = set(dice.sample(range(8), 2))
+            for one in (part, whole):
+                one.count_prediction(said, needed, [True, False] * 4, 2)
+        total.add(part)
+    assert total.by_distance == whole.by_distance and total.predicted_of == whole.predicted_of == 200
+    assert total.rates() == pytest.approx(whole.rates())
+    assert json.loads(json.dumps(asdict(total)))["similarity_trajectory"]["count"] > 0
 
 
 @pytest.mark.parametrize("order", ["resident", "id"])

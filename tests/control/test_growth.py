@@ -8,7 +8,33 @@ import tracemalloc
 
 import pytest
 
+from expertly.core.messages import Prediction
 from tests.control.drive import controller, geometry, run_layer
+
+
+def test_memory_is_the_same_after_many_more_predictions() -> None:
+    """Everything is kept: no victim is ever asked for, while scores rise and fall."""
+    control = controller(geometry(2, 16, 4), 1.0, "fmoe")
+    dice = random.Random(0)
+
+    def run(tokens: int) -> int:
+        for _ in range(tokens):
+            for layer in range(2):
+                said = [dice.random() for _ in range(16)]
+                control.predict(Prediction(1 - layer, list(range(16)), sorted(said, reverse=True), 1, 0.5, said))
+                for piece in control.load_ahead():
+                    control.loaded(piece)
+                run_layer(control, layer, dice.sample(range(16), 4))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        early = run(200)
+        late = run(1000)
+    finally:
+        tracemalloc.stop()
+    assert late - early < 4096, "five times the tokens, not a page more"
 
 
 @pytest.mark.parametrize("system", ["on-demand", "lru", "lfu", "lcp", "random", "static"])

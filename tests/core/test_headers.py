@@ -11,7 +11,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from expertly.core.errors import CheckpointError
-from expertly.core.headers import MAX_HEADER_NBYTES, TensorInfo, read_safetensors_header
+from expertly.core.headers import (
+    MAX_HEADER_NBYTES,
+    TensorInfo,
+    TensorSpec,
+    header_metadata,
+    read_header_bytes,
+    read_safetensors_header,
+    safetensors_header,
+)
 from tests.store.builders import entry, safetensors_bytes
 
 
@@ -148,3 +156,21 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
         sizes = {"F32": 4, "F16": 2, "F64": 8}
         assert all(np.prod(info.shape) * sizes.get(info.dtype, 0) == info.nbytes for info in infos)
     assert accepted  # a changed name is a good file
+
+
+def test_metadata_comes_back(tmp_path: Path) -> None:
+    about = {"name": 'a "b"', "number": "3"}
+    path = write(tmp_path, safetensors_header([TensorSpec("t", "U8", (2,))], about) + bytes(2))
+    assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == about
+    assert read_safetensors_header(path, CheckpointError)["t"].begin % 4096 == 0
+    path = write(tmp_path, safetensors_header([]))
+    assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == {"format": "pt"}
+    path = write(tmp_path, safetensors_bytes({}))
+    assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == {}
+
+
+@pytest.mark.parametrize("metadata", [[], "text", {"a": 1}, {"a": None}])
+def test_metadata_other_than_strings_is_refused(tmp_path: Path, metadata: object) -> None:
+    path = write(tmp_path, safetensors_bytes({"__metadata__": metadata}))
+    with pytest.raises(CheckpointError, match=r"__metadata__=.*must be an object of strings"):
+        header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError)

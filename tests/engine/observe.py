@@ -72,8 +72,8 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
 
 @contextmanager
 def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
-    """A model on the CPU, checked and unloaded at the end; a quarter of the memory unless said."""
-    model, _ = expertly.load(str(store), **({"memory": "25%", "device": "cpu"} | kwargs))
+    """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said."""
+    model, _ = expertly.load(str(store), **({"memory": "25%", "device": "cpu", "maps": "off"} | kwargs))
     try:
         yield model
         handle(model).engine.controller.check()

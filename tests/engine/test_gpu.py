@@ -54,3 +54,28 @@ def test_a_reused_slot_waits_for_the_kernels_that_read_it(cases: Cases) -> None:
     for _ in range(5):
         assert generate(model, case.prompts, 40) == tokens
     expertly.unload(model)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_loading_ahead_changes_no_token(segments: int, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    tokens = generate(load_reference(case.folder).to("cuda"), case.prompts, 40)
+    for memory, host_memory in (("25%", "100%"), ("50%", "40%")):
+        model, _ = expertly.load(
+            str(case.store),
+            memory=memory,
+            host_memory=host_memory,
+            system="fmoe",
+            segments=segments,
+            device="cuda",
+            maps=None,
+            matcher="inline",
+        )
+        for _ in range(2):
+            assert generate(model, case.prompts, 40) == tokens, f"{memory} host {host_memory}"
+        engine = handle(model).engine
+        decode = [counters.decode for counters in engine.controller.counters]
+        assert sum(phase.prefetched for phase in decode) > 0
+        assert engine.backend.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
+        engine.controller.check()
+        expertly.unload(model)

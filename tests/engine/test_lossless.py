@@ -60,12 +60,12 @@ def test_a_ring_of_one_segment_streams_a_whole_layer(family: str, cases: Cases) 
     expertly.unload(model)
 
 
-@pytest.mark.parametrize("system", ["lcp", "random", "static", "resident"])
+@pytest.mark.parametrize("system", ["lcp", "random", "static", "resident", "fmoe"])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_the_other_systems_change_no_token_either(system: str, segments: int, cases: Cases) -> None:
     case = cases["qwen3_moe"]
     memory = "100%" if system == "resident" else "25%"
-    model, _ = expertly.load(str(case.store), memory=memory, system=system, segments=segments, device="cpu")
+    model, _ = expertly.load(str(case.store), memory=memory, system=system, segments=segments, device="cpu", maps="off")
     assert generate(model, case.prompts) == case.tokens
     decode = expertly.stats(model).as_dict()["phases"]["decode"]
     assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0

@@ -84,6 +84,29 @@ def test_tokens_are_the_reference_at_every_host_budget(
     expertly.unload(model)
 
 
+@pytest.mark.parametrize("host_share", [100, 40])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_loading_ahead_changes_no_token(
+    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["mixtral"]
+
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+        nbytes = geometry.nbytes * host_share // 100
+        return TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes)
+
+    monkeypatch.setattr(api, "make_backend", make_backend)
+    model, _ = expertly.load(
+        str(case.store), memory="50%", segments=segments, device="cpu", system="fmoe", maps=None, matcher="inline"
+    )
+    for _ in range(2):
+        assert generate(model, case.prompts) == case.tokens
+    engine = api.handle(model).engine
+    assert sum(counters.decode.prefetched for counters in engine.controller.counters) > 0
+    engine.controller.check()
+    expertly.unload(model)
+
+
 class OrderedStreams(LateStreams):
     """Numbers the marks of the compute stream and notes what each copy waits for."""
 

@@ -86,3 +86,36 @@ def test_the_encoder_and_the_decoder_have_their_own(toys: Toys) -> None:
         toy.runtime.wants_token_ids = False
     assert tokens(seen[0]) == prompt[0]
     assert [tokens(info) for info in seen[1:]] == [[token] for token in new[0][:3]], "it starts with the start token"
+
+
+def test_embeddings_that_are_fed_are_told(toy: Toy) -> None:
+    embedded = toy.model.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
+    (info,) = infos(toy, lambda model: model(inputs_embeds=embedded))
+    assert info.embeddings is not None and info.embeddings.dtype == "float16"
+    assert torch.equal(torch.tensor(info.embeddings), embedded[0].half())
+
+
+def test_which_layers_run(toys: Toys, toy: Toy) -> None:
+    prompt = make_prompts(1, length=6)
+    assert {info.layers for info in infos(toy, lambda model: generate(model, prompt, 2))} == {range(3)}
+    both = toys["switch_transformers"]
+    both.runtime.wants_token_ids = True
+    try:
+        seen = infos(both, lambda model: generate(model, prompt, max_new_tokens=3))
+    finally:
+        both.runtime.wants_token_ids = False
+    num = len(both.manifest.layers)
+    assert [info.layers for info in seen] == [range(num // 2)] + [range(num // 2, num)] * (len(seen) - 1)
+
+
+def test_where_packed_sequences_start() -> None:
+    runtime: Any = object.__new__(ToyRuntime)
+    runtime.wants_token_ids = True
+    bounds = torch.tensor([0, 3, 3, 4], dtype=torch.int32)
+    inputs = {"input_ids": torch.tensor([[7, 8, 9, 5, 0, 0]]), "cu_seq_lens_q": bounds}
+    context = IterationContext(runtime)
+    info = context.describe("causal", inputs | {"position_ids": torch.tensor([[4, 5, 6, 9, 0, 0]])})
+    assert info is not None and info.starts is not None
+    assert info.starts.tolist()[::2] == [4, 9]
+    unknown = context.describe("causal", inputs)
+    assert unknown is not None and unknown.starts is None

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
+from expertly.policies.eviction.base import ScoredPolicy
+from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lcp import LCP
 from expertly.policies.eviction.lfu import LFU
 from expertly.policies.eviction.lru import LRU
@@ -72,6 +74,15 @@ class TestConformance:
         used.used([3, 1], [0, 0], 0)
         assert list(used.victims(())) == list(unused.victims(()))
 
+    def test_probabilities_may_come_at_any_time_and_change_no_membership(self, make) -> None:
+        policy = make(8)
+        policy.predicted(0, [0.1] * 8)
+        admit(policy, [5, 1, 7, 3])
+        policy.predicted(0, [0.5, 0.4, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])
+        policy.removed(7)
+        policy.predicted(0, [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.9])
+        assert sorted(policy.victims(set())) == [1, 3, 5]
+
     def test_an_empty_cache_has_no_victim(self, make) -> None:
         assert list(make(4).victims(set())) == []
 
@@ -94,6 +105,125 @@ class TestConformance:
             return seen
 
         assert run() == run()
+
+
+def test_what_the_registry_says_of_a_policy_is_so() -> None:
+    for name, one in EVICTIONS.items():
+        assert isinstance(one(4, KNOWN), ScoredPolicy) == one.is_scored, name
+    assert [name for name, one in EVICTIONS.items() if one.needs_future] == ["belady"]
+
+
+class Stated(ScoredPolicy):
+    """A score is what somebody says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stated: dict[int, float] = {}
+
+    def used(self, experts, num_tokens, batch_tokens) -> None:
+        """Nothing is learned."""
+
+    def score(self, expert: int) -> float:
+        return self.stated.get(expert, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int) -> None:
+    """Scores that rise, fall and come back; experts that go and return; questions read to any depth."""
+    dice, policy, kept = random.Random(seed), Stated(), set[int]()
+    num, values = dice.choice([6, 90, 300]), dice.choice([3, 1000])
+    for expert in dice.sample(range(num), num * 2 // 3):
+        kept.add(expert)
+        policy.admitted(expert)
+    for _ in range(1500):
+        action, expert = dice.random(), dice.randrange(num)
+        if action < 0.3 and expert not in kept:
+            kept.add(expert)
+            policy.admitted(expert)
+        elif action < 0.4 and expert in kept:
+            kept.remove(expert)
+            policy.removed(expert)
+        elif action < 0.75:
+            policy.stated[expert] = dice.randrange(values) / 2
+            policy.rescore(expert)
+        else:
+            protected = set(dice.sample(range(num), dice.randint(0, num // 2)))
+            expected = sorted((policy.score(e), e) for e in kept if e not in protected)
+            depth = dice.choice([0, 1, 2, 3, 5, 9, len(expected) + 1 if dice.random() < 0.1 else 4])
+            asked = policy.scored_victims(protected)
+            for wanted, got in zip(expected[:depth], asked, strict=False):
+                assert got == wanted
+                if dice.random() < 0.5:  # the cache drops it at once
+                    kept.remove(got[1])
+                    policy.removed(got[1])
+            if depth > len(expected):
+                assert next(asked, None) is None
+    assert policy._has_heap == (num == 300), "both ways were gone"
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_long_run_keeps_no_void_entries(is_asked: bool) -> None:
+    policy = Stated()
+    for expert in range(100):
+        policy.admitted(expert)
+    next(policy.scored_victims(()))
+    for step in range(20_000):
+        policy.stated[step % 100] = -float(step)  # it falls: a new entry each time
+        policy.rescore(step % 100)
+        if is_asked and step % 50 == 0:
+            next(policy.scored_victims(()))
+    assert len(policy._heap) <= 2 * 100 + 64
+    assert [expert for _, expert in policy.scored_victims(())] == list(reversed(range(100)))
+
+
+def test_fmoe_is_the_papers_formula() -> None:
+    """1 / (p * freq) computed directly over a random history (section 4.5): p of the newest map of the layer."""
+    dice, policy = random.Random(1), FMoEEviction()
+    layers, num = 4, 8
+    probability: dict[int, float] = {}
+    frequency = dict.fromkeys(range(layers * num), 1)
+    kept: set[int] = set()
+    for step in range(2000):
+        layer = step % layers
+        if dice.random() < 0.6:
+            said = [dice.choice([0.0, 1e-9, dice.random()]) for _ in range(num)]
+            policy.predicted(layer * num, said)
+            probability.update({layer * num + i: p for i, p in enumerate(said)})
+        experts = [layer * num + e for e in dice.sample(range(num), 3)]
+        tokens = [dice.choice([0, 1, 5]) for _ in experts]
+        policy.used(experts, tokens, 5)
+        for expert, count in zip(experts, tokens, strict=True):
+            frequency[expert] += count
+        for expert in experts:
+            if expert not in kept:
+                kept.add(expert)
+                policy.admitted(expert)
+        if len(kept) > 12:
+            worth = {e: max(probability.get(e, 1e-6), 1e-6) * frequency[e] for e in kept}
+            expected = sorted(kept, key=lambda e: (-1 / worth[e], e))
+            got = list(policy.victims(set(experts)))
+            assert [worth[e] for e in got] == sorted(worth[e] for e in got)
+            assert got == [e for e in expected if e not in experts]
+            for expert in got[:3]:
+                kept.remove(expert)
+                policy.removed(expert)
+
+
+def test_fmoe_story() -> None:
+    """Two layers of four: where no map was found the floor stands; p outweighs frequency; frequency survives."""
+    policy = FMoEEviction()
+    admit(policy, [0, 1, 4, 5])
+    policy.used([0], [3], 3)
+    assert list(policy.victims(())) == [1, 4, 5, 0], "frequencies 2, 2, 2, 5"
+    policy.predicted(4, [0.0, 0.7, 0.3, 0.0])
+    assert list(policy.victims(())) == [1, 4, 0, 5], "5 is worth 1.4, all others millionths"
+    policy.predicted(0, [0.1, 0.9, 0.0, 0.0])
+    assert list(policy.victims(())) == [4, 0, 5, 1], "0.000002, 0.5, 1.4, 1.8"
+    policy.predicted(4, [0.25, 0.0, 0.0, 0.75])
+    assert list(policy.victims(())) == [5, 0, 4, 1], "the newest map of the layer counts; ties go to the lowest id"
+    policy.removed(0)
+    policy.admitted(0)
+    assert list(policy.victims(())) == [5, 0, 4, 1], "five tokens, in the cache or not"
 
 
 def test_lru_orders_by_last_use() -> None:

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
-from expertly.trace.schema import NO_EXPERT, TraceLayer, max_top_k
+from expertly.trace.schema import NO_EXPERT, TraceLayer, max_top_k, trace_field
 from expertly.trace.writer import TraceWriter
+
+MAX_DISTANCE = 2
+"""Of the lookahead of full traces."""
 
 INFINITE = Link(float("inf"), 0, 0)
 
@@ -55,11 +59,26 @@ def make_trace(
     num_requests: int = 1,
     rows_per_shard: int = 64,
     dense: DenseShape | None = None,
+    is_full: bool = False,
 ) -> Trace:
-    """A trace of these forward passes."""
+    """A trace of these forward passes. A full one has routing scores whose highest are the chosen, embeddings that say
+    what the first layer chooses, and a lookahead that is right.
+    """
     of_trace = [TraceLayer.of(one) if isinstance(one, LayerGeometry) else one for one in layers]
     top_k = max_top_k(of_trace)
-    writer = TraceWriter(folder, model="toy", layers=of_trace, rows_per_shard=rows_per_shard, dense=dense)
+    fields = [
+        trace_field("probs", of_trace),
+        trace_field("embedding", of_trace, hidden_size=of_trace[0].num_experts),
+        trace_field("lookahead", of_trace, max_distance=MAX_DISTANCE),
+    ]
+    writer = TraceWriter(
+        folder,
+        model="toy",
+        layers=of_trace,
+        fields=fields if is_full else (),
+        rows_per_shard=rows_per_shard,
+        dense=dense,
+    )
     with writer:
         for number in range(num_requests):
             writer.begin_request(categories[number] if categories else None)
@@ -69,8 +88,10 @@ def make_trace(
             for row, of_layers in enumerate(rows):
                 for layer, chosen in enumerate(of_layers):
                     experts[row, layer, : len(chosen)] = chosen
+            more = full_fields(experts, of_trace) if is_full else {}
             writer.append(
                 {
+                    **more,
                     "request": np.broadcast_to(np.array(request, np.int32), num),
                     "is_prefill": np.broadcast_to(np.array(is_prefill), num),
                     "token": np.full(num, -1, np.int32),
@@ -79,6 +100,27 @@ def make_trace(
                 }
             )
     return Trace.open(folder)
+
+
+def full_fields(experts: npt.NDArray[np.uint16], layers: Sequence[TraceLayer]) -> dict[str, npt.NDArray[np.float16]]:
+    """Of rows that chose `experts` [T, L, K]."""
+    num_rows, num_layers = len(experts), len(layers)
+    width = max(layer.num_experts for layer in layers)
+    logits = np.zeros((num_rows, num_layers, width + 1))
+    np.put_along_axis(
+        logits, np.minimum(experts, width).astype(np.int64), 3.0 - np.arange(experts.shape[2]) / 4, axis=2
+    )
+    scores = np.exp(logits[:, :, :width])
+    ran = (experts != NO_EXPERT).any(axis=2)
+    for index, layer in enumerate(layers):
+        scores[:, index, layer.num_experts :] = 0
+    scores = np.where(ran[:, :, None], scores / scores.sum(axis=2, keepdims=True), 0)
+    lookahead = np.zeros((num_rows, num_layers, MAX_DISTANCE, width))
+    for distance in range(1, MAX_DISTANCE + 1):
+        lookahead[:, : max(0, num_layers - distance), distance - 1] = scores[:, distance:]
+    embedding = scores[:, 0, : layers[0].num_experts] + 0.01
+    fields = {"probs": scores, "embedding": embedding, "lookahead": lookahead}
+    return {name: values.astype(np.float16) for name, values in fields.items()}
 
 
 def random_passes(

@@ -49,13 +49,14 @@ def timeline(folder: Path, machine: str, system: str, segments: int) -> tuple[li
 
 
 @pytest.mark.parametrize("machine", list(MACHINES))
-@pytest.mark.parametrize("system", ["lru", "oracle", "modelled-lookahead"])
+@pytest.mark.parametrize("system", ["lru", "oracle", "modelled-lookahead", "fmoe"])
 def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: Path) -> None:
     events, simulator = timeline(tmp_path, machine, system, segments=2)
     names = {(one["pid"], one.get("tid")): one["args"] for one in events if one["ph"] == "M" and "tid" in one}
-    assert names == {(1, 1): {"name": "device"}, (1, 2): {"name": "link"}, (1, 3): {"name": "disk"}}
+    threads = {1: "device", 2: "link", 3: "disk", 4: "predictor"}
+    assert names == {(1, number): {"name": name} for number, name in threads.items()}
     assert {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{system}, 40%"}} in events
-    spans: dict[int, list[tuple[int, int, str]]] = {1: [], 2: [], 3: []}
+    spans: dict[int, list[tuple[int, int, str]]] = {1: [], 2: [], 3: [], 4: []}
     for event in events:
         if event["ph"] == "X":
             assert event.keys() == {"ph", "pid", "tid", "name", "cat", "ts", "dur"}
@@ -76,6 +77,7 @@ def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: P
     assert any(what == "take" for *_, what in device) == (machine == "measured")
     assert any(what == "ask" for *_, what in device) == (machine == "measured")
     assert bool(spans[3]) == (machine == "disk") and spans[2]
+    assert bool(spans[4]) == (system == "fmoe"), "who is told the future takes no time"
 
 
 def test_every_run_is_a_process(tmp_path: Path) -> None:

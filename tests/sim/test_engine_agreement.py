@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from expertly.control.counters import LayerCounters
+from expertly.core.messages import Piece
 from expertly.engine.api import handle
 from expertly.engine.recording import record
 from expertly.models.packing import pack
+from expertly.policies.predictor.fmoe import FMoE
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.simulator import Simulator
 from expertly.sim.study import Study
-from expertly.systems import SYSTEMS, runnable_systems
+from expertly.systems import SYSTEMS, get_system, runnable_systems
 from expertly.trace.reader import Trace
 from tests.engine.observe import loaded
 from tests.families import generate, make_checkpoint, make_prompts
 
+DEMAND_ONLY = [name for name in runnable_systems() if SYSTEMS[name].prediction == "none"]
+PREDICTING = (
+    "fmoe",
+    "fmoe:scope=layer:semantic=no:select=top-k:distance=1",
+    "fmoe:capacity=16:trajectory=no",
+    "lru:prediction=lookahead:distance=2",
+    "lfu:prediction=counts:distance=2",
+    "lru:prediction=popularity",
+)
+
 COUNTED = ("hits", "partial_hits", "misses", "demanded_nbytes", "hit_nbytes", "loaded_nbytes", "evicted_nbytes")
+OF_PREDICTIONS = (
+    *("prefetched_nbytes", "wasted_nbytes", "predicted", "predicted_needed", "predicted_resident", "prefetched"),
+    *("prefetched_needed", "prefetched_in_time", "by_distance", "similarity_semantic", "similarity_trajectory"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +55,35 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def counted(counters: list[LayerCounters]) -> list[dict[str, dict[str, int]]]:
+def counted(counters: list[LayerCounters], names: tuple[str, ...] = COUNTED) -> list[dict[str, dict[str, Any]]]:
     """Of each layer, by phase."""
     layers = [{"prefill": asdict(one.prefill), "decode": asdict(one.decode)} for one in counters]
-    return [{phase: {name: one[phase][name] for name in COUNTED} for phase in one} for one in layers]
+    return [{phase: {name: one[phase][name] for name in names} for phase in one} for one in layers]
 
 
-def run_engine(model: Any, folder: Path, *, batch: bool = False) -> None:
+def make_instant(backend: Any) -> None:
+    """Let a backend's reads take no time for who looks at it: what is asked for is there when it has been asked for."""
+    submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
+    arrived: deque[Piece] = deque()
+
+    def finish(ask: Callable[[list[Piece]], None], pieces: Iterable[Piece]) -> None:
+        asked = list(pieces)
+        ask(asked)
+        found = {wait() for _ in asked}
+        assert found == set(asked)
+        arrived.extend(asked)
+
+    backend.submit = partial(finish, submit)
+    backend.submit_ahead = partial(finish, submit_ahead)
+    backend.poll = lambda: arrived.popleft() if arrived else None
+    backend.wait = arrived.popleft
+
+
+def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = False) -> None:
     """Three requests one after the other, or a batch of two, recorded. The two are of one length: what an engine loads
     for pads is in no trace."""
     prompts = make_prompts(3, length=13, seed=4)
-    with record(model, folder) as recorder:
+    with record(model, folder, full=full) as recorder:
         if batch:
             recorder.begin_batch([recorder.begin_request() for _ in range(2)])
             generate(model, [prompts[0], prompts[0][::-1]], 8)
@@ -54,7 +93,7 @@ def run_engine(model: Any, folder: Path, *, batch: bool = False) -> None:
             generate(model, [prompt], 8)
 
 
-def simulated(trace: Trace, system: str, model: Any, order: str = "resident") -> list[LayerCounters]:
+def simulated(trace: Trace, system: str, model: Any, order: str = "resident") -> Simulator:
     """The same system and budget on a machine without a link."""
     engine = handle(model).engine.controller
     study = Study(
@@ -65,13 +104,14 @@ def simulated(trace: Trace, system: str, model: Any, order: str = "resident") ->
         trace.manifest.dense,
         segments=engine.geometry.segments_per_expert,
         order=order,
+        matcher="inline",
     )
-    return study.simulate(SYSTEMS[system], engine.budget).controller.counters
+    return study.simulate(get_system(system), engine.budget)
 
 
 @pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("memory", ["10%", "25%", "50%"])
-@pytest.mark.parametrize("system", runnable_systems())
+@pytest.mark.parametrize("system", DEMAND_ONLY)
 def test_engine_and_simulator_count_the_same(
     system: str, memory: str, segments: int, stores: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -82,7 +122,7 @@ def test_engine_and_simulator_count_the_same(
         run_engine(model, tmp_path / "trace")
         expected = counted(handle(model).engine.controller.counters)
         trace = Trace.open(tmp_path / "trace")
-        found = counted(simulated(trace, system, model))
+        found = counted(simulated(trace, system, model).controller.counters)
     assert found == expected
     decode = [layer["decode"] for layer in expected]
     assert all(one["hits"] + one["partial_hits"] + one["misses"] == 3 * 7 * 3 for one in decode), "it was a real run"
@@ -95,11 +135,41 @@ def test_batches_and_other_families_agree(family: str, stores: dict[str, Path], 
     with loaded(stores[family], system="lru", memory="40%", segments=4) as model:
         run_engine(model, tmp_path / "trace", batch=True)
         expected = counted(handle(model).engine.controller.counters)
-        assert counted(simulated(Trace.open(tmp_path / "trace"), "lru", model)) == expected
+        assert counted(simulated(Trace.open(tmp_path / "trace"), "lru", model).controller.counters) == expected
 
 
 def test_experts_one_at_a_time_by_id_agree(stores: dict[str, Path], tmp_path: Path) -> None:
     with loaded(stores["qwen3_moe"], system="lru", memory="40%", segments=2, order="id") as model:
         run_engine(model, tmp_path / "trace")
         expected = counted(handle(model).engine.controller.counters)
-        assert counted(simulated(Trace.open(tmp_path / "trace"), "lru", model, order="id")) == expected
+        simulator = simulated(Trace.open(tmp_path / "trace"), "lru", model, order="id")
+        assert counted(simulator.controller.counters) == expected
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(
+    ("system", "family"),
+    [*((system, "qwen3_moe") for system in PREDICTING), ("fmoe", "jamba"), ("fmoe", "switch_transformers")],
+)
+def test_predictions_and_what_comes_of_them_agree(
+    system: str, batch: bool, family: str, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    """Predicting within the pass, with transfers that take no time. The recording knows all that predictors see."""
+    with loaded(stores[family], system=system, memory="45%", segments=2, matcher="inline") as model:
+        engine = handle(model).engine
+        make_instant(engine.backend)
+        run_engine(model, tmp_path / "trace", batch=batch, full=True)
+        simulator = simulated(Trace.open(tmp_path / "trace"), system, model)
+        names = COUNTED + OF_PREDICTIONS
+        expected = counted(engine.controller.counters, names)
+        assert counted(simulator.controller.counters, names) == expected
+        predictor = engine.prefetching.predictor
+    assert simulator.predictor is not None and simulator.predictor.facts() == predictor.facts()
+    if isinstance(predictor, FMoE):
+        assert isinstance(simulator.predictor, FMoE) and predictor.store.num_maps >= 4, "quotas of two requests"
+        for name, array in predictor.store.state().items():
+            if name != "requests":  # numbered by who serves them
+                np.testing.assert_array_equal(simulator.predictor.store.state()[name], array)
+    if family != "switch_transformers":  # its stacks have a layer or two: there is little to foretell
+        decode = [layer["decode"] for layer in expected]
+        assert sum(one["predicted"] for one in decode) > 0 and sum(one["prefetched_in_time"] for one in decode) > 0

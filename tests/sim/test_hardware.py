@@ -13,7 +13,7 @@ import pytest
 from expertly.core.costs import Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import LayerGeometry
-from expertly.sim.hardware import HARDWARE_NAMES, Hardware
+from expertly.sim.hardware import HARDWARE_NAMES, Hardware, PredictorCosts
 
 LAYER = LayerGeometry(8, 2, 32, 16, 3, 2)
 COMPUTE = MeasuredCompute(
@@ -45,6 +45,7 @@ FULL = Hardware(
     disk=Link(3.5e9, 100_000, 7),
     host_memory_nbytes=1 << 34,
     compute=COMPUTE,
+    predictor=PredictorCosts(31_000, math.inf, 5e9),
 )
 
 
@@ -73,6 +74,19 @@ def test_faster_machines_are_faster():
     rates = [Hardware.read(name).memory_nbytes_per_s for name in ("a5000", "rtx3090", "rtx4090", "a100", "h200")]
     assert rates == sorted(rates)
     assert Hardware.read("h200").link.nbytes_per_s > Hardware.read("a100").link.nbytes_per_s
+
+
+def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
+    path = Path(written(tmp_path))
+    text = path.read_text()
+    path.write_text(text[: text.index("[predictor]")])
+    assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts())
+    assert Hardware.read("rtx3090").predictor == PredictorCosts()
+    assert (
+        Hardware.read("infinite").predictor.work_ns(1 << 60, 1 << 60)
+        == Hardware.read("infinite").predictor.call_ns
+        == 0
+    )
 
 
 def test_a_link_serves_one_after_the_other():
@@ -136,6 +150,10 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("top_k = 2", "top_k = 9", "more than the 8 experts"),
         ("num_matrices = 3", "num_matrices = 4", "must be 2 or 3"),
         ("itemsize = 2", "itemsize = 0.5", r"compute.layer.itemsize=0.5: must be a whole number from 1"),
+        ("call_ns = 31000", "call_ns = -1", r"predictor.call_ns=-1: must be a whole number from 0"),
+        ("call_ns = 31000", "calls_ns = 31000", r"lacks predictor.call_ns"),
+        ("read_nbytes_per_s = inf", "read_nbytes_per_s = 0.5", r"predictor.read_nbytes_per_s=0.5: must be a number"),
+        ("call_ns = 31000", "call_ns = 31000\ncores = 2", r"predictor.cores=2: unknown key; accepted: call_ns"),
         ("name = ", "name : ", "not TOML"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from expertly.sim.metrics import Metrics, percentile
@@ -9,7 +11,7 @@ from expertly.sim.workload import Iteration
 
 
 def iteration(requests: tuple[int, ...], prefilling: tuple[int, ...] = (), arrival_ns: int = 0) -> Iteration:
-    return Iteration(0, requests, prefilling, len(requests), [], 0, 0, arrival_ns)
+    return Iteration(0, requests, prefilling, len(requests), [], 0, 0, arrival_ns, cast(Any, None), 0)
 
 
 def test_a_prompt_beside_others_answers_is_the_first_token_of_its_own_request_only() -> None:

@@ -34,6 +34,14 @@ def exponent(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value <= 10, "from 0 to 10"))
 
 
+def split(text: str) -> tuple[int, int]:
+    """Two parts of a whole: `7:3`."""
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be two whole numbers from 1, for instance 7:3")
+    return int(parts[0]), int(parts[1])
+
+
 def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:
     try:
         value = convert(text)

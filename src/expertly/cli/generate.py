@@ -38,7 +38,8 @@ def add_parser(subparsers: Any) -> None:
         "--system",
         default=DEFAULT_SYSTEM,
         metavar="NAME",
-        help=f"{', '.join(runnable_systems())} (default: {DEFAULT_SYSTEM})",
+        help=f"{', '.join(runnable_systems())} (default: {DEFAULT_SYSTEM}), or one of them with other parts, "
+        "name:key=value (see `expertly systems`)",
     )
     add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
@@ -49,6 +50,19 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
     add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
+    add(
+        "--maps",
+        default="auto",
+        metavar="FILE",
+        help='expert maps that a system with maps starts from and adds to: a file, "auto" (default: beside the packed '
+        'store) or "off"',
+    )
+    add(
+        "--matcher",
+        default="thread",
+        metavar="NAME",
+        help="where a system predicts: thread (default: beside the forward pass) or inline (within it, repeatable)",
+    )
     add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
     add("--top-p", type=probability, default=1.0, metavar="X", help="with a temperature (default: 1)")
     add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
@@ -73,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
                 order=args.order,
                 context=args.context,
                 host_memory=args.host_memory,
+                maps=args.maps,
+                matcher=args.matcher,
                 progress=progress,
             )
         try:
@@ -98,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         stdout.write(f"\n\n{_summary(result)}\n")
         if args.stats:
             stdout.write(f"\n{_stats_table(result)}\n")
+            if result["prediction"] is not None:
+                stdout.write(f"\n{_prediction_table(result)}\n")
     return 0
 
 
@@ -183,11 +201,64 @@ def _summary(result: dict[str, Any]) -> str:
         f"TPOT {format_seconds(result['tpot_s'])}",
         f"decode hit rate {format_share(result['hit_rate'])}",
         f"stall {format_share(result['stall_share'])}",
+        *_of_prediction(result),
         f"loaded {format_nbytes(result['bytes_loaded'])}",
         f"budget {budget}",
         f"system {result['system']}",
     ]
     return "[" + " | ".join(parts) + "]"
+
+
+def _of_prediction(result: dict[str, Any]) -> list[str]:
+    """What came of loading ahead, for a system that predicts."""
+    prediction, decode = result["prediction"], result["phases"]["decode"]
+    if prediction is None:
+        return []
+    failed = [] if prediction["failed"] is None else [f"prediction failed: {prediction['failed']}"]
+    return [
+        f"prefetch accuracy {format_share(decode['accuracy'])}, coverage {format_share(decode['coverage'])}",
+        f"{prediction['predictions_late']} predictions late",
+        *failed,
+    ]
+
+
+_OF_PHASE = {
+    "predicted": "experts predicted",
+    "prediction_accuracy": "of these, needed",
+    "fetch_rate": "of these, there in time",
+    "recall": "needed experts that it named",
+    "prefetched": "experts loaded ahead",
+    "accuracy": "of these, needed",
+    "timeliness": "of these, in time",
+    "coverage": "misses that it spared",
+}
+
+
+def _prediction_table(result: dict[str, Any]) -> str:
+    """The same by phase, and what the predictor says of itself."""
+    prediction, phases = result["prediction"], [result["phases"][name] for name in ("prefill", "decode")]
+    rows = []
+    for key, label in _OF_PHASE.items():
+        shown = [str(one[key]) if isinstance(one[key], int) else format_share(one[key]) for one in phases]
+        rows.append((label, *shown))
+    of_distance = [one["accuracy_by_distance"] or {} for one in phases]
+    for distance in sorted({distance for one in of_distance for distance in one}, key=int):
+        rows.append((f"needed, predicted {distance} ahead", *(format_share(one.get(distance)) for one in of_distance)))
+    facts = {
+        "matcher": prediction["matcher"],
+        "late": prediction["predictions_late"],
+        "contexts dropped": prediction["contexts_dropped"],
+        "collecting": format_seconds(prediction["collect_s"]),
+        **{name.replace("_", " "): _fact(value) for name, value in prediction["predictor"].items()},
+    }
+    if prediction["maps_file"] is not None:
+        facts["maps file"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
+    line = " | ".join(f"{name} {value}" for name, value in facts.items())
+    return f"{table(('prediction', 'prefill', 'decode'), rows)}\n[{line}]"
+
+
+def _fact(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _stats_table(result: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from expertly import __version__
 from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-COMMANDS = ("generate", "pack", "trace", "simulate", "doctor", "systems")
+COMMANDS = ("generate", "pack", "trace", "simulate", "maps", "doctor", "systems")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -24,7 +24,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("simulate", help="run systems over a recorded trace", description=__doc__)
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a folder made by `expertly trace record`, `import` or `synth`")
-    add("--system", default=DEFAULT_SYSTEM, metavar="A,B", help=f"of {', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM})")
+    add(
+        "--system",
+        default=DEFAULT_SYSTEM,
+        metavar="A,B",
+        help=f"of {', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM}); NAME:KEY=VALUE changes a part of one",
+    )
     add(
         "--memory",
         metavar="SIZE,SIZE",
@@ -32,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
     add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
+    add("--matcher", default="virtual", metavar="NAME", help="virtual (default: predicting takes its time) or inline")
     add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
     add("--order", default="resident", metavar="NAME", help="resident (default: what is here first) or id")
     add(
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.sim.arrivals import read_arrivals
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
-    from expertly.sim.study import Study
+    from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
     systems, memories = _names("system", args.system), _memories(args)
@@ -69,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
     if args.order not in ORDERS:
         raise ConfigError(f"order={args.order!r}: unknown; accepted: {', '.join(ORDERS)}")
+    if args.matcher not in MATCHERS:
+        raise ConfigError(f"matcher={args.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     if args.plot is not None:
         check_figure(args.plot)
     selection = Selection(args.requests, args.tokens, _split(args.split), args.seed)
@@ -88,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             is_queued=arrivals is not None,
             order=args.order,
+            matcher=args.matcher,
             chrome=chrome,
             progress=progress,
         )

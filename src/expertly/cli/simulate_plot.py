@@ -12,6 +12,8 @@ Row = dict[str, Any]
 _BOUNDS = {"belady": "--", "belady-global": "-.", "oracle": ":", "resident": (0, (6, 2, 1, 2, 1, 2))}
 _MARKERS = {"belady": "^", "belady-global": "v", "oracle": "D", "resident": "s"}
 _FLOOR = "floor: computing, belady's bytes"
+_LEGEND_WIDTH = 130
+"""Letters of a line of the legend, about: names of systems made of parts are long."""
 _PANELS = (
     ("hit_rate", "hit rate in decode (%)", 100.0),
     ("tpot_s", "time per output token (ms)", 1000.0),
@@ -47,7 +49,7 @@ def draw(facts: dict[str, Any], results: Sequence[Row]) -> Any:
             handles.values(),
             handles.keys(),
             loc="outside lower center",
-            ncols=min(6, len(handles)),
+            ncols=min(6, len(handles), max(1, _LEGEND_WIDTH // max(map(len, handles)))),
             frameon=False,
             handlelength=3.5,
         )

@@ -6,12 +6,23 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
-from expertly.systems import SYSTEMS
+from expertly.systems import get_system
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from expertly.sim.study import Study
+
+
+_PREDICTING = {
+    "predictions right": "prediction_accuracy",
+    "of needed": "recall",
+    "there in time": "fetch_rate",
+    "coverage": "coverage",
+    "accuracy": "accuracy",
+    "in time": "timeliness",
+    "goodpred": "goodpred",
+}
 
 
 def about(args: argparse.Namespace, study: Study, systems: Sequence[str], geometry_name: str | None) -> dict[str, Any]:
@@ -30,6 +41,7 @@ def about(args: argparse.Namespace, study: Study, systems: Sequence[str], geomet
         },
         "hardware": study.hardware.as_dict(),
         "order": args.order,
+        "matcher": args.matcher,
         "seed": args.seed,
         "split": args.split,
         "arrivals": None if args.arrivals is None else str(args.arrivals),
@@ -58,8 +70,26 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
         notes.append(f"{num_test} requests arrive and queue, one is served at a time")
     if schedule.num_cut:
         notes.append(f"{schedule.num_cut} of them are shorter than their arrivals say: the trace holds no more of them")
-    if any("modelled" in SYSTEMS[name].prediction for name in systems):
+    notes += _notes_on_predicting(study, systems)
+    return notes
+
+
+def _notes_on_predicting(study: Study, systems: Sequence[str]) -> list[str]:
+    """What predictors looked at that is not what it was in the model, and what they take."""
+    asked, trace, notes = [get_system(name) for name in systems], study.trace, []
+    if any(system.prediction == "modelled" for system in asked):
         notes.append("modelled-lookahead: its predictions are made from the future, with a stated accuracy")
+    if "scores" in study.wants and not trace.has("probs"):
+        notes.append("routing scores: the trace has the chosen experts' weights only; those of the others count as 0")
+    if "embedding" in study.wants and not trace.has("embedding"):
+        notes.append("the trace has no embeddings: predictors that search by them do without")
+    elif "embedding" in study.wants and not trace.is_real("embedding"):
+        notes.append(f"embeddings: {trace.manifest.fields['embedding'].note or 'made up'}")
+    if study.layers is not None and any(system.prediction != "none" for system in asked):
+        if study.matcher == "inline":
+            notes.append("predicting takes no time")
+        elif not all("future" in system.needs or system.prediction == "none" for system in asked):
+            notes.append(f"predicting takes the time of {study.hardware.name}'s [predictor], beside the device")
     return notes
 
 
@@ -74,16 +104,17 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     parts = [head, _table(results, _columns(results))]
     predicting = [row for row in results if _predicts(row) and row["skipped"] is None]
     if predicting:
-        shares = {"coverage": "coverage", "accuracy": "accuracy", "in time": "timeliness", "goodpred": "goodpred"}
-        shares = {"predictions right": "prediction_accuracy", "there in time": "fetch_rate", **shares}
-        parts.append(_table(predicting, {header: _getter(key, format_share) for header, key in shares.items()}))
+        parts.append(_table(predicting, {header: _getter(key, format_share) for header, key in _PREDICTING.items()}))
+    matching = [row for row in predicting if _columns_of_matching([row])]
+    if matching:
+        parts.append(_table(matching, _columns_of_matching(matching)))
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
     return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
 
 
 def _predicts(row: dict[str, Any]) -> bool:
     """What the oracle foretells is always right."""
-    return SYSTEMS[row["system"]].prediction not in ("none", "perfect")
+    return get_system(row["system"]).prediction not in ("none", "perfect")
 
 
 def _table(results: Sequence[dict[str, Any]], columns: dict[str, Any]) -> str:
@@ -117,6 +148,19 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if any(row["latency_s"] for row in results):
         columns["latency p50"] = lambda row: format_seconds((row["latency_s"] or {}).get("p50"))
         columns["p99"] = lambda row: format_seconds((row["latency_s"] or {}).get("p99"))
+    return columns
+
+
+def _columns_of_matching(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Those of which something is known: what came too late, and whether similar maps were right (fMoE, figure 8)."""
+    columns: dict[str, Any] = {}
+    for header, key in (("late", "predictions_late"), ("dropped", "contexts_dropped")):
+        if any(row[key] for row in rows):
+            columns[header] = _getter(key, str)
+    for search in ("semantic", "trajectory"):
+        key = f"similarity_correlation_{search}"
+        if any(row[key] is not None for row in rows):
+            columns[f"r {search}"] = _getter(key, lambda r: "-" if r is None else f"{r:.2f}")
     return columns
 
 

@@ -1,4 +1,4 @@
-"""`expertly systems`: the presets and the parts they are made of."""
+"""`expertly systems`: the presets, the parts they are made of, and how to take other parts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 from typing import Any
 
 from expertly.cli.output import add_json_flag, print_json, table
-from expertly.systems import SYSTEMS
+from expertly.policies.options import option_names
+from expertly.policies.predictor import PREDICTORS
+from expertly.systems import ACCEPTED, ALL_LAYERS, PARTS, SYSTEMS, System
 
-PARTS = ("eviction", "scope", "allocation", "prediction", "transfer")
+SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
+OF_PREDICTION = ("prefetch", "distance")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -17,13 +20,40 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    fields = ("name", *PARTS, "summary")
-    systems = [{name: getattr(system, name) for name in fields} for system in SYSTEMS.values()]
     if args.json:
-        print_json({"systems": systems})
+        systems = [_parts(system) | {"summary": system.summary} for system in SYSTEMS.values()]
+        print_json({"systems": systems, "parts": _accepted(), "options": _options()})
         return 0
-    print(table(("system", *PARTS), [[system[name] for name in fields[:-1]] for system in systems]))
+    rows = [["-" if value is None else str(value) for value in _parts(system).values()] for system in SYSTEMS.values()]
+    print(table(("system", *SHOWN), rows))
     print()
-    for system in systems:
-        print(f"{system['name']}: {system['summary']}")
+    for system in SYSTEMS.values():
+        print(f"{system.name}: {system.summary}")
+    print()
+    print("Any but resident can be taken with other parts, NAME:KEY=VALUE:..., wherever a system is named:")
+    print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
+    for key, accepted in _accepted().items():
+        print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
+    for name, options in _options().items():
+        print(f"with prediction={name}: {', '.join(options)}")
     return 0
+
+
+def _parts(system: System) -> dict[str, Any]:
+    """By name, None where nothing is predicted."""
+    parts: dict[str, Any] = {"name": system.name, **{name: getattr(system, name) for name in SHOWN}}
+    if system.prediction == "none":
+        parts |= dict.fromkeys(OF_PREDICTION)
+    elif system.distance >= ALL_LAYERS:
+        parts["distance"] = "all"
+    return parts
+
+
+def _accepted() -> dict[str, list[str]]:
+    """What each key takes; nothing where it takes a number."""
+    return {key: list(ACCEPTED.get(key, ())) for key in PARTS}
+
+
+def _options() -> dict[str, list[str]]:
+    """Of each predictor that has any."""
+    return {name: names for name, one in PREDICTORS.items() if (names := option_names(one.options))}

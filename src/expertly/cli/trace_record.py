@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import shlex
 import sys
 import time
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from expertly.cli.arguments import positive_int
+from expertly.cli.arguments import positive_int, seed, temperature
+from expertly.cli.generation import generation_config
 from expertly.cli.output import (
     add_json_flag,
     format_nbytes,
@@ -84,10 +84,12 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         metavar="FILE",
         help='JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
-        "stdin; each is a request, run alone and decoded greedily",
+        "stdin; each is a request, run alone",
     )
     add("--out", required=True, type=Path, metavar="DIR", help="where the trace goes: a new or an empty folder")
     add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="a request; default: 100")
+    add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
     add("--requests", type=positive_int, metavar="N", help="only the first N prompts")
     add("--full", action="store_true", help="add routing scores, lookahead, router inputs and embeddings")
     add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 device=args.device,
                 dtype=args.dtype,
                 decisions=args.decisions,
+                maps="off",  # what is recorded must not depend on what ran before
                 progress=progress,
             )
         try:
@@ -158,9 +161,12 @@ def _max_positions(model: Any) -> int | None:
 
 
 def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from expertly.engine import api
     from expertly.engine.recording import record
 
+    torch.manual_seed(args.seed)
     done = _Progress()
     name = args.model or "demo"
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -178,7 +184,7 @@ def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) 
                     progress("recording", done.num_requests, len(requests))
                 prompt, num_tokens = request.prompt, len(request.token_ids)
                 recording.begin_request(prompt.category, prompt.text, num_tokens)
-                done.add(_generate(model, request.token_ids, args.max_new_tokens))
+                done.add(_generate(model, request.token_ids, args.max_new_tokens, args.temperature))
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
@@ -204,20 +210,14 @@ def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) 
     }
 
 
-def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int) -> _Clock:
-    """Greedy, alone in its batch; no further than the model has positions."""
+def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int, temperature: float) -> _Clock:
+    """Alone in its batch; no further than the model has positions."""
     import torch
 
-    config = copy.deepcopy(model.generation_config)
     limit = _max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
         max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
-    config.max_length, config.max_new_tokens = None, max_new_tokens
-    config.do_sample, config.num_beams, config.num_return_sequences = False, 1, 1
-    config.temperature = config.top_p = config.top_k = None
-    if config.pad_token_id is None:
-        end = config.eos_token_id
-        config.pad_token_id = end[0] if isinstance(end, list) else end
+    config = generation_config(model, max_new_tokens, temperature)
     clock = _Clock()
     ids = torch.from_numpy(token_ids).unsqueeze(0).to(model.device)
     model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config)

@@ -14,6 +14,7 @@ from expertly.control.speculation import Speculation
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
 from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.prefetch import PREFETCHES
 
 
 class Controller:
@@ -26,7 +27,8 @@ class Controller:
 
     `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what was kept and what is needed,
     what the policy (a ScoredPolicy) values most, and passes the rest through the ring. `ahead`: where what is loaded
-    ahead goes: "cache" evicts for it, "ring" takes free places and evicts nothing. `window`: segments in flight ahead.
+    ahead goes: "cache" evicts for it, "ring" takes free places and evicts nothing. `prefetch`: what of it goes first (a
+    key of PREFETCHES). `window`: segments in flight ahead.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Controller:
         order: str = "resident",
         admission: str = "always",
         ahead: str = "cache",
+        prefetch: str = "score",
         window: int | None = None,
     ) -> None:
         self.geometry = geometry
@@ -51,7 +54,7 @@ class Controller:
         self._ahead_evicts = ahead == "cache"
         if window is None:  # what one token's experts of a layer take
             window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        self.speculation = Speculation(geometry, window)
+        self.speculation = Speculation(geometry, window, PREFETCHES[prefetch])
         self._router: RouterRan | None = None
         self._needed: Container[int] = frozenset()  # by the running layer, where anything is predicted
         self._deferred: deque[tuple[int, int]] = deque()  # (position, mask) waiting for ring slots
@@ -72,6 +75,7 @@ class Controller:
         residency = self.residency
         first = self.geometry.first_expert_id(layer)
         self.keeper.begin(True in router.is_decode)
+        self.speculation.now = layer
         if self.speculation.is_used:
             self._settle(router, withdrawn)
         resident, whole, full = residency.resident, residency.whole, residency.full
@@ -142,7 +146,10 @@ class Controller:
 
     def predict(self, prediction: Prediction) -> None:
         """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
-        self.speculation.predict(prediction, self.geometry.layers[prediction.layer].top_k if self._ahead_evicts else 0)
+        layer = prediction.layer
+        self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
+        if prediction.probabilities is not None:
+            self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), prediction.probabilities)
 
     def load_ahead(self) -> list[Piece]:
         """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
-from expertly.core.messages import Phase, RouterRan
+from expertly.control.correlation import Correlation
+from expertly.core.messages import Phase, Prediction, RouterRan
 
 
 @dataclass(slots=True)
@@ -22,20 +24,46 @@ class PhaseCounters:
     predicted: int = 0  # experts that predictions named, over all distances
     predicted_needed: int = 0
     predicted_resident: int = 0  # when the router spoke
+    predicted_of: int = 0  # experts that were needed, once for each prediction of their layer
     prefetched: int = 0  # experts of which something was loaded ahead
     prefetched_needed: int = 0
     prefetched_in_time: int = 0  # wholly resident when the router spoke
+    wasted_nbytes: int = 0  # of what was loaded ahead, that of experts that were not needed
     by_distance: dict[int, tuple[int, int]] = field(default_factory=dict)  # distance -> (predicted, needed of them)
+    similarity_semantic: Correlation = field(default_factory=Correlation)  # see count_prediction
+    similarity_trajectory: Correlation = field(default_factory=Correlation)
     stall_ns: int = 0
     expert_ns: int = 0  # the whole experts function, stalls included
 
     def add(self, other: PhaseCounters) -> None:
-        for name, value in asdict(other).items():
-            if name != "by_distance":
-                setattr(self, name, getattr(self, name) + value)
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for distance, (predicted, needed) in other.by_distance.items():
             before = self.by_distance.get(distance, (0, 0))
             self.by_distance[distance] = (before[0] + predicted, before[1] + needed)
+        self.similarity_semantic.merge(other.similarity_semantic)
+        self.similarity_trajectory.merge(other.similarity_trajectory)
+
+    def count_prediction(
+        self, prediction: Prediction, needed: set[int], is_resident: Sequence[bool], top_k: int
+    ) -> None:
+        """The router of the predicted layer has spoken: was it right, and was what it named there?
+
+        Where it says how sure it is, that is paired with the hit rate of its `top_k` surest (fMoE, figure 8):
+        `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert.
+        """
+        experts = prediction.experts
+        right = len(needed.intersection(experts))
+        self.predicted += len(experts)
+        self.predicted_needed += right
+        self.predicted_resident += sum([is_resident[expert] for expert in experts])
+        self.predicted_of += len(needed)
+        total, hits = self.by_distance.get(prediction.distance, (0, 0))
+        self.by_distance[prediction.distance] = (total + len(experts), hits + right)
+        if prediction.confidence is not None and needed:
+            is_first = prediction.distance == prediction.layer + 1
+            similarity = self.similarity_semantic if is_first else self.similarity_trajectory
+            similarity.add(prediction.confidence, len(needed.intersection(experts[:top_k])) / len(needed))
 
     def count_ahead(self, num_segments: int, segment_nbytes: int) -> None:
         """So many segments are loaded ahead; fewer than 0: were taken back."""
@@ -58,10 +86,16 @@ class PhaseCounters:
             "prediction_accuracy": accuracy,
             "fetch_rate": fetched,
             "goodpred": accuracy * fetched if accuracy is not None and fetched is not None else None,
+            "recall": _share(self.predicted_needed, self.predicted_of),
             "coverage": _share(self.prefetched_in_time, would_miss) if self.prefetched else None,
             "accuracy": _share(self.prefetched_needed, self.prefetched),
             "timeliness": _share(self.prefetched_in_time, self.prefetched_needed),
+            "similarity_correlation_semantic": self.similarity_semantic.pearson(),
+            "similarity_correlation_trajectory": self.similarity_trajectory.pearson(),
         }
+
+
+_NUMBERS = [field.name for field in fields(PhaseCounters) if field.type == "int"]
 
 
 def _share(part: int, whole: int) -> float | None:

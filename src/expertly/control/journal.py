@@ -155,7 +155,10 @@ def _router(router: RouterRan) -> list[Any]:
 
 
 def _prediction(prediction: Prediction) -> list[Any]:
-    return [prediction.layer, prediction.experts, prediction.scores, prediction.distance]
+    said: list[Any] = [prediction.layer, prediction.experts, prediction.scores, prediction.distance]
+    if prediction.confidence is None and prediction.probabilities is None:
+        return said
+    return [*said, prediction.confidence, prediction.probabilities]
 
 
 def _step(step: Step | None) -> Any:

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from expertly.control.counters import PhaseCounters
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction
+from expertly.policies.prefetch import Priority, by_score
 
-_FEW = 256
-"""Wanted experts among which void ones are not looked for."""
+_FEW = 64
+"""Heads among which void ones are not looked for."""
+
+_Wanted = tuple[float, int, int]  # (-score, order of arrival, expert)
+_Head = tuple[float, int, int]  # (-priority, order of arrival, layer)
 
 
 class Speculation:
-    """Wanted experts by falling score, pieces in flight that nobody waits for yet, and experts loaded ahead whose layer
-    has not run. Experts are dense ids. `window` bounds the segments in flight.
+    """Wanted experts by falling priority, pieces in flight that nobody waits for yet, and experts loaded ahead whose
+    layer has not run. Experts are dense ids. `window` bounds the segments in flight.
     """
 
-    def __init__(self, geometry: Geometry, window: int) -> None:
+    def __init__(self, geometry: Geometry, window: int, priority: Priority = by_score) -> None:
         self._geometry = geometry
         self.window = window
+        self.now = geometry.num_layers - 1  # the layer whose router spoke last; an iteration begins behind the last one
         self.is_used = False  # has anything ever been predicted?
         self.num_in_flight = 0  # segments
         self.in_flight: dict[int, dict[Piece, bool]] = {}  # expert -> pieces: asked for by decode?
         self.waiting: dict[int, int] = {}  # expert whose layer has not run -> segments loaded ahead for it
         self.likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
-        self._wanted: list[tuple[float, int, int]] = []  # heap of (-score, order of arrival, expert)
-        self._many = _FEW
+        self._priority = priority
+        self._is_steady = priority is by_score  # the same whatever runs
+        self._wanted: dict[int, list[_Wanted]] = {}  # layer -> in the order of need, the first at the end
+        self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
+        self._heads_of = self.now  # the layer that had spoken when their priorities were taken
         self._order = 0
-        self._valid_from = [0] * geometry.num_layers  # arrivals before it are void
-        self._predicted: list[dict[int, list[int]]] = [{} for _ in geometry.layers]  # layer: distance -> experts
+        self._predicted: list[dict[int, Prediction]] = [{} for _ in geometry.layers]  # layer: distance -> the newest
 
     # -- wanted ------------------------------------------------------------------------------------------------
 
@@ -39,34 +46,60 @@ class Speculation:
         those that `stays` names then, is not to be evicted for other guesses; 0: eviction knows better.
         """
         self.is_used = True
-        layer = prediction.layer
+        layer, experts, order = prediction.layer, prediction.experts, self._order
         first = self._geometry.first_expert_id(layer)
-        self._valid_from[layer] = self._order
-        self._predicted[layer][prediction.distance] = prediction.experts
-        self.likely[layer] = dict.fromkeys([first + expert for expert in prediction.experts[:num_likely]])
-        for expert, score in zip(prediction.experts, prediction.scores, strict=True):
-            heappush(self._wanted, (-score, self._order, first + expert))
-            self._order += 1
-        if len(self._wanted) > self._many:  # low scores are never reached: they would pile up
-            self._wanted = [entry for entry in self._wanted if self._is_valid(entry)]
-            heapify(self._wanted)
-            self._many = max(_FEW, 2 * len(self._wanted))
-
-    def _is_valid(self, entry: tuple[float, int, int]) -> bool:
-        return entry[1] >= self._valid_from[self._geometry.layer_of_expert(entry[2])]
+        self._predicted[layer][prediction.distance] = prediction
+        self.likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
+        self._order += len(experts)
+        wanted = [
+            (-score, order + i, first + expert)
+            for i, (expert, score) in enumerate(zip(experts, prediction.scores, strict=True))
+        ]
+        wanted.sort(reverse=True)
+        self._wanted[layer] = wanted
+        self._push(layer)
 
     def next(self) -> int | None:
         """The expert that is wanted most, or None. It stays wanted until `taken`."""
-        wanted = self._wanted
-        while wanted:
-            if self._is_valid(wanted[0]):
-                return wanted[0][2]
-            heappop(wanted)
+        if self._heads_of != self.now:
+            self._heads_of = self.now
+            if not self._is_steady:
+                self._rank()
+        heads = self._heads
+        while heads:
+            _, order, layer = heads[0]
+            wanted = self._wanted.get(layer)
+            if wanted and wanted[-1][1] == order:
+                return wanted[-1][2]
+            heappop(heads)
         return None
 
     def taken(self) -> None:
         """What `next` named is served, or will not be."""
-        heappop(self._wanted)
+        layer = self._heads[0][2]
+        wanted = self._wanted[layer]
+        wanted.pop()
+        if wanted:
+            heapreplace(self._heads, self._head(layer))
+        else:
+            heappop(self._heads)
+
+    def _push(self, layer: int) -> None:
+        if not self._wanted[layer]:
+            return
+        if len(self._heads) < _FEW + len(self._wanted):
+            heappush(self._heads, self._head(layer))
+        else:  # priorities so low that they are never reached would pile up
+            self._rank()
+
+    def _rank(self) -> None:
+        self._heads = [self._head(layer) for layer, wanted in self._wanted.items() if wanted]
+        heapify(self._heads)
+
+    def _head(self, layer: int) -> _Head:
+        lowered, order, _ = self._wanted[layer][-1]
+        num_layers = self._geometry.num_layers
+        return -self._priority(-lowered, (layer - self._heads_of) % num_layers or num_layers), order, layer
 
     def stays(self, layer: int, expert: int) -> None:
         """A wanted expert is here or in flight: so it should be when its layer runs."""
@@ -108,6 +141,8 @@ class Speculation:
     def clear(self) -> None:
         """Nothing is predicted, in flight or waiting."""
         self._wanted.clear()
+        self._heads.clear()
+        self.now = self._geometry.num_layers - 1
         self.in_flight.clear()
         self.waiting.clear()
         self.likely.clear()
@@ -126,23 +161,20 @@ class Speculation:
         is wanted of the layer any more and nothing waits for it; the experts that did.
         """
         needed = set(experts)
-        for distance, predicted in self._predicted[layer].items():
-            right = len(needed.intersection(predicted))
-            counters.predicted += len(predicted)
-            counters.predicted_needed += right
-            counters.predicted_resident += sum(is_resident[expert] for expert in predicted)
-            total, hits = counters.by_distance.get(distance, (0, 0))
-            counters.by_distance[distance] = (total + len(predicted), hits + right)
+        for prediction in self._predicted[layer].values():
+            counters.count_prediction(prediction, needed, is_resident, self._geometry.layers[layer].top_k)
         self._predicted[layer].clear()
-        self._valid_from[layer] = self._order
+        self._wanted.pop(layer, None)
         self.likely.pop(layer, None)
         first = self._geometry.first_expert_id(layer)
         end = first + self._geometry.layers[layer].num_experts
         waited = [expert for expert in self.waiting if first <= expert < end]
         for expert in waited:
-            if self.waiting.pop(expert):
+            if num_segments := self.waiting.pop(expert):
                 counters.prefetched += 1
                 if expert - first in needed:
                     counters.prefetched_needed += 1
                     counters.prefetched_in_time += is_resident[expert - first]
+                else:
+                    counters.wasted_nbytes += num_segments * self._geometry.segment_nbytes(layer)
         return waited

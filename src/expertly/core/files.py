@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from expertly.core.errors import ExpertlyError
 
@@ -59,6 +60,50 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """An empty file that takes the place of `path` when the block ends, and is removed when it fails.
+
+    After a crash `path` holds either all that was written or what it held before. Writers of the same path, threads
+    and processes, wait for each other; the last one stays. What a killed one leaves is one hidden file, which the next
+    one uses.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _locked(temporary) as file:
+        try:
+            file.truncate()
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """The file at `path`, made where there is none, open, and nobody else's while the block runs."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o666), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                if _is_at(path, file):  # else another writer has renamed it meanwhile
+                    yield file
+                    return
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

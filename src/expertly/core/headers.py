@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +86,41 @@ def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[st
 def read_header_bytes(path: Path, failure: type[ExpertlyError]) -> bytes:
     """The raw JSON of the header, whose length has been checked against the file."""
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise failure(f"{path}: truncated: {size} bytes are too few for a safetensors file")
-            nbytes = int.from_bytes(prefix, "little")
-            if nbytes > MAX_HEADER_NBYTES:
-                raise failure(
-                    f"{path}: header length {nbytes}: more than the {MAX_HEADER_NBYTES} bytes accepted; "
-                    "damaged, or not a safetensors file"
-                )
-            if 8 + nbytes > size:
-                raise failure(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
-            raw = file.read(nbytes)
+        with FileIO(path) as file:
+            return header_bytes_of(file, path, failure)
     except OSError as error:
         raise failure(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> bytes:
+    """As `read_header_bytes`, of a file that is open at its beginning. Raises OSError where reading fails."""
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise failure(f"{path}: truncated: {size} bytes are too few for a safetensors file")
+    nbytes = int.from_bytes(prefix, "little")
+    if nbytes > MAX_HEADER_NBYTES:
+        raise failure(
+            f"{path}: header length {nbytes}: more than the {MAX_HEADER_NBYTES} bytes accepted; "
+            "damaged, or not a safetensors file"
+        )
+    if 8 + nbytes > size:
+        raise failure(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
+    raw = file.read(nbytes)
     if len(raw) < nbytes:
         raise failure(f"{path}: truncated while its header was read")
     return raw
 
 
-def parse_safetensors_header(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
-    """See `read_safetensors_header`; `raw` came from `read_header_bytes`."""
+def parse_safetensors_header(
+    path: Path, raw: bytes, failure: type[ExpertlyError], file_nbytes: int | None = None
+) -> dict[str, TensorInfo]:
+    """See `read_safetensors_header`; `raw` came from `read_header_bytes`. `file_nbytes`: of a file that may no longer
+    be the one at `path`."""
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
     start = 8 + len(raw)
-    data_nbytes = path.stat().st_size - start
+    data_nbytes = (path.stat().st_size if file_nbytes is None else file_nbytes) - start
     tensors = {name: _tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     expected, previous = start, "the header"
@@ -132,7 +141,15 @@ def parse_safetensors_header(path: Path, raw: bytes, failure: type[ExpertlyError
     return dict(ordered)
 
 
-def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
+def header_metadata(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, str]:
+    """What a safetensors header says besides its tensors; empty where it says nothing. Raises `failure`."""
+    metadata = _parse(path, raw, failure).get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise failure(f"{path}: __metadata__={metadata!r:.80}: must be an object of strings")
+    return metadata
+
+
+def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Length and JSON of a safetensors header, padded so that data starts at a multiple of
     4096.
     """
@@ -145,7 +162,8 @@ def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
             "data_offsets": [offset, offset + spec.nbytes],
         }
         offset += spec.nbytes
-    raw = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    about = {"format": "pt"} if metadata is None else dict(metadata)
+    raw = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     nbytes = -(-(8 + len(raw)) // PAGE_NBYTES) * PAGE_NBYTES - 8
     return nbytes.to_bytes(8, "little") + raw.ljust(nbytes)
 

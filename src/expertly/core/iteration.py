@@ -21,5 +21,9 @@ class IterationInfo:
     is_pad: npt.NDArray[np.bool_] | None  # [T]; None where no row is a pad
     num_requests: int  # sequences in the batch; a beam is one
     phase: Literal["prefill", "decode"]  # prefill if any row is
-    token_ids: npt.NDArray[np.int32] | None = None  # [T] what is fed; None where unknown or nobody asked
-    sequences: npt.NDArray[np.int32] | None = None  # [T] row of the batch; None where nobody asked
+    # What only a runtime that `wants_token_ids` is told:
+    token_ids: npt.NDArray[np.int32] | None = None  # [T] what is fed; None where unknown
+    embeddings: npt.NDArray[np.float16] | None = None  # [T, H] what is fed instead, None where ids are
+    sequences: npt.NDArray[np.int32] | None = None  # [T] row of the batch
+    starts: npt.NDArray[np.int64] | None = None  # [sequences] position of the first row, where they are side by side
+    layers: range | None = None  # the MoE layers of the stack that runs: an encoder and a decoder are two

@@ -20,6 +20,9 @@ from expertly.engine.backends import available_nbytes, make_backend
 from expertly.engine.engine import Engine
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.memory import choose_budget, kv_cache_nbytes
+from expertly.engine.prediction import MATCHERS, Matcher
+from expertly.engine.prediction_loading import make_prefetching
+from expertly.engine.saved_maps import AUTO, maps_path
 from expertly.engine.stats import Stats
 from expertly.models.loading import experts_modules, load_dense, load_tokenizer
 from expertly.models.packing import pack_cached
@@ -57,6 +60,8 @@ def load(
     context: int | None = None,
     host_memory: str | int = "auto",
     decisions: str | Path | None = None,
+    maps: str | Path | None = AUTO,
+    matcher: Matcher = "thread",
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
     """An ordinary transformers model whose experts live in `memory`, and its tokenizer (None where it has none).
@@ -66,7 +71,10 @@ def load(
     the KV cache of `context` tokens. `segments`: P, the parts an expert is cut into. `ring`: slots of it through
     which a layer streams what it does not keep (default: one token's experts). `order`: "resident" computes what is
     here first, "id" one expert at a time. `host_memory`: pinned RAM for experts behind an accelerator. `decisions`: a
-    file that takes every observation and decision of the control plane, for `expertly trace replay`.
+    file that takes every observation and decision of the control plane, for `expertly trace replay`. `maps`: the file
+    that the expert maps of a system with maps are read from, where it is there, and written to about every minute and
+    at unload; "auto" is beside the packed store, "off" or None is nowhere. `matcher`: "thread" predicts beside the
+    forward pass, "inline" within it, so that a run can be repeated exactly.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
     parts = get_system(system)
@@ -77,10 +85,13 @@ def load(
         )
     if order not in ("resident", "id"):
         raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
+    if matcher not in MATCHERS:
+        raise ConfigError(f"matcher={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     target = _device(device)
     if target.type == "cpu":
         keep_off_trapped_instructions()
     store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
+    path = maps_path(maps, parts, store)
     geometry = store.geometry(segments)
     budget, reason = _budget(store, geometry, parts, memory, ring, target, context)
     torch_dtype = getattr(torch, store.manifest.dtype)
@@ -89,13 +100,16 @@ def load(
     engine = Engine(controller, backend)
 
     def close() -> None:
-        engine.close()
-        if journal is not None:
-            journal.close()
+        try:
+            engine.close()
+        finally:
+            if journal is not None:
+                journal.close()
 
     try:
         loaded = load_dense(store.folder, store.manifest, torch_dtype, target, engine)
         engine.bind(experts_modules(loaded))
+        engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO)
         tokenizer = load_tokenizer(store.folder)
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))

@@ -26,7 +26,17 @@ class Backend(Protocol):
         """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
 
     def submit(self, pieces: Iterable[Piece]) -> None:
-        """Start bringing the pieces into their slots."""
+        """Start bringing the pieces into their slots, before anything that was submitted ahead and not begun."""
+
+    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+        """Bring these, single segments, in this order, when no demand waits or moves. They come out of `poll` and
+        `wait` like others, and so do their errors.
+        """
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        """Pieces of `layer` submitted ahead that have not been begun; they will not come. The others of this layer are
+        from now on moved like demands. `layer` is about to run.
+        """
 
     def poll(self) -> Piece | None:
         """A piece that may be computed with from now on, or None. Raises the TransferError of a failed one."""
@@ -38,7 +48,7 @@ class Backend(Protocol):
         """Everything that reads the piece's slots has been queued."""
 
     def drain(self) -> None:
-        """Wait until nothing moves; forget results and errors."""
+        """Drop what was submitted ahead and not begun, wait until nothing moves; forget results and errors."""
 
     def stall_ns(self) -> int:
         """Time the device waited for transfers since the last call, beyond what the host waited in `wait`."""

@@ -10,19 +10,16 @@ from expertly.control.budget import class_segment_nbytes
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.pool import HostPool
-from expertly.engine.transfer import Readers
-from expertly.store.packed import PackedStore
+from expertly.engine.transfer import ExtentSource, Readers
 
 
 class CpuBackend:
     """The device tier is RAM; there is no host tier. See Backend."""
 
-    def __init__(self, store: PackedStore, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, store: ExtentSource, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
         self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self._readers = Readers(store, geometry, self._buffer)
-        self._geometry = geometry
-        self._disk_nbytes = 0
 
     def _buffer(self, piece: Piece) -> memoryview:
         assert self._pool is not None
@@ -38,9 +35,15 @@ class CpuBackend:
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Queue the reads."""
-        pieces = list(pieces)
-        self._disk_nbytes += sum(p.num_segments * self._geometry.segment_nbytes(p.layer) for p in pieces)
         self._readers.submit(pieces)
+
+    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+        """Queue the reads behind all others."""
+        self._readers.submit_ahead(pieces)
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        """Forget those of this layer that no reader has begun."""
+        return self._readers.withdraw(layer)
 
     def poll(self) -> Piece | None:
         """A piece that has been read, or None."""
@@ -54,7 +57,7 @@ class CpuBackend:
         """Computing is synchronous here: nothing to remember."""
 
     def drain(self) -> None:
-        """Wait for the reads under way."""
+        """Drop what waits ahead, and wait for the reads under way."""
         self._readers.drain()
 
     def stall_ns(self) -> int:
@@ -63,7 +66,7 @@ class CpuBackend:
 
     def stats(self) -> dict[str, int]:
         """Bytes asked of the disk, and how many of them went through the page cache."""
-        return {"disk_nbytes": self._disk_nbytes, "buffered_nbytes": self._readers.buffered_nbytes}
+        return {"disk_nbytes": self._readers.asked_nbytes, "buffered_nbytes": self._readers.buffered_nbytes}
 
     def close(self) -> None:
         """End the readers and let go of the slots."""

@@ -1,4 +1,4 @@
-"""Slots on an accelerator, filled from host memory over a copy stream, which is filled from disk."""
+"""Slots on an accelerator, filled from host memory over a copy stream, which is filled from disk: demands first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.host_tier import HostTier
 from expertly.engine.pool import layer_view
-from expertly.store.packed import PackedStore
+from expertly.engine.transfer import ExtentSource
 
 
 class Streams(Protocol):
@@ -51,21 +51,28 @@ class Streams(Protocol):
 
 @dataclass(slots=True)
 class _Transfer:
-    """A device piece under way: the host pieces it still waits for, and the mark behind its copies."""
+    """A device piece under way: the host pieces it still waits for, and the mark behind its last copy."""
 
     piece: Piece
+    is_ahead: bool = False
+    was_read: bool = False  # from disk, for this transfer
     waits_for: dict[Piece, None] = field(default_factory=dict)
     mark: Any = None
 
 
 class TieredBackend:
-    """disk -> host tier -> device. See Backend; a `Streams` makes it CUDA."""
+    """disk -> host tier -> device. See Backend; a `Streams` makes it CUDA.
+
+    Disk and copy stream each serve demands first. A copy that is queued cannot be recalled: of what was submitted ahead
+    one segment is on the stream at a time, and only behind kernels and demands that have run, so that a demand finds
+    one segment before it at most. What is submitted ahead moves on when `poll` or `wait` is called.
+    """
 
     def __init__(
         self,
         device: torch.device,
         streams: Streams,
-        store: PackedStore,
+        store: ExtentSource,
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
@@ -86,8 +93,13 @@ class TieredBackend:
         self._unpin = [streams.register(memory) for memory in self.tier.pool.memory()]
         self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
         self._copying: deque[_Transfer] = deque()
-        self._backlog: deque[Piece] = deque()  # for which the host tier has no room yet
+        self._backlog: deque[_Transfer] = deque()  # demands for which the host tier has no room yet
+        self._demand_mark: Any = None  # behind the last copy of a demand
+        self._ahead: deque[_Transfer] = deque()  # not asked of the host tier, or it had no room
+        self._here: deque[_Transfer] = deque()  # ahead, and in the host tier, which may yet evict it for a demand
+        self._ahead_copy: _Transfer | None = None
         self._copied_nbytes = 0
+        self._hit_nbytes = 0
 
     def rows(self, layer: int) -> torch.Tensor:
         """[S * I/P, M, H] on the device, see Backend."""
@@ -100,25 +112,58 @@ class TieredBackend:
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Copy what the host has at once; the rest when it has been read."""
-        self._backlog.extend(pieces)
+        self._backlog.extend([_Transfer(piece) for piece in pieces])
         self._start()
+
+    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+        """Read and copy what is left to do of these when there is no demand to read or to copy."""
+        for piece in pieces:
+            assert piece.num_segments == 1, "a demand never waits for more than a segment"
+            self._ahead.append(_Transfer(piece, is_ahead=True))
+        self._begin_ahead()
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        """Forget those of this layer that are neither being read nor copied; go on with the others as with demands."""
+        gone: list[Piece] = []
+        for queue in (self._here, self._ahead):
+            gone += [transfer.piece for transfer in queue if transfer.piece.layer == layer]
+            left = [transfer for transfer in queue if transfer.piece.layer != layer]
+            queue.clear()
+            queue.extend(left)
+        gone += [self._waiting.pop(host_piece).piece for host_piece in self.tier.withdraw(layer)]
+        for transfer in self._waiting.values():
+            if transfer.piece.layer == layer:
+                transfer.is_ahead = False
+        if self._ahead_copy is not None and self._ahead_copy.piece.layer == layer:
+            self._promote_copy()
+        return gone
 
     def poll(self) -> Piece | None:
         """A piece whose copy has ended, or None."""
         while self._waiting and (host_piece := self.tier.readers.poll()) is not None:
             self._read(host_piece)
+        piece = None
         if self._copying and self._streams.is_past(self._copying[0].mark):
-            return self._take()
-        return None
+            piece = self._take()
+        elif self._ahead_copy is not None and self._streams.is_past(self._ahead_copy.mark):
+            self._streams.hold_compute(self._ahead_copy.mark)
+            piece, self._ahead_copy = self._ahead_copy.piece, None
+        self._begin_ahead()
+        return piece
 
     def wait(self) -> Piece:
         """The next piece whose copy has been queued: the compute stream waits for it, the host does not."""
         while not self._copying:
+            is_awaited = bool(self._backlog) or not all(transfer.is_ahead for transfer in self._waiting.values())
+            if not is_awaited and self._promote_next():
+                continue
             if self._waiting:
                 self._read(self.tier.readers.wait())
             else:
                 self._start()
-        return self._take()
+        piece = self._take()
+        self._begin_ahead()
+        return piece
 
     def used(self, piece: Piece) -> None:
         """Remember the kernels that read the piece's slots."""
@@ -128,9 +173,10 @@ class TieredBackend:
 
     def drain(self) -> None:
         """Wait for reads and copies; forget them."""
+        for queue in (self._copying, self._backlog, self._ahead, self._here):
+            queue.clear()
         self._waiting.clear()
-        self._copying.clear()
-        self._backlog.clear()
+        self._ahead_copy = self._demand_mark = None
         self.tier.abandon()
         self._streams.synchronize()
         self._busy.clear()
@@ -145,7 +191,7 @@ class TieredBackend:
         return {
             "disk_nbytes": self.tier.disk_nbytes,
             "buffered_nbytes": self.tier.readers.buffered_nbytes,
-            "host_hit_nbytes": self.tier.hit_nbytes,
+            "host_hit_nbytes": self._hit_nbytes,
             "copied_nbytes": self._copied_nbytes,
         }
 
@@ -158,26 +204,112 @@ class TieredBackend:
                 undo()
             self._unpin, self._views = [], []
 
+    # -- demands -----------------------------------------------------------------------------------------------
+
     def _start(self) -> None:
         """Begin what waits for room in the host tier."""
-        while self._backlog and (request := self.tier.request(self._backlog[0])) is not None:
-            transfer = _Transfer(self._backlog.popleft())
+        while self._backlog:
+            request = self.tier.request(self._backlog[0].piece)
+            if request is None:
+                if not self._recall():
+                    return
+                continue
+            transfer = self._backlog.popleft()
             found, reads = request
             for host_piece in found:
                 self._copy(transfer, host_piece)
+                if not transfer.was_read:
+                    self._hit_nbytes += self._nbytes(host_piece)
             transfer.waits_for = dict.fromkeys(reads)
             self._waiting.update(dict.fromkeys(reads, transfer))
             if not reads:
-                self._finish(transfer)
+                self._copying.append(transfer)
+
+    def _recall(self) -> bool:
+        """Take room in the host tier back from what is to be read ahead and has not begun; whether there was any."""
+        gone = [self._waiting.pop(host_piece) for host_piece in self.tier.withdraw()]
+        for transfer in reversed(gone):
+            transfer.waits_for.clear()
+            self._ahead.appendleft(transfer)
+        return bool(gone)
 
     def _read(self, host_piece: Piece) -> None:
         self.tier.arrived(host_piece)
         transfer = self._waiting.pop(host_piece)
-        self._copy(transfer, host_piece)
         del transfer.waits_for[host_piece]
-        if not transfer.waits_for:
-            self._finish(transfer)
+        if transfer.is_ahead:
+            self._here.append(transfer)
+        else:
+            self._copy(transfer, host_piece)
+            if not transfer.waits_for:
+                self._copying.append(transfer)
         self._start()
+
+    # -- ahead -------------------------------------------------------------------------------------------------
+
+    def _begin_ahead(self) -> None:
+        """Ask the host tier for what was submitted ahead, and copy a segment of it if the stream is free."""
+        if self._ahead and not self._backlog:
+            spared = {self._geometry.expert_id(one.piece.layer, one.piece.expert) for one in self._here}
+            while self._ahead and (request := self.tier.request(self._ahead[0].piece, True, spared)) is not None:
+                transfer = self._ahead.popleft()
+                _, reads = request
+                if reads:
+                    transfer.was_read = True
+                    transfer.waits_for = dict.fromkeys(reads)
+                    self._waiting.update(dict.fromkeys(reads, transfer))
+                else:
+                    spared.add(self._geometry.expert_id(transfer.piece.layer, transfer.piece.expert))
+                    self._here.append(transfer)
+        if self._here and self._ahead_copy is None and self._is_stream_free():
+            self._copy_ahead()
+
+    def _copy_ahead(self) -> None:
+        """Queue the next copy ahead, unless kernels still read the slots it goes to."""
+        while self._here:
+            transfer = self._here[0]
+            found = self.tier.find(transfer.piece)
+            if not found:  # a demand has taken its room
+                transfer.was_read = False
+                self._ahead.appendleft(self._here.popleft())
+                continue
+            if all(self._streams.is_past(mark) for mark in self._readers_of(transfer.piece)):
+                self._ahead_copy = self._here.popleft()
+                for host_piece in found:
+                    self._copy(transfer, host_piece)
+                    if not transfer.was_read:
+                        self._hit_nbytes += self._nbytes(host_piece)
+            return
+
+    def _is_stream_free(self) -> bool:
+        """No demand is queued on the copy stream or being copied."""
+        if self._demand_mark is not None and self._streams.is_past(self._demand_mark):
+            self._demand_mark = None
+        return self._demand_mark is None
+
+    def _promote_copy(self) -> None:
+        """Somebody waits for the copy that was begun ahead."""
+        transfer = self._ahead_copy
+        assert transfer is not None
+        self._ahead_copy = None
+        self._copying.appendleft(transfer)  # it was queued before all demands that have not run
+        if self._demand_mark is None:
+            self._demand_mark = transfer.mark
+
+    def _promote_next(self) -> bool:
+        """Go on with the next one that was submitted ahead as with a demand; False where it is being read."""
+        if self._ahead_copy is not None:
+            self._promote_copy()
+            return True
+        queue = self._here or (None if self._waiting else self._ahead)
+        if not queue:
+            return False
+        self._backlog.append(queue.popleft())
+        self._backlog[-1].is_ahead = False
+        self._start()
+        return True
+
+    # -- copies ------------------------------------------------------------------------------------------------
 
     def _copy(self, transfer: _Transfer, source: Piece) -> None:
         """Queue the copy of a host piece into its part of the device piece, after the last use of those slots."""
@@ -190,12 +322,18 @@ class TieredBackend:
         target = self._views[layer][slot * neurons : (slot + source.num_segments) * neurons]
         rows = self.tier.pool.rows(layer)
         self._streams.copy(target, rows[source.slot * neurons : (source.slot + source.num_segments) * neurons], after)
-        self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
-        self._copied_nbytes += source.num_segments * self._geometry.segment_nbytes(layer)
+        transfer.mark = self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
+        if not transfer.is_ahead:
+            self._demand_mark = transfer.mark
+        self._copied_nbytes += self._nbytes(source)
 
-    def _finish(self, transfer: _Transfer) -> None:
-        transfer.mark = self._streams.mark_copy()
-        self._copying.append(transfer)
+    def _readers_of(self, piece: Piece) -> list[Any]:
+        """Marks behind the kernels that read the piece's slots last."""
+        uses = self._last_use[self._geometry.size_classes[piece.layer]]
+        return [uses[slot] for slot in range(piece.slot, piece.slot + piece.num_segments) if slot in uses]
+
+    def _nbytes(self, piece: Piece) -> int:
+        return piece.num_segments * self._geometry.segment_nbytes(piece.layer)
 
     def _take(self) -> Piece:
         transfer = self._copying.popleft()

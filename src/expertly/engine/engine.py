@@ -16,6 +16,7 @@ from expertly.core.messages import Phase, Piece
 from expertly.engine.backend import Backend
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.observer import Observer
+from expertly.engine.prediction import Prefetching
 from expertly.engine.routing import Dispatch, dispatch
 
 _COMBINE_NBYTES = 16 << 20
@@ -29,6 +30,7 @@ class Engine:
         self.controller = controller
         self.backend = backend
         self.observer: Observer | None = None
+        self.prefetching: Prefetching | None = None
         self.num_prefill_iterations = 0
         self.num_decode_iterations = 0
         self.num_prefill_tokens = 0
@@ -63,13 +65,19 @@ class Engine:
 
     @property
     def wants_token_ids(self) -> bool:
-        """Only who watches needs them."""
-        return self.observer is not None
+        """Only who watches or predicts needs them."""
+        return self.observer is not None or self.prefetching is not None
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins."""
         self._check_open()
         self.backend.begin()
+        if self.prefetching is not None:
+            try:
+                self.prefetching.begin_iteration(info)
+            except BaseException as error:
+                self._abandon(error)
+                raise
         self._info = info
         if self.observer is not None:
             self.observer.begin_iteration(info)
@@ -79,6 +87,8 @@ class Engine:
         info, self._info = self._info, None
         if self.observer is not None:
             self.observer.end_iteration(ok)
+        if self.prefetching is not None:
+            self.prefetching.end_iteration(ok)
         if info is None or not ok:
             return
         is_real = None if info.is_pad is None else ~info.is_pad
@@ -114,7 +124,7 @@ class Engine:
         with torch.no_grad():
             work = dispatch(layer, top_k_index, self.controller.geometry.layers[layer].num_experts, self._info)
             try:
-                outputs, stall_ns = self._run_layer(compute, work, hidden_states)
+                outputs, stall_ns = self._run_layer(compute, work, hidden_states, top_k_index, top_k_weights)
             except BaseException as error:
                 self._abandon(error)
                 if isinstance(error, OSError):
@@ -128,17 +138,29 @@ class Engine:
         return result
 
     def close(self) -> None:
-        """Free threads, files and memory. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._layers = []
+        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._layers = []
+        try:
+            if self.prefetching is not None:
+                self.prefetching.close()
+        finally:
             self.backend.close()
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
-    def _run_layer(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _run_layer(
+        self,
+        compute: LayerCompute,
+        work: Dispatch,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, int]:
         """Expert outputs [T * K, H] in the reference's row order, and the time waited for transfers."""
-        backend = self.backend
+        backend, prefetching = self.backend, self.prefetching
         runner = _LayerRun(compute, work, hidden)
 
         def use(piece: Piece) -> None:
@@ -146,11 +168,17 @@ class Engine:
             backend.used(piece)
 
         transport = _TimedTransport(backend)
-        run_layer(self.controller, transport, work.router, use)
+        if prefetching is None:
+            run_layer(self.controller, transport, work.router, use)
+        else:
+            routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
+            run_layer(self.controller, transport, work.router, use, prefetching.ahead, routed)
         return runner.outputs, transport.stall_ns
 
     def _abandon(self, error: BaseException) -> None:
-        """Undo the layer. An interrupt may have come in the middle of a decision: then nothing runs any more."""
+        """Undo the layer, and drop what is loaded ahead. An interrupt may have come in the middle of a decision: then
+        nothing runs any more.
+        """
         is_expected = isinstance(error, ExpertlyError | OSError)
         try:
             self.backend.drain()

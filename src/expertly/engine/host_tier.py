@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
@@ -13,9 +13,8 @@ from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.pool import HostPool
-from expertly.engine.transfer import Readers
+from expertly.engine.transfer import ExtentSource, Readers
 from expertly.policies.eviction.lru import LRU
-from expertly.store.packed import PackedStore
 
 
 class HostTier:
@@ -27,7 +26,7 @@ class HostTier:
 
     def __init__(
         self,
-        store: PackedStore,
+        store: ExtentSource,
         geometry: Geometry,
         memory_nbytes: int,
         dtype: torch.dtype,
@@ -48,30 +47,50 @@ class HostTier:
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
         self._loading: dict[Piece, None] = {}
-        self.disk_nbytes = 0
-        self.hit_nbytes = 0
 
-    def request(self, wanted: Piece) -> tuple[list[Piece], list[Piece]] | None:
-        """(host pieces that are here, host pieces now being read) of a device piece; None: no room until reads end."""
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes asked of the disk."""
+        return self.readers.asked_nbytes
+
+    def request(
+        self, wanted: Piece, is_ahead: bool = False, spared: Container[int] = ()
+    ) -> tuple[list[Piece], list[Piece]] | None:
+        """(host pieces that are here, host pieces now to be read) of a device piece; None: no room until reads end.
+
+        `is_ahead`: read behind all others, and have room only where nothing must be waited for and no expert of
+        `spared` (ids) goes.
+        """
         geometry, residency = self._geometry, self._residency
-        eid = geometry.expert_id(wanted.layer, wanted.expert)
-        mask = ((1 << wanted.num_segments) - 1) << wanted.segment
+        eid, mask = self._segments(wanted)
         cache = self._caches[geometry.size_classes[wanted.layer]]
         here, missing = mask & residency.resident[eid], mask & ~residency.resident[eid]
         assert not missing & residency.loading[eid], "a device piece is asked for once"
-        nbytes = geometry.segment_nbytes(wanted.layer)
         if missing:
-            if not self._make_room(cache, missing.bit_count(), eid):
+            if not self._make_room(cache, missing.bit_count(), eid, is_ahead, spared):
                 return None
             cache.keep(eid, missing)
-        self.hit_nbytes += here.bit_count() * nbytes
         cache.policy.used([eid], [1], 1)
         found = residency.pieces(wanted.layer, wanted.expert, here) if here else []
         reads = residency.allocate(wanted.layer, wanted.expert, missing) if missing else []
         self._loading.update(dict.fromkeys(reads))
-        self.disk_nbytes += missing.bit_count() * nbytes
-        self.readers.submit(reads)
+        (self.readers.submit_ahead if is_ahead else self.readers.submit)(reads)
         return found, reads
+
+    def find(self, wanted: Piece) -> list[Piece]:
+        """The host pieces of a device piece that is here; none where a part of it is not."""
+        eid, mask = self._segments(wanted)
+        if self._residency.resident[eid] & mask != mask:
+            return []
+        return self._residency.pieces(wanted.layer, wanted.expert, mask)
+
+    def withdraw(self, layer: int | None = None) -> list[Piece]:
+        """Give up the host pieces of this layer, or of any, that were requested ahead and that no reader has begun."""
+        gone = self.readers.withdraw(layer)
+        for piece in gone:
+            del self._loading[piece]
+            self._release(piece)
+        return gone
 
     def arrived(self, piece: Piece) -> None:
         """A host piece has been read."""
@@ -82,10 +101,7 @@ class HostTier:
         """Nothing is being read any more; what had not arrived is absent again."""
         self.readers.drain()
         for piece in self._loading:
-            mask = ((1 << piece.num_segments) - 1) << piece.segment
-            eid = self._geometry.expert_id(piece.layer, piece.expert)
-            self._caches[self._geometry.size_classes[piece.layer]].drop(eid, mask)
-            self._residency.release(piece.layer, piece.expert, mask)
+            self._release(piece)
         self._loading.clear()
 
     def check(self) -> None:
@@ -98,19 +114,31 @@ class HostTier:
             kept.update(cache.kept)
         loading = [0] * self._geometry.num_experts
         for piece in self._loading:
-            eid = self._geometry.expert_id(piece.layer, piece.expert)
-            loading[eid] |= ((1 << piece.num_segments) - 1) << piece.segment
+            eid, mask = self._segments(piece)
+            loading[eid] |= mask
         assert loading == residency.loading
         held = [here | coming for here, coming in zip(residency.resident, residency.loading, strict=True)]
         assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
 
-    def _make_room(self, cache: KeptCache, num_segments: int, wanted: int) -> bool:
+    def _segments(self, piece: Piece) -> tuple[int, int]:
+        """The expert id and the mask of its segments."""
+        eid = self._geometry.expert_id(piece.layer, piece.expert)
+        return eid, ((1 << piece.num_segments) - 1) << piece.segment
+
+    def _release(self, piece: Piece) -> None:
+        eid, mask = self._segments(piece)
+        self._caches[self._geometry.size_classes[piece.layer]].drop(eid, mask)
+        self._residency.release(piece.layer, piece.expert, mask)
+
+    def _make_room(
+        self, cache: KeptCache, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
+    ) -> bool:
         short = num_segments - cache.room
         if short <= 0:
             return True
-        victims = cache.evict(short, _Protected(wanted, self._residency, self._is_busy))
+        victims = cache.evict(short, _Protected(wanted, self._residency, lambda e: e in spared or self._is_busy(e)))
         if victims is None:
-            if self._loading:
+            if is_ahead or self._loading:
                 return False
             self._wait_idle()
             victims = cache.evict(short, _Protected(wanted, self._residency, lambda eid: False))

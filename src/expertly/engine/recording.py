@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from expertly.core.errors import ModelUseError
 from expertly.engine.api import handle
+from expertly.engine.prediction_loading import embedder
 from expertly.engine.recorder import Recorder
 from expertly.engine.score_recorder import ScoreRecorder
 from expertly.models.dense import dense_shape
@@ -78,7 +77,7 @@ def record(
         created=created,
         command=command,
     )
-    scores = ScoreRecorder(taps, _embedder(model), fields) if fields else None
+    scores = ScoreRecorder(taps, embedder(model), fields) if fields else None
     recorder = Recorder(layers, writer.append, scores)
     with writer:
         if scores is not None:
@@ -122,14 +121,3 @@ def _scoring(taps: Sequence[RouterTap | None]) -> str:
     found = {None if tap is None else tap.scoring for tap in taps}
     scoring = found.pop()
     return scoring if scoring is not None and not found else "unknown"
-
-
-def _embedder(model: Any) -> Any:
-    """Ids [T] to what the input embedding makes of them, [T, H]."""
-    module = model.get_input_embeddings()
-
-    def embed(token_ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        embedded: torch.Tensor = module.forward(torch.from_numpy(token_ids).long().to(model.device))
-        return embedded
-
-    return embed

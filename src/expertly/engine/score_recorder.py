@@ -13,9 +13,8 @@ import torch
 
 from expertly.engine.columns import Array, Columns
 from expertly.models.routers import RouterTap
+from expertly.models.tensors import saturated_half
 from expertly.trace.schema import FieldInfo
-
-_FLOAT16_MAX = 65504.0
 
 
 class ScoreRecorder:
@@ -57,14 +56,14 @@ class ScoreRecorder:
         with torch.no_grad():
             if "embedding" in rows:
                 is_known = token >= 0
-                rows["embedding"][is_known] = _half(self._embed(token[is_known]))
+                rows["embedding"][is_known] = saturated_half(self._embed(token[is_known]))
             seen = {layer: one for layer, one in self._seen.items() if len(one[0]) == num_rows}
             for layer, (inputs, logits) in seen.items():
                 tap = self._tap(layer)
                 if "probs" in rows:
-                    rows["probs"][:, layer, : logits.shape[-1]] = _half(tap.normalised(logits))
+                    rows["probs"][:, layer, : logits.shape[-1]] = saturated_half(tap.normalised(logits))
                 if "router_inputs" in rows:
-                    rows["router_inputs"][:, layer, : inputs.shape[-1]] = _half(inputs)
+                    rows["router_inputs"][:, layer, : inputs.shape[-1]] = saturated_half(inputs)
             if "lookahead" in rows:
                 for layer in seen:
                     self._look_ahead(layer, seen, rows["lookahead"])
@@ -81,7 +80,7 @@ class ScoreRecorder:
         scores = tap.scores(torch.cat([seen[one][0] for one in before]))  # [len(before) * T, E]
         for i, one in enumerate(before):
             mine = scores[i * num_rows : (i + 1) * num_rows]
-            lookahead[:, one, layer - one - 1, : scores.shape[-1]] = _half(mine)
+            lookahead[:, one, layer - one - 1, : scores.shape[-1]] = saturated_half(mine)
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         self._seen[layer] = inputs.detach().clone(), logits.detach()
@@ -93,9 +92,3 @@ class ScoreRecorder:
 
     def _width(self, layer: int) -> int:
         return self._tap(layer).hidden_size
-
-
-def _half(values: torch.Tensor) -> Array:
-    """Saturated: no router input or embedding becomes infinite."""
-    half: Array = values.float().clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half().cpu().numpy()
-    return half

@@ -8,6 +8,7 @@ from typing import Any
 from expertly.control.counters import PhaseCounters
 from expertly.core.messages import Phase
 from expertly.engine.engine import Engine
+from expertly.engine.prediction import Prefetching
 
 
 class Stats:
@@ -42,6 +43,7 @@ class Stats:
             "memory_reason": self.memory_reason,
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
+            "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
             **{f"bytes_{name.removesuffix('_nbytes')}": value for name, value in moved.items()},
             "phases": {
                 "prefill": {
@@ -62,11 +64,29 @@ class Stats:
         }
 
 
+def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
+    """What the predictor says of itself, what came of it in time, and where its maps are."""
+    maps, error = prefetching.maps, prefetching.error
+    return {
+        "matcher": prefetching.matcher,
+        "predictor": prefetching.predictor.facts(),
+        "predictions_late": prefetching.ahead.num_late,
+        "contexts_dropped": prefetching.num_dropped,
+        "collect_s": prefetching.collector.collect_ns / 1e9,
+        "failed": None if error is None else f"{type(error).__name__}: {error}",
+        "history": "warm" if maps is not None and maps.num_read else "cold",
+        "maps_file": None if maps is None else str(maps.path),
+        "maps_read": 0 if maps is None else maps.num_read,
+        "maps_failed_writes": 0 if maps is None else maps.num_failed_writes,
+        "maps_problem": None if maps is None else maps.problem,
+    }
+
+
 def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         name.replace("_nbytes", "_bytes") if name.endswith("_nbytes") else name: value
         for name, value in asdict(counters).items()
-        if not name.endswith("_ns") and name != "by_distance"
+        if isinstance(value, int) and not name.endswith("_ns")
     }
     fields["bytes_loaded"] = fields.pop("loaded_bytes")
     fields |= {
@@ -74,4 +94,9 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
         "experts_s": counters.expert_ns / 1e9,
         "compute_s": (counters.expert_ns - counters.stall_ns) / 1e9,
     }
-    return fields | counters.rates()
+    accuracy = {
+        str(distance): needed / predicted
+        for distance, (predicted, needed) in sorted(counters.by_distance.items())
+        if predicted
+    }
+    return fields | counters.rates() | {"accuracy_by_distance": accuracy or None}

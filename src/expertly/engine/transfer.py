@@ -1,9 +1,10 @@
-"""Reader threads: from the packed store into slots, several reads in flight, page cache untouched."""
+"""Reader threads: from the packed store into slots, several reads in flight, page cache untouched, demands first."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +22,18 @@ MIN_READ_NBYTES = 1 << 20
 """A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """One piece under way."""
 
     piece: Piece
+    is_ahead: bool
+    nbytes: int
     reads_left: int
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     ticket: _Ticket
     file: ExpertFile
@@ -46,7 +49,13 @@ class ExtentSource(Protocol):
 
 
 class Readers:
-    """Submit pieces, then take them back as they arrive, in any order. One caller thread."""
+    """Submit pieces, then take them back as they arrive, in any order. One caller thread.
+
+    What is submitted ahead begins only while no demand is queued or being read. One piece of it is under way at a time,
+    or as many small ones as there are readers: that is all a demand may find before it (fMoE, section 4.5).
+
+    The caller's thread takes no lock: an interrupt could come between taking and giving it back, and stop the readers.
+    """
 
     def __init__(
         self,
@@ -60,11 +69,20 @@ class Readers:
         self._offsets = [offset for _, offset in extents]
         self._geometry = geometry
         self._buffer_of = buffer_of
-        self._jobs: SimpleQueue[list[_Read] | threading.Barrier | None] = SimpleQueue()
+        self._num_readers = num_readers
+        self._jobs: SimpleQueue[list[_Read] | threading.Barrier | None] = SimpleQueue()  # of what has begun
         self._done: SimpleQueue[_Ticket] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._ahead: deque[list[_Read]] = deque()  # pieces not begun; whoever removes one has it
+        self._lock = threading.Lock()  # of the readers
+        self._num_demanded = 0  # pieces; written by the caller
+        self._num_served = 0  # of these, read; written by the readers
+        self._num_ahead_reads = 0  # begun and not ended; written by the readers
         self.num_in_flight = 0
+        """Pieces submitted and neither taken back nor withdrawn."""
+        self.asked_nbytes = 0
+        """Of all pieces submitted and not withdrawn or dropped before they were begun."""
         self.buffered_nbytes = 0
+        """What was read through the page cache."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"expertly-reader-{i}", daemon=True) for i in range(num_readers)
         ]
@@ -73,11 +91,13 @@ class Readers:
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Start reading; large pieces are cut over the readers, small ones travel together."""
+        pieces = list(pieces)
+        self._num_demanded += len(pieces)  # from here on nothing else begins
         batch: list[_Read] = []
         batch_nbytes = 0
         for piece in pieces:
             self.num_in_flight += 1
-            reads = self._reads(piece)
+            reads = self._reads(piece, False)
             if len(reads) > 1:
                 for read in reads:
                     self._jobs.put([read])
@@ -89,6 +109,29 @@ class Readers:
                 batch, batch_nbytes = [], 0
         if batch:
             self._jobs.put(batch)
+
+    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+        """Read these, in this order, while no piece of `submit` is queued or being read."""
+        for piece in pieces:
+            self.num_in_flight += 1
+            self._ahead.append(self._reads(piece, True))
+        if self._num_demanded == self._num_served:  # else whoever serves the last demand looks for more, after this
+            self._jobs.put([])
+
+    def withdraw(self, layer: int | None = None) -> list[Piece]:
+        """Take back what was submitted ahead of this layer, or of any, and has not been begun: it will not come."""
+        gone: list[Piece] = []
+        for reads in list(self._ahead):
+            ticket = reads[0].ticket
+            if layer is None or ticket.piece.layer == layer:
+                try:
+                    self._ahead.remove(reads)
+                except ValueError:  # a reader was faster
+                    continue
+                gone.append(ticket.piece)
+                self.num_in_flight -= 1
+                self.asked_nbytes -= ticket.nbytes
+        return gone
 
     def poll(self) -> Piece | None:
         """A piece that has arrived, or None. Raises what its read raised."""
@@ -103,18 +146,19 @@ class Readers:
         return self._take(self._done.get())
 
     def drain(self) -> None:
-        """Wait until nothing is in flight; results and errors are dropped.
+        """Drop what was submitted ahead and has not been begun, and wait for the rest; results and errors are dropped.
 
         Counts nothing: an interrupt may have come between a count and what it counts.
         """
-        if self._threads:
+        self.withdraw()
+        for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             gate = threading.Barrier(len(self._threads) + 1)
             for _ in self._threads:
                 self._jobs.put(gate)  # a reader waits at it until all have: then every job before it is done
             gate.wait()
         while not self._done.empty():
             self._done.get()
-        self.num_in_flight = 0
+        self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0
 
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
@@ -134,17 +178,20 @@ class Readers:
             raise ticket.error
         return ticket.piece
 
-    def _reads(self, piece: Piece) -> list[_Read]:
+    def _reads(self, piece: Piece, is_ahead: bool) -> list[_Read]:
         layer = self._geometry.layers[piece.layer]
         offset = self._offsets[piece.layer] + piece.expert * layer.expert_nbytes
         offset += piece.segment * self._geometry.segment_nbytes(piece.layer)
         buffer = self._buffer_of(piece)
-        size = -(-len(buffer) // (len(self._threads) or 1))
+        size = -(-len(buffer) // self._num_readers)
         size = max(MIN_READ_NBYTES, -(-size // PAGE_NBYTES) * PAGE_NBYTES)
         starts = range(0, len(buffer), size)
-        ticket = _Ticket(piece, len(starts))
+        ticket = _Ticket(piece, is_ahead, len(buffer), len(starts))
         file = self._files[piece.layer]
+        self.asked_nbytes += len(buffer)
         return [_Read(ticket, file, offset + start, buffer[start : start + size]) for start in starts]
+
+    # -- in the readers ----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -154,6 +201,8 @@ class Readers:
                 continue
             for read in job:
                 self._read(read)
+            if self._ahead:
+                self._begin_ahead()
 
     def _read(self, read: _Read) -> None:
         error: Exception | None = None
@@ -168,5 +217,24 @@ class Readers:
             ticket.error = ticket.error or error
             ticket.reads_left -= 1
             is_last = not ticket.reads_left
+            if ticket.is_ahead:
+                self._num_ahead_reads -= 1
+            elif is_last:
+                self._num_served += 1
         if is_last:
             self._done.put(ticket)
+
+    def _begin_ahead(self) -> None:
+        """Begin what may begin; what has begun goes before demands that come later, so that it ends soon."""
+        with self._lock:
+            while self._ahead and self._num_demanded == self._num_served:
+                try:
+                    reads = self._ahead[0]
+                    if self._num_ahead_reads and self._num_ahead_reads + len(reads) > self._num_readers:
+                        return
+                    self._ahead.remove(reads)
+                except (IndexError, ValueError):  # withdrawn meanwhile
+                    continue
+                self._num_ahead_reads += len(reads)
+                for read in reads:
+                    self._jobs.put([read])

@@ -19,6 +19,7 @@ from expertly.core.errors import ModelUseError
 from expertly.core.iteration import IterationInfo
 from expertly.models.adapter import find_experts_modules
 from expertly.models.runtime import Runtime
+from expertly.models.tensors import saturated_half
 
 Role = Literal["encoder", "decoder", "causal"]
 Mask = npt.NDArray[np.bool_]
@@ -37,8 +38,11 @@ def attach(model: PreTrainedModel, runtime: Runtime) -> None:
     torch.compile around the model leaves the stacks as they are (or says that it may not, with fullgraph=True).
     """
     context = IterationContext(runtime)
-    for name in dict.fromkeys(_stack_of(model, site) for site, _ in find_experts_modules(model)):
+    sites = [site for site, _ in find_experts_modules(model)]
+    for name in dict.fromkeys(_stack_of(model, site) for site in sites):
         stack: Any = model.get_submodule(name)
+        within = [layer for layer, site in enumerate(sites) if not name or site.startswith(f"{name}.")]
+        stack._expertly_layers = range(within[0], within[-1] + 1)
         role: Role = "causal"
         if model.config.is_encoder_decoder:
             role = "encoder" if "encoder" in name.split(".") else "decoder"
@@ -79,7 +83,8 @@ def _announcing(original: type[PreTrainedModel], role: Role) -> type[PreTrainedM
         with context.lock:
             info = None
             if not context.is_running:  # else a stack within a stack: the outer one has begun
-                info = context.describe(role, dict(zip(names, args, strict=False)) | kwargs if args else kwargs)
+                inputs = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
+                info = context.describe(role, inputs, self._expertly_layers)
             if info is None:
                 return original.forward(self, *args, **kwargs)
             context.begin(info)
@@ -120,8 +125,9 @@ class IterationContext:
         self.is_running = False
         self._runtime.end_iteration(is_ok)
 
-    def describe(self, role: Role, inputs: Mapping[str, Any]) -> IterationInfo | None:
-        """The rows of a pass from the keyword arguments of its stack; None where there are no inputs to speak of.
+    def describe(self, role: Role, inputs: Mapping[str, Any], layers: range | None = None) -> IterationInfo | None:
+        """The rows of a pass from the keyword arguments of its stack, which has the MoE layers `layers`; None where
+        there are no inputs to speak of.
 
         A few tokens on top of a filled cache are decode (assisted decoding verifies so many at once), more are
         prefill (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: its prompt went
@@ -133,7 +139,7 @@ class IterationContext:
         if rows is None or rows.dim() < 2:
             return None
         info = self._describe(role, rows.shape[0], rows.shape[1], inputs)
-        return _with_tokens(info, rows, inputs) if self._runtime.wants_token_ids else info
+        return _with_tokens(info, rows, inputs, layers) if self._runtime.wants_token_ids else info
 
     def _describe(self, role: Role, batch: int, length: int, inputs: Mapping[str, Any]) -> IterationInfo:
         if inputs.get("cu_seq_lens_q") is not None:
@@ -217,18 +223,41 @@ def _pads(attention_mask: Any, batch: int, length: int) -> Mask | None:
     return _frozen(is_pad) if is_pad.any() else None
 
 
-def _with_tokens(info: IterationInfo, rows: torch.Tensor, inputs: Mapping[str, Any]) -> IterationInfo:
+def _with_tokens(
+    info: IterationInfo, rows: torch.Tensor, inputs: Mapping[str, Any], layers: range | None
+) -> IterationInfo:
     """`info`, and which token of which sequence each row is; `rows` are ids [B, S] or embeddings [B, S, H]."""
     batch, length = rows.shape[0], rows.shape[1]
     bounds = inputs.get("cu_seq_lens_q")
+    starts = None
     if bounds is None:
         sequences = np.repeat(np.arange(batch, dtype=np.int32), length)
     else:  # sequences of no token have no row; the pads behind the last are counted to it
-        ends = np.asarray(bounds.tolist(), dtype=np.int64)[1:]
+        first, *ends = np.asarray(bounds.tolist(), dtype=np.int64)
         sequences = np.searchsorted(ends, np.arange(batch * length), side="right").astype(np.int32)
         sequences = np.minimum(sequences, np.int32(len(ends) - 1))
-    token_ids = rows.reshape(-1).cpu().numpy().astype(np.int32) if rows.dim() == 2 else None
-    return replace(info, token_ids=None if token_ids is None else _frozen(token_ids), sequences=_frozen(sequences))
+        starts = _starts(inputs.get("position_ids"), np.array([first, *ends[:-1]]), batch * length)
+    token_ids = embeddings = None
+    if rows.dim() == 2:
+        token_ids = _frozen(rows.reshape(-1).cpu().numpy().astype(np.int32))
+    else:
+        embeddings = _frozen(saturated_half(rows.detach().reshape(-1, rows.shape[-1])))
+    return replace(
+        info,
+        token_ids=token_ids,
+        embeddings=embeddings,
+        sequences=_frozen(sequences),
+        starts=starts,
+        layers=layers,
+    )
+
+
+def _starts(positions: Any, first_rows: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64] | None:
+    """Position of the first row of each sequence side by side; None where there are no positions."""
+    if not isinstance(positions, torch.Tensor) or positions.numel() != num_rows:
+        return None
+    of_rows = np.asarray(positions.reshape(-1).tolist(), dtype=np.int64)
+    return _frozen(of_rows[np.minimum(first_rows, num_rows - 1)])
 
 
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

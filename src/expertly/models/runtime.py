@@ -15,7 +15,7 @@ class Runtime(Protocol):
 
     @property
     def wants_token_ids(self) -> bool:
-        """Is each `IterationInfo` to say which token, of which sequence, each row is?"""
+        """Is each `IterationInfo` to say what is fed to each row, of which sequence it is, and which layers run?"""
         ...
 
     def begin_iteration(self, info: IterationInfo) -> None:

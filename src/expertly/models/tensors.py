@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from expertly.core.errors import CheckpointError, ConfigError
@@ -74,3 +76,12 @@ def to_bytes(tensor: torch.Tensor) -> Bytes:
     """The memory of a contiguous tensor."""
     flat: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
+
+
+_FLOAT16_MAX = 65504.0
+
+
+def saturated_half(values: torch.Tensor) -> npt.NDArray[np.float16]:
+    """A copy in float16 in which nothing finite has become infinite."""
+    half: npt.NDArray[np.float16] = values.float().clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half().cpu().numpy()
+    return half

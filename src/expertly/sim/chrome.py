@@ -1,4 +1,4 @@
-"""A run as a timeline for chrome://tracing and ui.perfetto.dev: what the device and the link did, and when."""
+"""A run as a timeline for chrome://tracing and ui.perfetto.dev: what device, link and predictor did, and when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Piece
 
-_THREADS = {"device": 1, "link": 2, "disk": 3}
+_THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
 
 
 class ChromeTrace:
-    """Writes events as they happen: a process a run, with a thread for the device, one for the link, one for the disk.
+    """Writes events as they happen: a process a run, with a thread each for device, link, disk and predictor.
 
     The format is the JSON array of the Trace Event Format; times in microseconds. The file is there when all is
     written. Raises ConfigError where it cannot be written.
@@ -75,7 +75,10 @@ class ChromeTrace:
 
 
 class Run:
-    """One run's events: a Watcher of the simulator and of its link. Gaps on the device are stalls, or nothing to do."""
+    """One run's events: a Watcher of the simulator, its link and its predictor.
+
+    Gaps on the device are stalls, or nothing to do.
+    """
 
     def __init__(self, file: ChromeTrace, pid: int) -> None:
         self._file = file
@@ -94,6 +97,10 @@ class Run:
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
         """See LinkWatcher."""
         self._write(what, what, "device", begin_ns, end_ns)
+
+    def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
+        """See MatcherWatcher."""
+        self._write(what, "predict", "predictor", begin_ns, end_ns)
 
     def _write(self, name: str, kind: str, thread: str, begin_ns: int, end_ns: int) -> None:
         event = {"ph": "X", "pid": self._pid, "tid": _THREADS[thread], "name": name, "cat": kind}

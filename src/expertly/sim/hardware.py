@@ -13,7 +13,7 @@ from expertly.core.errors import HardwareError
 from expertly.sim.geometry_file import read_layer
 from expertly.sim.toml_file import Table, write_toml
 
-__all__ = ["HARDWARE_NAMES", "Hardware", "Link", "MeasuredCompute"]
+__all__ = ["HARDWARE_NAMES", "Hardware", "Link", "MeasuredCompute", "PredictorCosts"]
 
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped profiles."""
@@ -22,8 +22,26 @@ _FOLDER = Path(__file__).resolve().parent.parent / "data" / "hardware"
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorCosts:
+    """What the host takes to predict: a time for each thing it is told, and the larger of reading and computing.
+
+    The defaults are rounded from what `bench/matcher.py` measures of fMoE on one core of an Intel Xeon: with 1000 maps
+    42 us a layer of a decode row (41 by these), 0.42 ms a semantic search (0.70), for 512 rows 3.1 ms a layer and 79 ms
+    an update (3.3 and 85); with 32000 maps 0.99 ms a layer (0.70).
+    """
+
+    call_ns: int = 20_000
+    read_nbytes_per_s: float = 12e9
+    flops_per_s: float = 20e9
+
+    def work_ns(self, read_nbytes: int, flops: int) -> int:
+        """Of so many bytes read from memory and so many operations."""
+        return round(max(read_nbytes / self.read_nbytes_per_s, flops / self.flops_per_s) * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
-    """One machine: a device that computes from its memory, the link that fills it, and what lies behind."""
+    """One machine: a device that computes from its memory, the link that fills it, what lies behind, and the host."""
 
     name: str
     memory_nbytes_per_s: float  # weights streamed by the computing device
@@ -36,6 +54,7 @@ class Hardware:
     disk: Link | None  # behind the host tier; None: nothing is, or everything fits
     host_memory_nbytes: int | None  # of the host tier, for experts; None: everything fits
     compute: MeasuredCompute | None
+    predictor: PredictorCosts = PredictorCosts()
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
@@ -75,6 +94,7 @@ def _parse(table: Table) -> Hardware:
         link=_link(table.table("link")),
         disk=_link(table.table("disk")) if table.has("disk") else None,
         compute=_compute(table.table("compute")) if table.has("compute") else None,
+        predictor=_predictor(table.table("predictor")) if table.has("predictor") else PredictorCosts(),
     )
     table.end()
     if hardware.host_memory_nbytes is not None and hardware.disk is None:
@@ -90,6 +110,16 @@ def _link(table: Table) -> Link:
     )
     table.end()
     return link
+
+
+def _predictor(table: Table) -> PredictorCosts:
+    costs = PredictorCosts(
+        call_ns=table.whole("call_ns"),
+        read_nbytes_per_s=table.rate("read_nbytes_per_s", can_be_infinite=True),
+        flops_per_s=table.rate("flops_per_s", can_be_infinite=True),
+    )
+    table.end()
+    return costs
 
 
 def _compute(table: Table) -> MeasuredCompute:

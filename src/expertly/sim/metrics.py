@@ -17,6 +17,8 @@ class _Request:
     begin_ns: int
     first_token_ns: int = -1  # the end of its last prefill
     end_ns: int = -1
+    hits: int = 0  # in decode, of iterations that it had for itself
+    demands: int = 0
 
 
 class Metrics:
@@ -31,8 +33,18 @@ class Metrics:
         self.num_tokens = 0
         self._requests: dict[int, _Request] = {}
 
-    def add(self, iteration: Iteration, begin_ns: int, end_ns: int, stall_ns: int) -> None:
-        """An iteration ran from `begin_ns` to `end_ns`, of which it waited `stall_ns` for transfers."""
+    def add(
+        self,
+        iteration: Iteration,
+        begin_ns: int,
+        end_ns: int,
+        stall_ns: int,
+        num_hits: int = 0,
+        num_demands: int = 0,
+    ) -> None:
+        """An iteration ran from `begin_ns` to `end_ns`, of which it waited `stall_ns` for transfers. Hits and demands
+        are those of decode.
+        """
         self.busy_ns += end_ns - begin_ns
         self.stall_ns += stall_ns
         self.num_tokens += iteration.num_tokens
@@ -46,6 +58,9 @@ class Metrics:
             if request is None:
                 request = self._requests[number] = _Request(min(iteration.arrival_ns, begin_ns), begin_ns)
             request.end_ns = end_ns
+            if len(iteration.requests) == 1:
+                request.hits += num_hits
+                request.demands += num_demands
         for number in iteration.prefilling:
             self._requests[number].first_token_ns = end_ns
 
@@ -66,6 +81,10 @@ class Metrics:
             if request.first_token_ns >= 0
         ]
         return sum(times) / len(times) / 1e9 if times else None
+
+    def hits_by_request(self) -> list[tuple[int, int]]:
+        """(hits, demands) of each request's decode, in the order in which they began; of batches nothing is known."""
+        return [(request.hits, request.demands) for request in self._requests.values()]
 
     @property
     def stall_share(self) -> float | None:

@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
-from expertly.control.channel import InlineChannel
+from expertly.control.channel import Channel, InlineChannel
 from expertly.control.controller import Controller
 from expertly.control.loop import Ahead, run_layer
 from expertly.core.messages import Piece, RouterRan
-from expertly.core.observation import Began
+from expertly.core.observation import Want
 from expertly.policies.predictor import Predictor
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
+from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock, VirtualLink
+from expertly.sim.matcher import PASSES_WAITING, MatcherWatcher, VirtualChannel
 from expertly.sim.metrics import Metrics
+from expertly.sim.stack import StackChannel
 from expertly.sim.workload import Iteration
 
 
-class Watcher(Protocol):
+class Watcher(MatcherWatcher, Protocol):
     """Sees what a simulation does, with its times."""
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
@@ -30,7 +31,10 @@ class Watcher(Protocol):
 
 
 class Simulator:
-    """One device, one request at a time or the batches of the trace. `run` may be called once."""
+    """One device, one request at a time or the batches of the trace. `run` may be called once.
+
+    Predicting takes what `costs` say, beside the device; without them it takes no time.
+    """
 
     def __init__(
         self,
@@ -40,19 +44,44 @@ class Simulator:
         link: VirtualLink,
         *,
         predictor: Predictor | None = None,
+        costs: PredictorCosts | None = None,
         future: TraceFuture | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self.controller = controller
         self.metrics = Metrics()
+        self.predictor = predictor
         self._compute = compute
         self._clock = clock
         self._link = link
-        self._ahead = None if predictor is None else Ahead(controller, link, InlineChannel(predictor))
+        self._matcher: VirtualChannel | None = None
+        self._stack: StackChannel | None = None
+        self._ahead: Ahead | None = None
+        self._wants: frozenset[Want] = frozenset()
+        if predictor is not None:
+            num_layers = controller.geometry.num_layers
+            channel: Channel = InlineChannel(predictor)
+            if costs is not None:
+                max_waiting = PASSES_WAITING * (num_layers + 1)
+                channel = self._matcher = VirtualChannel(predictor, clock, costs, max_waiting, watcher)
+            if future is None:  # who knows the future looks beyond the pass
+                channel = self._stack = StackChannel(channel, num_layers)
+            self._ahead = Ahead(controller, link, channel)
+            self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
         self._slowdown = compute.slowdown_while_loading
         self._tokens: dict[int, int] = {}  # of the running layer's experts
+
+    @property
+    def num_late(self) -> int:
+        """Predictions that came when their layer's router had spoken."""
+        return 0 if self._ahead is None else self._ahead.num_late
+
+    @property
+    def num_dropped(self) -> int:
+        """Contexts that the predictor did not get to."""
+        return 0 if self._matcher is None else self._matcher.num_dropped
 
     def preload(self) -> None:
         """Keep every expert before anything runs; takes no time, as it is not part of any request."""
@@ -67,27 +96,41 @@ class Simulator:
         clock, link, future = self._clock, self._link, self._future
         for iteration in iterations:
             clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-            begin, stalled = clock.now_ns, link.stall_ns
+            begin, stalled, (hits, demands) = clock.now_ns, link.stall_ns, self._decoded()
+            if self._stack is not None and iteration.layers:
+                self._stack.layers = range(iteration.layers[0].layer, iteration.layers[-1].layer + 1)
             if self._ahead is not None:
-                self._ahead.begin_iteration(partial(_began, iteration))
+                self._ahead.begin_iteration(partial(iteration.began, self._wants))
             for router in iteration.layers:
                 if future is not None:
                     future.begin_layer(router.layer)
-                self._run_layer(router, iteration.num_tokens)
+                self._run_layer(router, iteration)
             if self._ahead is not None:
                 self._ahead.end_iteration(True)
             self._spend("head", -1, self._compute.head_ns(iteration.num_tokens))
-            self.metrics.add(iteration, begin, clock.now_ns, link.stall_ns - stalled)
+            now_hits, now_demands = self._decoded()
+            self.metrics.add(
+                iteration, begin, clock.now_ns, link.stall_ns - stalled, now_hits - hits, now_demands - demands
+            )
             if progress is not None and not iteration.index % 256:
                 progress(iteration.first_row)
+        if self._matcher is not None:
+            self._matcher.close()
 
-    def _run_layer(self, router: RouterRan, num_tokens: int) -> None:
+    def _decoded(self) -> tuple[int, int]:
+        """Hits and demands of decode so far."""
+        phases = [counters.decode for counters in self.controller.counters]
+        return sum([phase.hits for phase in phases]), sum([phase.demands for phase in phases])
+
+    def _run_layer(self, router: RouterRan, iteration: Iteration) -> None:
+        num_tokens = iteration.num_tokens
         self._spend("dense", router.layer, self._compute.dense_ns(router.layer, num_tokens))
         if num_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
         else:
             self._tokens = {}
-        run_layer(self.controller, self._link, router, self._use, self._ahead)
+        routed = partial(iteration.routed, router, self._wants) if self._wants else None
+        run_layer(self.controller, self._link, router, self._use, self._ahead, routed)
 
     def _use(self, piece: Piece) -> None:
         num_tokens = self._tokens.get(piece.expert, 1) if self._tokens else 1
@@ -108,8 +151,3 @@ class Simulator:
         self._clock.now_ns = begin + duration_ns
         if self._watcher is not None:
             self._watcher.computed(what, layer, begin, self._clock.now_ns)
-
-
-def _began(iteration: Iteration) -> Began:
-    num = iteration.num_tokens
-    return Began(np.full(num, iteration.requests[0], np.int64), np.full(num, iteration.is_prefill))

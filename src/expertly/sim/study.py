@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ from expertly.control.counters import PhaseCounters
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
+from expertly.core.observation import Want
 from expertly.policies.known import Known
 from expertly.sim.chrome import ChromeTrace
 from expertly.sim.compute import compute_model
 from expertly.sim.future import NextUses, TraceFuture
-from expertly.sim.hardware import Hardware, Link
+from expertly.sim.hardware import Hardware, Link, PredictorCosts
 from expertly.sim.link import Clock, VirtualLink
 from expertly.sim.metrics import percentile
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
+from expertly.sim.training import Training
 from expertly.sim.workload import Workload
 from expertly.systems import SYSTEMS, System, get_system
 from expertly.trace.reader import Trace
@@ -32,8 +35,12 @@ BOUNDS = ("belady", "belady-global", "oracle", "resident")
 
 RATES = (
     *("hit_rate", "partial_hit_rate", "byte_hit_rate", "prediction_accuracy", "fetch_rate", "goodpred"),
-    *("coverage", "accuracy", "timeliness"),
+    *("coverage", "accuracy", "timeliness", "recall"),
+    *("similarity_correlation_semantic", "similarity_correlation_trajectory"),
 )
+
+MATCHERS = ("virtual", "inline")
+"""Predictors take the hardware's time, or none."""
 
 _NO_TIME = Hardware(
     name="no time",
@@ -47,6 +54,7 @@ _NO_TIME = Hardware(
     disk=None,
     host_memory_nbytes=None,
     compute=None,
+    predictor=PredictorCosts(0, float("inf"), float("inf")),
 )
 """What runs where experts have no known size."""
 
@@ -112,11 +120,15 @@ class Study:
     seed: int = 0
     is_queued: bool = False
     order: str = "resident"
+    matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
     chrome: ChromeTrace | None = None
     progress: Progress | None = None
+    wants: set[Want] = field(init=False, default_factory=set)
+    """What the predictors of systems that ran so far looked at."""
     _workload: Workload = field(init=False)
     _geometry: Geometry = field(init=False)
     _popularity: dict[int, int] = field(init=False)
+    _training: Training = field(init=False)
     _next_uses: NextUses | None = field(init=False, default=None)
     _resident: _Outcome | None = field(init=False, default=None)
 
@@ -129,6 +141,7 @@ class Study:
                 for layer in self.trace.manifest.layers
             )
         self._geometry = Geometry(layers, self.segments)
+        self._training = Training(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule, self._geometry)
         if self.layers is not None:
             compute_model(self.hardware, self._geometry, self.dense)  # does it know this geometry?
@@ -146,8 +159,8 @@ class Study:
 
         Raises ConfigError for a system that does not exist or a budget that cannot be, before anything runs.
         """
-        asked = [get_system(name) for name in systems]
-        bounds = [SYSTEMS[name] for name in BOUNDS if name not in systems]
+        asked = list({system.name: system for system in map(get_system, systems)}.values())
+        bounds = [SYSTEMS[name] for name in BOUNDS if name not in {system.name for system in asked}]
         scopes = {system.scope for system in asked if not system.keeps_everything}
         if scopes == {"global"}:
             bounds = [replace(system, scope="global") if system.name == "belady" else system for system in bounds]
@@ -161,6 +174,10 @@ class Study:
                 if outcome.row["skipped"] is None:
                     outcome.row["floor_tpot_s"] = outcome.row["tpot_s"] if name == "resident" else floor
                 yield outcome.row
+
+    def row(self, system: System, memory: Memory) -> dict[str, Any]:
+        """The row of one system and budget alone: nothing says how far from the best it is. Raises as `results`."""
+        return self._outcome(system, memory, memory.budget(self._geometry, self.layers is not None)).row
 
     def _outcome(self, system: System, memory: Memory, budget: Budget) -> _Outcome:
         if not system.keeps_everything:
@@ -179,8 +196,10 @@ class Study:
             "segments": self.segments,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes")),
+            **dict.fromkeys(("history", "predictor", "predictions_late", "contexts_dropped")),
             "skipped": self._missing(system),
-            **dict.fromkeys(("latency_s", "accuracy_by_distance", "requests", "tokens")),
+            **dict.fromkeys(("latency_s", "accuracy_by_distance", "requests", "tokens", "hit_rate_by_request")),
         }
         if row["skipped"] is not None:
             return _Outcome(row)
@@ -193,6 +212,11 @@ class Study:
             decode.add(counters.decode)
         row |= decode.rates()
         row["requests"], row["tokens"] = metrics.num_requests, metrics.num_tokens
+        row["hit_rate_by_request"] = [hits / num if num else None for hits, num in metrics.hits_by_request()]
+        if simulator.predictor is not None:
+            row["history"] = self._training.history_of(simulator.predictor)
+            row["predictor"] = simulator.predictor.facts()
+            row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
         if decode.by_distance:
             row["accuracy_by_distance"] = {
                 str(distance): needed / predicted
@@ -202,6 +226,8 @@ class Study:
         if self.layers is not None:
             row["memory_bytes"] = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
+            row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
+            row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
             if self.is_queued:
@@ -229,11 +255,18 @@ class Study:
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         run = None if self.chrome is None else self.chrome.begin_run(name)
         link = VirtualLink(clock, hardware, geometry, compute.load_ns, run, compute.submit_ns)
-        predictor = system.predictor(geometry, known)
-        simulator = Simulator(controller, compute, clock, link, predictor=predictor, future=future, watcher=run)
+        tell = self.progress
+        learning = None if tell is None else partial(tell, f"learning, {system.name}")
+        predictor = self._training.predictor(system, geometry, known, learning)
+        if predictor is not None:
+            self.wants |= predictor.wants
+        costs = hardware.predictor if self.matcher == "virtual" and future is None else None
+        simulator = Simulator(
+            controller, compute, clock, link, predictor=predictor, costs=costs, future=future, watcher=run
+        )
         if system.keeps_everything:
             simulator.preload()
-        total, tell = self._workload.num_rows, self.progress
+        total = self._workload.num_rows
         iterations = self._workload.iterations() if future is None else future.iterations()
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator

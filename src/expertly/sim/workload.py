@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan
+from expertly.core.observation import Began, Routed, Want
+from expertly.sim.rows import Rows, read_rows
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT
 
@@ -45,21 +47,21 @@ class Iteration:
     first_row: int  # in the order of the workload
     trace_row: int  # in the trace
     arrival_ns: int
+    rows: Rows = field(compare=False)  # the iteration is `num_tokens` of them, from `begin` on
+    begin: int = field(compare=False)
 
     @property
     def is_prefill(self) -> bool:
         """Any row is of a prompt."""
         return bool(self.prefilling)
 
+    def began(self, wants: Collection[Want]) -> Began:
+        """What a predictor that wants these may see of its begin."""
+        return self.rows.began(self.begin, self.begin + self.num_tokens, wants)
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Adjacent rows of a span that hold whole iterations."""
-
-    request: npt.NDArray[np.int32]
-    iteration: npt.NDArray[np.int64]
-    is_prefill: npt.NDArray[np.bool_]
-    experts: npt.NDArray[np.uint16]  # [rows, L, K]
+    def routed(self, router: RouterRan, wants: Collection[Want]) -> Routed:
+        """And of one of its layers."""
+        return self.rows.routed(router, self.begin, self.begin + self.num_tokens, wants)
 
 
 class Workload:
@@ -79,7 +81,7 @@ class Workload:
         index = row = 0
         for span in self.spans:
             trace_row = span.first_row
-            for rows in _blocks(self.trace, span):
+            for rows in read_rows(self.trace, span.first_row, span.num_rows, _BLOCK_ROWS):
                 has_gaps = bool((rows.experts == NO_EXPERT).any())
                 for begin, end in _iteration_bounds(rows.iteration):
                     num = end - begin
@@ -93,7 +95,8 @@ class Workload:
                         requests = tuple(dict.fromkeys(of_rows.tolist()))
                         prefilling = tuple(dict.fromkeys(of_rows[are_prefill].tolist()))
                         layers = self._many(rows.experts[begin:end], are_prefill)
-                    yield Iteration(index, requests, prefilling, num, layers, row, trace_row, span.arrival_ns)
+                    where = (row, trace_row, span.arrival_ns)
+                    yield Iteration(index, requests, prefilling, num, layers, *where, rows, begin)
                     index, row, trace_row = index + 1, row + num, trace_row + num
 
     def _many(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
@@ -103,13 +106,6 @@ class Workload:
             if demand.experts:
                 demands.append(demand)
         return demands
-
-
-def _blocks(trace: Trace, span: Span) -> Iterator[_Rows]:
-    fields = ("request", "iteration", "is_prefill", "experts")
-    for block in trace.blocks(fields, span.first_row, span.first_row + span.num_rows, _BLOCK_ROWS):
-        columns = block.columns
-        yield _Rows(columns["request"], columns["iteration"], columns["is_prefill"], columns["experts"])
 
 
 def _iteration_bounds(iteration: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -39,6 +39,12 @@ def entry_folder(model_type: str, identity: str, dtype: str, cache_dir: Path | N
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}"
 
 
+def maps_beside(folder: Path) -> Path:
+    """The file of what was learned about the model of a store: its expert maps. It may not exist."""
+    folder = folder.absolute()
+    return folder.with_name(f"{folder.name}.maps")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """A store in the cache, or what is left of one that was not finished or cannot be read (`problem`)."""
@@ -64,7 +70,7 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
-    """Remove the entry of that name, or the only one whose name or source starts or ends with it.
+    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and its maps.
 
     A store that a model has open goes on working until it is closed. Raises ConfigError where none or several
     match, StoreError where another process is packing it or it cannot be removed.
@@ -88,6 +94,7 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
                     shutil.rmtree(doomed)
                 entry.folder.rename(doomed)
             shutil.rmtree(doomed)
+            maps_beside(entry.folder).unlink(missing_ok=True)
     finally:
         if lock >= 0:
             os.close(lock)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from expertly.policies.eviction.base import EvictionPolicy
 from expertly.policies.eviction.belady import Belady
+from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lcp import LCP
 from expertly.policies.eviction.lfu import LFU
 from expertly.policies.eviction.lru import LRU
@@ -13,22 +15,31 @@ from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
 from expertly.policies.known import Known
 
-
-class MakeEviction(Protocol):
-    """Makes the policy of one cache. Raises ConfigError where `known` lacks what the policy needs."""
-
-    def __call__(self, capacity: int, known: Known = ...) -> EvictionPolicy: ...
-
-
 _NOTHING = Known()
 
+
+@dataclass(frozen=True, slots=True)
+class MakeEviction:
+    """Makes the policy of one cache."""
+
+    make: Callable[[int, Known], EvictionPolicy]
+    is_scored: bool = False  # a ScoredPolicy, which the admission `best` needs
+    needs_future: bool = False
+    needs_probabilities: bool = False  # predicted ones, without which it is another policy
+
+    def __call__(self, capacity: int, known: Known = _NOTHING) -> EvictionPolicy:
+        """Raises ConfigError where `known` lacks what the policy needs."""
+        return self.make(capacity, known)
+
+
 EVICTIONS: dict[str, MakeEviction] = {
-    "lru": lambda capacity, known=_NOTHING: LRU(),
-    "lfu": lambda capacity, known=_NOTHING: LFU(),
-    "lcp": lambda capacity, known=_NOTHING: LCP(),
-    "random": lambda capacity, known=_NOTHING: RandomEviction(known.seed),
-    "static": lambda capacity, known=_NOTHING: Static(capacity, known.popularity),
-    "belady": lambda capacity, known=_NOTHING: Belady(known.future),
+    "lru": MakeEviction(lambda capacity, known: LRU()),
+    "lfu": MakeEviction(lambda capacity, known: LFU(), is_scored=True),
+    "lcp": MakeEviction(lambda capacity, known: LCP(), is_scored=True),
+    "random": MakeEviction(lambda capacity, known: RandomEviction(known.seed)),
+    "static": MakeEviction(lambda capacity, known: Static(capacity, known.popularity)),
+    "belady": MakeEviction(lambda capacity, known: Belady(known.future), is_scored=True, needs_future=True),
+    "fmoe": MakeEviction(lambda capacity, known: FMoEEviction(), is_scored=True, needs_probabilities=True),
 }
 
 __all__ = ["EVICTIONS", "EvictionPolicy", "MakeEviction"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
-from heapq import heapify, heappop
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 
@@ -24,8 +24,17 @@ class EvictionPolicy(Protocol):
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """After a layer ran `batch_tokens` tokens: these experts served so many of them each (0: pad tokens only)."""
 
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
+        """A layer's experts, from this id on, will be needed with these probabilities when the layer runs next."""
+
     def victims(self, protected: Container[int]) -> Iterable[int]:
         """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
+
+
+_Entry = tuple[float, int]  # (score, expert)
+
+_MANY = 64
+"""Kept experts from which on looking at all of them costs more than minding a heap."""
 
 
 class ScoredPolicy(ABC):
@@ -37,9 +46,15 @@ class ScoredPolicy(ABC):
 
     def __init__(self) -> None:
         self._kept: dict[int, float] = {}  # its score
+        # A cache over all layers keeps hundreds, of which a few go. So once there are many each has one live entry in a
+        # heap, no higher than its score: scores that rise cost nothing until their entry comes up.
+        self._has_heap = False
+        self._heap: list[_Entry] = []
+        self._live: dict[int, _Entry] = {}
+        self._out: list[_Entry] = []  # taken from the heap by the last question
 
     def admitted(self, expert: int) -> None:
-        self._kept[expert] = self.score(expert)
+        self._enter(expert, self.score(expert))
 
     def removed(self, expert: int) -> None:
         del self._kept[expert]
@@ -47,10 +62,30 @@ class ScoredPolicy(ABC):
     def rescore(self, expert: int) -> None:
         """Take the new score of the expert, kept or not."""
         if expert in self._kept:
-            self._kept[expert] = self.score(expert)
+            self._enter(expert, self.score(expert))
+
+    def _enter(self, expert: int, score: float) -> None:
+        self._kept[expert] = score
+        if not self._has_heap:
+            return
+        entry = self._live.get(expert)
+        if entry is None or score < entry[0]:
+            entry = self._live[expert] = (score, expert)
+            heappush(self._heap, entry)
+            if len(self._heap) > 2 * len(self._kept) + 64:  # most are void
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._heap = [(score, expert) for expert, score in self._kept.items()]
+        self._live = {entry[1]: entry for entry in self._heap}
+        self._out.clear()
+        heapify(self._heap)
 
     def needed(self, experts: Sequence[int]) -> None:  # noqa: B027 - nothing to do for most
         """A layer is about to run with these experts, kept or not."""
+
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
+        """See EvictionPolicy."""
 
     @abstractmethod
     def score(self, expert: int) -> float:
@@ -60,10 +95,46 @@ class ScoredPolicy(ABC):
         return (expert for _, expert in self.scored_victims(protected))
 
     def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        """(score, expert) of the kept experts outside `protected`, by rising score, then id."""
-        heap = list(zip(self._kept.values(), self._kept, strict=True))
-        heapify(heap)  # few are taken of the hundreds that a cache over all layers holds
+        """(score, expert) of the kept experts outside `protected`, by rising score, then id. To be read before anything
+        but `removed` is called, and before it is asked again.
+        """
+        if not self._has_heap:
+            if len(self._kept) < _MANY:
+                some = list(zip(self._kept.values(), self._kept, strict=True))
+                heapify(some)
+                while some:
+                    entry = heappop(some)
+                    if entry[1] not in protected:
+                        yield entry
+                return
+            self._has_heap = True
+            self._begin_anew()
+        self._put_back()
+        heap, live, kept, out = self._heap, self._live, self._kept, self._out
         while heap:
-            entry = heappop(heap)
-            if entry[1] not in protected:
-                yield entry
+            entry = heap[0]
+            expert = entry[1]
+            score = kept.get(expert)
+            if score is None or live[expert] is not entry:
+                heappop(heap)
+                if score is None and live.get(expert) is entry:
+                    del live[expert]
+            elif score > entry[0]:
+                live[expert] = entry = (score, expert)
+                heapreplace(heap, entry)
+            else:
+                heappop(heap)
+                out.append(entry)
+                if expert not in protected:
+                    yield entry
+
+    def _put_back(self) -> None:
+        """Into the heap, what was taken from it and is kept still."""
+        for entry in self._out:
+            expert = entry[1]
+            if self._live.get(expert) is entry:
+                if expert in self._kept:
+                    heappush(self._heap, entry)
+                else:
+                    del self._live[expert]
+        self._out.clear()

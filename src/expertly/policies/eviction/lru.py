@@ -26,5 +26,8 @@ class LRU:
             if num and expert in order:
                 order.move_to_end(expert)
 
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
+        """Nothing is learned."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
         return (expert for expert in self._order if expert not in protected)

@@ -49,6 +49,9 @@ class Static:
             if self._tokens_to_learn <= 0:
                 self._freeze()
 
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
+        """Nothing is learned."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
         if self._tokens_to_learn > 0:
             kept = sorted(self._lru.victims(protected), key=lambda e: (self._count.get(e, 0), e))

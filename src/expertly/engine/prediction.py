@@ -1,0 +1,142 @@
+"""The parts of an engine that predict, put together: what is seen, who predicts, what is loaded ahead, what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from expertly.control.channel import Channel, InlineChannel, Seen
+from expertly.control.controller import Controller
+from expertly.control.loop import Ahead
+from expertly.core.iteration import IterationInfo
+from expertly.core.messages import RouterRan
+from expertly.core.observation import Began, Routed
+from expertly.engine.backend import Backend
+from expertly.engine.collector import Collector
+from expertly.engine.matcher import ThreadChannel
+from expertly.engine.saved_maps import SavedMaps
+from expertly.policies.predictor import Predictor
+
+Matcher = Literal["thread", "inline"]
+MATCHERS: tuple[Matcher, ...] = ("thread", "inline")
+
+_PASSES_WAITING = 4
+"""Forward passes whose contexts may wait for the matcher."""
+
+SAVE_EVERY_S = 60.0
+"""Maps that change are written about so often."""
+
+
+class Prefetching:
+    """Watches a model's forward passes, which the engine announces, and loads what is predicted.
+
+    `matcher`: "thread" predicts beside the forward pass, which never waits for it; "inline" within it. `maps`: where
+    what was learned is read from and written to.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        backend: Backend,
+        predictor: Predictor,
+        collector: Collector,
+        matcher: Matcher = "thread",
+        maps: SavedMaps | None = None,
+    ) -> None:
+        self.predictor = predictor
+        self.maps = maps
+        self.matcher = matcher
+        self.collector = collector
+        self._thread: ThreadChannel | None = None
+        channel: Channel
+        if matcher == "inline":
+            channel = InlineChannel(predictor)
+        else:
+            max_waiting = _PASSES_WAITING * (controller.geometry.num_layers + 1)
+            save = None if maps is None else maps.write
+            device = backend.device
+            channel = self._thread = ThreadChannel(
+                predictor, max_waiting, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
+            )
+        self._stack = _Stack(channel, controller.geometry.num_layers)
+        self.ahead = Ahead(controller, backend, self._stack)
+        collector.attach()
+
+    @property
+    def num_dropped(self) -> int:
+        """Contexts that the matcher thread did not get to."""
+        return 0 if self._thread is None else self._thread.num_dropped
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended predicting."""
+        return None if self._thread is None else self._thread.error
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        """A forward pass begins. Raises what predicting raised."""
+        began = self.collector.begin(info)
+        if began is not None:
+            self._stack.layers = info.layers or self._stack.all_layers
+            self.ahead.begin_iteration(began)
+
+    def router_ran(
+        self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> Callable[[], Routed] | None:
+        """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
+        routed = self.collector.routed(demand, top_k_index, top_k_weights)
+        self._stack.is_listening = routed is not None
+        return routed
+
+    def end_iteration(self, ok: bool) -> None:
+        """The pass ended."""
+        if self.collector.is_open:
+            self.collector.end()
+            self.ahead.end_iteration(ok)
+
+    def close(self) -> None:
+        """End the matcher and write the maps, unless predicting failed. Raises StoreError where a file that somebody
+        named cannot be written.
+        """
+        self.collector.detach()
+        has_ended = self._thread is None or self._thread.close()
+        if self.maps is not None and has_ended and self.error is None:
+            self.maps.write_last()
+
+
+class _Stack:
+    """A Channel that leaves out what is no part of the announced pass: layers that run by themselves, and predictions
+    for layers that the running stack does not have (those of an encoder while the decoder runs).
+    """
+
+    def __init__(self, channel: Channel, num_layers: int) -> None:
+        self.all_layers = self.layers = range(num_layers)
+        self.is_listening = False
+        self._channel = channel
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        self._channel.begin_iteration(step, began)
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        if self.is_listening:
+            self._channel.router_ran(step, routed)
+
+    def end_iteration(self, ok: bool) -> None:
+        self._channel.end_iteration(ok)
+
+    def take(self) -> Seen | None:
+        while (seen := self._channel.take()) is not None and seen.prediction.layer not in self.layers:
+            pass
+        return seen
+
+
+@contextlib.contextmanager
+def _thread_of(device: torch.device) -> Iterator[None]:
+    """Where the matcher thread runs: what it is told was computed when it was told, so it need not wait for what the
+    model has queued since.
+    """
+    stream: Any = contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
+    with torch.inference_mode(), stream:
+        yield

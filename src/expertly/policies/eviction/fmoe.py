@@ -1,0 +1,56 @@
+"""The highest 1 / (p * freq) goes first (fMoE, section 4.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertly.policies.eviction.base import ScoredPolicy
+
+LEAST = 1e-6
+"""The least p, and that of layers of which nothing has been said: there frequency alone orders."""
+
+
+class FMoEEviction(ScoredPolicy):
+    """p is the expert's probability in the map found last for its layer. The frequency starts at 1, counts tokens
+    served since the start, whether kept or not, and persists after eviction.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frequency: dict[int, int] = {}
+        self._probabilities: dict[int, Sequence[float]] = {}  # of a layer, by its first expert
+        self._first: dict[int, int] = {}  # of each expert of these layers: the first of its layer
+        self._kept_of: dict[int, dict[int, None]] = {}  # first expert -> kept ones of the layer
+
+    def admitted(self, expert: int) -> None:
+        super().admitted(expert)
+        if expert in self._first:
+            self._kept_of[self._first[expert]][expert] = None
+
+    def removed(self, expert: int) -> None:
+        super().removed(expert)
+        if expert in self._first:
+            del self._kept_of[self._first[expert]][expert]
+
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
+        if first_expert not in self._probabilities:
+            experts = range(first_expert, first_expert + len(probabilities))
+            self._first.update(dict.fromkeys(experts, first_expert))
+            self._kept_of[first_expert] = {expert: None for expert in experts if expert in self._kept}
+        self._probabilities[first_expert] = probabilities
+        frequency, enter = self._frequency, self._enter
+        for expert in self._kept_of[first_expert]:
+            probability = probabilities[expert - first_expert]
+            enter(expert, (probability if probability > LEAST else LEAST) * frequency.get(expert, 1))
+
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
+        frequency = self._frequency
+        for expert, num in zip(experts, num_tokens, strict=True):
+            if num:
+                frequency[expert] = frequency.get(expert, 1) + num
+                self.rescore(expert)
+
+    def score(self, expert: int) -> float:
+        first = self._first.get(expert)
+        probability = LEAST if first is None else max(self._probabilities[first][expert - first], LEAST)
+        return probability * self._frequency.get(expert, 1)

@@ -1,0 +1,269 @@
+"""fMoE: what later layers will need, read off the most similar past iteration (fMoE, sections 4.1 to 4.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
+from expertly.policies.maps.search import Nearest, Search
+from expertly.policies.maps.selection import Select, select, select_rows, union
+from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.predictor.base import Predictor
+
+MAX_SCORES = 1 << 24
+"""Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""
+RECENT = 16
+"""A layer is expected in an iteration when it ran in one of the last 16."""
+BLOCK = 4096
+"""Rows of a history that are learned at a time."""
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class FMoEOptions:
+    """What of fMoE is on. Without `trajectory`, the semantic match of an iteration serves all of its layers; without
+    `semantic`, its first layers go without.
+    """
+
+    semantic: bool = True
+    trajectory: bool = True
+    select: Select = "delta"
+    capacity: int = 1000  # maps
+    quota: float = 0.125  # share of the capacity that one request may fill
+    update: bool = True  # learn from what runs
+
+    def __post_init__(self) -> None:
+        if not (self.semantic or self.trajectory):
+            raise ConfigError("semantic=no, trajectory=no: at least one of them must be on")
+        if self.capacity < 1:
+            raise ConfigError(f"capacity={self.capacity}: must be at least 1 map")
+        if not 0 < self.quota <= 1:
+            raise ConfigError(f"quota={self.quota}: must be above 0, up to 1")
+        if self.select not in ("delta", "top-k"):
+            raise ConfigError(f"select={self.select!r}: accepted: delta, top-k")
+
+
+class _Pass:
+    """What one iteration has shown of the rows that are matched."""
+
+    def __init__(self, began: Began, shape: MapShape, max_rows: int) -> None:
+        num_rows = len(began.requests)
+        self.num_rows = num_rows  # as they come
+        self.rows = None if num_rows <= max_rows else np.linspace(0, num_rows - 1, max_rows).astype(np.intp)
+        self.requests = self.of_rows(began.requests)
+        self.embedding = None if began.embedding is None else self.of_rows(began.embedding)
+        self.semantic: Floats | None = None  # [T, n]
+        count = len(self.requests)
+        self.scores: Floats = np.zeros((count, shape.num_layers, shape.max_experts), np.float32)
+        self.chosen = np.full((count, shape.num_layers, shape.max_top_k), -1, np.int32)
+        self.seen = np.zeros(shape.num_layers, np.bool_)
+        self.last = -1
+
+    def of_rows(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        return values if self.rows is None else values[self.rows]
+
+
+class FMoE(Predictor):
+    """Predicts layers 0 to d-1 when an iteration begins, by its embedding, and l+d when the router of layer l has
+    spoken, by the layers so far. Every row is matched on its own; the prediction is the union of what the rows select,
+    by the highest probability, and its confidence the mean similarity of their matches.
+
+    The maps of a pass are added when it ends well and no layer was left out. `distance` d is at most L - 1. Raises
+    ConfigError where it is under 1, or `store` is of another model.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        distance: int,
+        options: FMoEOptions = FMoEOptions(),
+        store: MapStore | None = None,
+    ) -> None:
+        super().__init__()
+        if distance < 1:
+            raise ConfigError(f"distance={distance}: must be at least 1")
+        self.wants: frozenset[Want] = frozenset(
+            ("experts", "scores", "embedding") if options.semantic else ("experts", "scores")
+        )
+        self._options = options
+        self._shape = MapShape.of(geometry)
+        num_layers = self._shape.num_layers
+        self._distance = max(1, min(distance, num_layers - 1))
+        self._weight = self._distance / num_layers
+        self._max_rows = max(1, MAX_SCORES // options.capacity)
+        self._ran = np.full(num_layers, -RECENT)  # the last pass that each layer ran in
+        self._num_passes = 0
+        self._pass: _Pass | None = None
+        self._found = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
+        self._num_left_out = 0
+        self.store = self._empty() if store is None else store
+
+    @property
+    def store(self) -> MapStore:
+        """The maps. One that is set is taken as it is where its settings are these, else as a copy that has them."""
+        return self._store
+
+    @store.setter
+    def store(self, store: MapStore) -> None:
+        if store.shape != self._shape:
+            raise ConfigError(f"map store: is of another model: {store.shape}, must be {self._shape}")
+        own = (self._options.capacity, self._weight, self._options.quota)
+        if (store.capacity, store.semantic_weight, store.quota) != own:
+            given, store = store, self._empty()
+            if given.num_maps <= store.capacity:
+                store = MapStore.from_state(self._shape, given.state(), own[0], semantic_weight=own[1], quota=own[2])
+            else:
+                store.extend(given)
+        self._store = store
+        self._search = Search(store)
+        self._pass = None
+        self._expect_stored()
+
+    def begin_iteration(self, began: Began) -> list[Prediction]:
+        """Semantic search. Empty store, or no embeddings: nothing."""
+        self._num_passes += 1
+        self.work.num_calls += 1
+        now = self._pass = _Pass(began, self._shape, self._max_rows)
+        if not self._options.semantic:
+            now.embedding = None  # it may be told
+        count = len(now.requests)
+        self._search.begin(count)
+        if now.embedding is None or not count:
+            return []
+        now.semantic = self._search.semantic(now.embedding)
+        if now.semantic is None:
+            return []
+        self._count_work(count, now.embedding.shape[1])
+        nearest = self._match("semantic", now.semantic)
+        last = self._distance if self._options.trajectory else self._shape.num_layers
+        return [found for layer in range(last) if (found := self._prediction(layer, layer + 1, nearest))]
+
+    def router_ran(self, routed: Routed) -> list[Prediction]:
+        """Trajectory search over the layers seen, for the layer d ahead. Rows other than the pass began with, as those
+        of another stack of the model, are not matched.
+        """
+        now, scores, layer = self._pass, routed.scores, routed.demand.layer
+        self.work.num_calls += 1
+        if now is None or scores is None or len(scores) != now.num_rows or layer <= now.last or not now.num_rows:
+            return []
+        if now.rows is not None:
+            scores = scores[now.rows]
+        now.last = layer
+        now.seen[layer] = True
+        self._ran[layer] = self._num_passes
+        now.scores[:, layer, : scores.shape[1]] = scores
+        if routed.experts is not None:
+            experts = now.of_rows(routed.experts)
+            now.chosen[:, layer, : experts.shape[1]] = experts
+        search = self._search
+        if not search.num_maps or not search.is_current or not self._options.trajectory:
+            return []
+        search.observe(layer, scores)
+        self._count_work(len(scores), scores.shape[1])
+        target = layer + self._distance
+        cosines = search.trajectory() if target < self._shape.num_layers else None
+        if cosines is None:
+            return []
+        found = self._prediction(target, self._distance, self._match("trajectory", cosines))
+        return [] if found is None else [found]
+
+    def end_iteration(self, ok: bool) -> None:
+        """Add the pass's maps, if it ended well and every layer that ran of late was seen in it."""
+        now, self._pass = self._pass, None
+        self.work.num_calls += 1
+        if now is None or not ok or not self._options.update or not now.seen.any():
+            return
+        if not now.seen[self._ran > self._num_passes - RECENT].all():
+            self._num_left_out += len(now.requests)
+            return
+        search = self._search
+        known = self._options.trajectory and search.num_maps and search.is_current and search.is_whole
+        trajectory = search.trajectory() if known else None
+        semantic = now.semantic if search.is_current else None
+        self._add(now.scores, now.chosen, now.requests, now.embedding, semantic, trajectory)
+
+    def learn(self, history: History) -> None:
+        """Add the maps of these rows, as if their passes had run here, one by one."""
+        for first in range(0, len(history.requests), BLOCK):
+            rows = slice(first, first + BLOCK)
+            embedding = history.embedding if self._options.semantic else None
+            self._add(
+                history.scores[rows],
+                history.experts[rows],
+                history.requests[rows],
+                None if embedding is None else embedding[rows],
+            )
+        self._expect_stored()
+
+    def facts(self) -> dict[str, int | float | None]:
+        """`maps` of `capacity`; `left_out` maps of passes that were not seen whole; rows matched (`semantic_searches`,
+        `trajectory_searches`) and the mean similarity of their matches.
+        """
+        facts: dict[str, int | float | None] = {
+            "maps": self._store.num_maps,
+            "capacity": self._store.capacity,
+            "left_out": self._num_left_out,
+        }
+        for kind, (count, total) in self._found.items():
+            facts[f"{kind}_searches"] = count
+            facts[f"{kind}_score"] = total / count if count else None
+        return facts
+
+    def _empty(self) -> MapStore:
+        options = self._options
+        return MapStore(self._shape, options.capacity, semantic_weight=self._weight, quota=options.quota)
+
+    def _expect_stored(self) -> None:
+        """Expect the layers that the stored maps have."""
+        self._ran[self._store.squares.any(axis=1)] = self._num_passes
+
+    def _match(self, kind: str, cosines: Floats) -> Nearest:
+        nearest = self._search.nearest(cosines)
+        count, total = self._found[kind]
+        scores = nearest.scores
+        found = float(scores[0]) if len(scores) == 1 else float(scores.sum())
+        self._found[kind] = (count + len(scores), total + found)
+        return nearest
+
+    def _prediction(self, layer: int, distance: int, nearest: Nearest) -> Prediction | None:
+        """None where the maps have nothing of the layer."""
+        num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
+        slots, scores = nearest
+        if len(slots) == 1:
+            row = self._store.maps[layer, slots[0], :num_experts]
+            score = float(scores[0])
+            experts, likely = select(row, score, top_k, self._options.select)
+        else:
+            rows = self._store.maps[layer, slots, :num_experts]
+            experts, likely = union(rows, select_rows(rows, scores, top_k, self._options.select))
+            row, score = rows.max(axis=0), float(scores.mean())
+        return Prediction(layer, experts, likely, distance, score, row.tolist()) if experts else None
+
+    def _add(
+        self,
+        scores: Floats,
+        chosen: Ids,
+        requests: npt.NDArray[np.int64],
+        embedding: Floats | None,
+        semantic: Floats | None = None,
+        trajectory: Floats | None = None,
+    ) -> None:
+        num_layers, num_experts = scores.shape[1:]
+        if trajectory is None and self._store.num_maps:
+            self._count_work(len(requests), num_layers * num_experts)
+        self.work.read_nbytes += scores.nbytes
+        self._store.add(scores, chosen, requests, embedding, semantic, trajectory)
+
+    def _count_work(self, num_rows: int, width: int) -> None:
+        """A product of rows with all stored maps, of `width` numbers each."""
+        work, numbers = self.work, self._store.num_maps * width
+        work.read_nbytes += 4 * numbers
+        work.flops += 2 * num_rows * numbers

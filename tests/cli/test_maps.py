@@ -1,0 +1,342 @@
+"""`expertly maps`: what it makes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertly.cli.main import main
+from expertly.cli.maps import MAPS_COMMANDS
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.maps.coverage import mean_similarities
+from expertly.maps.file import load_maps, save_maps
+from expertly.models.packing import pack_cached
+from expertly.policies.maps.store import NONE, MapShape
+from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.training import histories
+from expertly.trace.reader import Trace
+from expertly.trace.schema import TraceLayer, trace_field
+from expertly.trace.writer import TraceWriter
+from tests.families import make_checkpoint
+from tests.maps.builders import IDENTITY, assert_same, make_store
+
+LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
+BASE = ("token", "is_prefill", "experts", "weights")
+LENGTHS = (3, 1, 4, 2, 5, 7, 6, 9, 8, 10)
+
+
+def make_trace(
+    folder: Path, layers: tuple[TraceLayer, ...] = LAYERS, fields: tuple[str, ...] = ("probs", "embedding")
+) -> Path:
+    """Ten requests of 3, 1, 4, ... tokens, each an iteration."""
+    rng = np.random.default_rng(0)
+    infos = [trace_field(name, layers, hidden_size=5) for name in fields]
+    with TraceWriter(folder, model="toy", layers=layers, fields=infos, rows_per_shard=16) as writer:
+        for number, length in enumerate(LENGTHS):
+            writer.begin_request("even" if number % 2 == 0 else "odd", "hello", 0)
+            for _ in range(length):
+                probs = rng.random((1, len(layers), max(layer.num_experts for layer in layers))) ** 3
+                experts = np.full((1, len(layers), max(layer.top_k for layer in layers)), NONE, np.uint16)
+                for index, layer in enumerate(layers):
+                    probs[0, index, layer.num_experts :] = 0
+                    experts[0, index, : layer.top_k] = np.argsort(-probs[0, index])[: layer.top_k]
+                probs /= probs.sum(-1, keepdims=True)
+                weights = np.where(experts == NONE, 0, 1 / 2).astype(np.float16)
+                rows = {"token": np.zeros(1, np.int32), "is_prefill": np.zeros(1, bool)}
+                rows |= {"experts": experts, "weights": weights, "probs": probs.astype(np.float16)}
+                rows["embedding"] = rng.standard_normal((1, 5)).astype(np.float16)
+                writer.append({name: values for name, values in rows.items() if name in (*fields, *BASE)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_trace(tmp_path_factory.mktemp("maps") / "trace")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two files of one model: 15 of 20 maps, and 9 of 12."""
+    paths = [tmp_path / "a.maps", tmp_path / "b.maps"]
+    save_maps(paths[0], make_store(), IDENTITY, {"model": "toy", "source": "a test"})
+    save_maps(paths[1], make_store(9, 12, seed=1), IDENTITY)
+    return paths
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    assert main(["maps", *map(str, argv), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.count("\n") == 1
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main(["maps", *map(str, argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
+    return err
+
+
+def test_help_lists_the_subcommands(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["maps", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for name in MAPS_COMMANDS:
+        assert any(line.split()[:1] == [name] and len(line.split()) > 2 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["info"], ["merge", "a"], ["trim", "a"], ["build", "a", "b", "--split", "7"]]
+)
+def test_bad_arguments_are_errors(arguments, capsys):
+    refused(capsys, *arguments)
+
+
+def test_info_says_what_there_is(files, capsys):
+    facts = printed(capsys, "info", files[0])
+    assert (facts["maps"], facts["capacity"], facts["requests"], facts["max_maps_of_request"]) == (15, 20, 4, 10)
+    assert (facts["num_experts"], facts["top_k"], facts["embedding_size"]) == ([8, 6, 8], [2, 3, 3], 5)
+    assert (facts["identity"], facts["about"]) == (IDENTITY, {"model": "toy", "source": "a test"})
+    assert facts["coverage"] == [
+        {"similarity": 0.75, "maps": 44},
+        {"similarity": 0.98, "maps": math.ceil(11 * math.log(22))},
+    ]
+    assert (facts["maps_bytes"], facts["embeddings_bytes"]) == (3 * 15 * 8 * 4, 15 * 5 * 4)
+    assert (facts["full_maps_bytes"], facts["full_embeddings_bytes"]) == (3 * 20 * 8 * 4, 20 * 5 * 4)
+    assert facts["file_bytes"] == files[0].stat().st_size
+    found = facts["mean_similarity"], facts["mean_embedding_similarity"]
+    assert found == pytest.approx(mean_similarities(make_store())) and facts["sampled_maps"] == 15
+
+
+def test_info_says_the_same_to_people(files, capsys):
+    assert main(["maps", "info", str(files[0])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[toy | 3 layers of 6 to 8 experts, top-2 to 3 | 15 of at most 20 maps | 4 requests")
+    found = {line[: line.index("  ")]: line for line in lines[1:]}
+    assert "2 L E = 44 maps; here are 34.1% of them" in found["similar to 75%"]
+    assert "L E ln(L E) / 2 = 35 maps" in found["similar to 98%"]
+    assert "1.41 KiB" in found["memory of maps"] and "300 B" in found["memory of embeddings"]
+    assert found["source"].endswith("a test") and found["identity"].endswith(IDENTITY)
+
+
+def test_a_terminal_does_not_obey_a_file(tmp_path, capsys):
+    save_maps(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
+    assert main(["maps", "info", str(tmp_path / "a.maps")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "x1b[2J" in out and "'a\\nb'" in out
+
+
+def test_merge_makes_one_of_two(files, tmp_path, capsys):
+    facts = printed(capsys, "merge", tmp_path / "c.maps", *files)
+    assert (facts["maps"], facts["capacity"], facts["requests"], facts["identity"]) == (20, 20, 7, IDENTITY)
+    facts = printed(capsys, "merge", files[0], *files, "--capacity", 30)
+    assert (facts["maps"], facts["capacity"]) == (24, 30)
+    assert str(files[1]) in facts["about"]["source"] and facts["about"]["model"] == "toy"
+    assert load_maps(files[0], IDENTITY).num_maps == 24
+
+
+def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
+    other = tmp_path / "other.maps"
+    out = tmp_path / "c.maps"
+    save_maps(other, make_store(), "5" * 64)
+    assert "other.maps: identity='5555" in refused(capsys, "merge", out, files[0], other)
+    save_maps(other, make_store(hidden_size=7), IDENTITY)
+    assert "other.maps: tensor 'embeddings': 7 numbers each" in refused(capsys, "merge", out, files[0], other)
+    assert not out.exists()
+
+
+def test_trim_keeps_fewer(files, tmp_path, capsys):
+    facts = printed(capsys, "trim", files[0], "--capacity", 6, "--out", tmp_path / "c.maps")
+    assert (facts["maps"], facts["capacity"], facts["file"]) == (6, 6, str(tmp_path / "c.maps"))
+    assert_same(load_maps(files[0]), make_store())
+    printed(capsys, "trim", files[0], "--capacity", 5)
+    assert load_maps(files[0], IDENTITY).num_maps == 5
+    assert load_maps(files[0]).requests.max() < 0
+
+
+def test_export_writes_plain_arrays(files, tmp_path, capsys):
+    out = tmp_path / "c.npz"
+    facts = printed(capsys, "export", files[0], out)
+    assert facts["bytes"] == out.stat().st_size and facts["arrays"]["maps"] == [3, 15, 8]
+    with np.load(out, allow_pickle=False) as arrays:
+        state = make_store().state()
+        for name in ("maps", "chosen", "born", "embeddings"):
+            np.testing.assert_array_equal(arrays[name], state[name])
+        assert arrays["num_experts"].tolist() == [8, 6, 8] and str(arrays["identity"]) == IDENTITY
+    assert "must end in .npz" in refused(capsys, "export", files[0], tmp_path / "c.json")
+    assert "writing c.npz failed" in refused(capsys, "export", files[0], tmp_path / "absent" / "c.npz")
+
+
+def test_build_stores_every_token(trace, tmp_path, capsys):
+    out = tmp_path / "a.maps"
+    facts = printed(capsys, "build", trace, out, "--quota", "1")
+    assert (facts["maps"], facts["capacity"], facts["requests"]) == (sum(LENGTHS), 1000, 10)
+    assert (facts["identity"], facts["about"]["model"]) == ("trace:toy", "toy")
+    assert facts["semantic_weight"] == pytest.approx(2 / 3), "three layers: two can be predicted"
+    store, rows = load_maps(out), Trace.open(trace)
+    num = rows.num_rows
+    probs = rows.rows("probs", 0, num).astype(np.float32)
+    np.testing.assert_array_equal(store.maps[:, :num].transpose(1, 0, 2), probs)
+    np.testing.assert_array_equal(store.chosen[:num], rows.rows("experts", 0, num))
+    assert store.embeddings is not None
+    embedding = rows.rows("embedding", 0, num).astype(np.float32)
+    np.testing.assert_allclose(
+        store.embeddings[:num], embedding / np.linalg.norm(embedding, axis=1, keepdims=True), atol=1e-3
+    )
+
+
+def test_build_learns_from_the_first_part_only(trace, tmp_path, capsys):
+    out = tmp_path / "a.maps"
+    facts = printed(capsys, "build", trace, out, "--split", "7:3", "--seed", "5", "--quota", "1", "--distance", "1")
+    opened = Trace.open(trace)
+    training = make_schedule(opened, Selection(split=(7, 3), seed=5)).training
+    spans = [(span.first_row, span.first_row + span.num_rows) for span in training]
+    expected = np.concatenate([opened.rows("probs", *span) for span in spans]).astype(np.float32)
+    store = load_maps(out)
+    assert (facts["requests"], facts["maps"]) == (7, len(expected)) and 0 < len(expected) < sum(LENGTHS)
+    np.testing.assert_array_equal(store.maps[:, : len(expected)].transpose(1, 0, 2), expected)
+    assert facts["semantic_weight"] == pytest.approx(1 / 3)
+    assert "7 requests" in facts["about"]["source"]
+
+
+def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
+    printed(capsys, "build", trace, tmp_path / "a.maps", "--split", "7:3", "--capacity", "24", "--distance", "2")
+    opened = Trace.open(trace)
+    geometry = Geometry(tuple(LayerGeometry(layer.num_experts, layer.top_k, 1, 1, 2, 1) for layer in LAYERS))
+    predictor = FMoE(geometry, 2, FMoEOptions(capacity=24))
+    training = make_schedule(opened, Selection(split=(7, 3))).training
+    for history in histories(opened, training, predictor.wants):
+        predictor.learn(history)
+    assert predictor.store.num_maps > 10
+    assert_same(load_maps(tmp_path / "a.maps"), predictor.store)
+
+
+def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
+    facts = printed(capsys, "build", trace, tmp_path / "a.maps", "--capacity", "16")
+    assert (facts["maps"], facts["capacity"], facts["max_maps_of_request"]) == (16, 16, 2)
+    assert max(load_maps(tmp_path / "a.maps").num_of_request.values()) == 2
+
+
+def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys):
+    experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
+    np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
+    assert main(["trace", "import", str(tmp_path / "law.npz"), str(tmp_path / "trace")]) == 0
+    capsys.readouterr()
+    assert main(["maps", "build", str(tmp_path / "trace"), str(tmp_path / "a.maps"), "--quota", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "made up" in err and "30 of at most 1000 maps | 2 requests | without embeddings" in out
+    store = load_maps(tmp_path / "a.maps")
+    chosen = np.sort(store.chosen[:30, 0].astype(int), axis=1)
+    np.testing.assert_array_equal(np.sort(np.argsort(-store.maps[0, :30], axis=1)[:, :2], axis=1), chosen)
+    assert store.maps[0, :30].sum(axis=1) == pytest.approx(1, abs=1e-3)
+
+
+def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model")
+    store = pack_cached(folder, cache_dir=tmp_path / "cache")
+    identity, shape = store.manifest.identity, MapShape.of(store.geometry())
+    layers = tuple(TraceLayer(*numbers) for numbers in zip(shape.num_experts, shape.top_k, strict=True))
+    trace = make_trace(tmp_path / "trace", layers)
+    paths = [tmp_path / f"{number}.maps" for number in range(4)]
+    capsys.readouterr()
+    assert printed(capsys, "build", trace, paths[0], "--model", folder)["identity"] == identity, "not packed, here"
+    pack_cached(folder)
+    for path, model in zip(paths[1:3], (store.folder, folder), strict=True):
+        assert printed(capsys, "build", trace, path, "--model", model)["identity"] == identity
+        assert_same(load_maps(path, identity, shape), load_maps(paths[0], identity, shape))
+    printed(capsys, "build", trace, paths[3])
+    message = refused(capsys, "merge", tmp_path / "all.maps", *paths)
+    assert "identity='trace:toy'" in message and "`expertly maps build --model` names it" in message
+    wider = tuple(TraceLayer(*numbers, 48, 16, 3, 4) for numbers in zip(shape.num_experts, shape.top_k, strict=True))
+    for number, (others, expected) in enumerate(
+        (
+            (LAYERS, f"layer 0 has top_k={shape.top_k[0]}, but 2 in "),
+            (layers[:2], "3 MoE layers, but "),
+            (wider, "layer 0 has hidden_size=32, but 48 in "),
+        )
+    ):
+        other = make_trace(tmp_path / f"other-{number}", others)
+        for model in (store.folder, folder):
+            message = refused(capsys, "build", other, tmp_path / "other.maps", "--model", model)
+            assert f"model='{model}': {expected}" in message
+    assert not (tmp_path / "other.maps").exists()
+
+
+@pytest.mark.parametrize("model", ["absent/folder/here", "."])
+def test_build_for_no_model_is_an_error(trace, tmp_path, capsys, model):
+    assert model in refused(capsys, "build", trace, tmp_path / "a.maps", "--model", tmp_path / model)
+
+
+def test_size_of_the_papers_models(capsys):
+    facts = printed(capsys, "size")
+    assert facts["capacities"] == [1000, 2000, 4000, 8000, 16000, 32000]
+    sizes = {model["geometry"]: model for model in facts["models"]}
+    for name, num_experts, hidden_size in (
+        ("mixtral-8x7b", 32 * 8, 4096),
+        ("qwen1.5-moe", 24 * 60, 2048),
+        ("phi-3.5-moe", 32 * 16, 4096),
+    ):
+        assert sizes[name]["maps_bytes"] == [4 * num_experts * capacity for capacity in facts["capacities"]]
+        assert sizes[name]["embeddings_bytes"] == [4 * hidden_size * capacity for capacity in facts["capacities"]]
+        assert sizes[name]["coverage"][0] == {"similarity": 0.75, "maps": 2 * num_experts}
+
+
+def test_size_prints_maps_and_embeddings_on_two_lines(capsys):
+    assert main(["maps", "size", "--geometry", "qwen1.5-moe", "--capacity", "1000,32000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["memory", "1000", "maps", "32000", "maps", "75%", "need", "98%", "need"]
+    assert lines[2].split() == ["qwen1.5-moe:", "maps", "5.49", "MiB", "175.78", "MiB", "2880", "5237"]
+    assert lines[3].split() == ["embeddings", "7.81", "MiB", "250", "MiB"] and len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--geometry", "nonsense"], "geometry='nonsense'"),
+        (["--capacity", "0"], "capacity='0'"),
+        (["--capacity", "1,,2"], "capacity='1,,2'"),
+        (["--capacity", "many"], "capacity='many'"),
+    ],
+)
+def test_size_refuses(arguments, expected, capsys):
+    assert expected in refused(capsys, "size", *arguments)
+
+
+def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
+    files[0].write_bytes(files[0].read_bytes()[:-3])
+    for arguments in (["info"], ["trim", "--capacity", "3"], ["merge", tmp_path / "c.maps"]):
+        assert str(files[0]) in refused(capsys, *arguments, files[0])
+    assert "a.maps" in refused(capsys, "export", files[0], tmp_path / "c.npz")
+    assert "absent" in refused(capsys, "info", tmp_path / "absent")
+    assert not (tmp_path / "c.maps").exists() and not (tmp_path / "c.npz").exists()
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked in this test")
+
+sys.meta_path.insert(0, Blocker())
+from expertly.cli.main import main
+for arguments in (["build", sys.argv[1], sys.argv[2]], ["info", sys.argv[2]], ["size"]):
+    assert main(["maps", *arguments]) == 0
+"""
+
+
+def test_works_without_torch(trace, tmp_path):
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(trace), str(tmp_path / "a.maps")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,49 @@
+"""Routing scores from what a trace or a model knows of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.core.scores import normalised_scores, scores_of_choices
+
+
+def test_weights_of_the_chosen_are_scattered_and_normalised() -> None:
+    experts = np.array([[3, 0], [1, 0xFFFF], [0xFFFF, 0xFFFF], [2, 1]], np.uint16)
+    weights = np.array([[0.5, 1.5], [0.25, 7.0], [3.0, 3.0], [0.0, 0.0]], np.float16)
+    scores = scores_of_choices(experts, weights, 4)
+    expected = [[0.75, 0, 0, 0.25], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0.5, 0.5, 0]]
+    np.testing.assert_array_equal(scores, np.array(expected, np.float32))
+    assert scores.dtype == np.float32 and scores.flags.c_contiguous
+
+
+def test_signed_ids_below_zero_choose_nothing_and_negative_weights_count_as_none() -> None:
+    scores = scores_of_choices(np.array([[-1, 2, 9]]), np.array([[1.0, 0.5, 1.0]]), 3)
+    np.testing.assert_array_equal(scores, [[0, 0, 1]])
+    np.testing.assert_array_equal(scores_of_choices(np.array([[0, 1]]), np.array([[-1.0, 2.0]]), 2), [[0, 1]])
+
+
+def test_any_number_of_axes() -> None:
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((5, 3, 8)), axis=2)[:, :, :2]
+    weights = rng.random((5, 3, 2)).astype(np.float16)
+    scores = scores_of_choices(experts, weights, 8)
+    for row in range(5):
+        for layer in range(3):
+            np.testing.assert_array_equal(
+                scores[row, layer], scores_of_choices(experts[row, layer], weights[row, layer], 8)
+            )
+    np.testing.assert_allclose(scores.sum(axis=2), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_experts", [8, 256])
+def test_scores_that_were_normalised_keep_their_16_bits(num_experts: int) -> None:
+    logits = np.random.default_rng(1).standard_normal((50, num_experts)) * 4
+    exact = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    recorded = exact.astype(np.float16)
+    np.testing.assert_array_equal(normalised_scores(recorded), recorded.astype(np.float32))
+
+
+def test_other_scores_are_normalised_row_by_row() -> None:
+    recorded = np.array([[0.5, 0.5], [3.0, 1.0], [0.0, 0.0], [-1.0, 0.25]], np.float16)
+    np.testing.assert_array_equal(normalised_scores(recorded), [[0.5, 0.5], [0.75, 0.25], [0, 0], [0, 1]])

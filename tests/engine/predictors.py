@@ -1,0 +1,98 @@
+"""Predictors for tests, put in the place of a real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Routed, Want
+from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
+
+SYSTEM = "lru:prediction=popularity:distance=2"
+"""What runs a predictor that was `put`."""
+
+
+def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:
+    """The system whose predictor `make` makes."""
+    maker = MakePredictor("popularity", lambda geometry, known, distance, options: make(geometry))
+    monkeypatch.setitem(PREDICTORS, "popularity", maker)
+    return SYSTEM
+
+
+class Diary(Predictor):
+    """Keeps all that it is shown; predicts nothing."""
+
+    def __init__(self, *wants: Want) -> None:
+        super().__init__()
+        self.wants = frozenset(wants or ("embedding", "experts", "scores", "lookahead"))
+        self.began: list[Began] = []
+        self.routed: list[list[Routed]] = []
+        self.ends: list[bool] = []
+        self.threads: set[str] = set()
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self.threads.add(threading.current_thread().name)
+        self.began.append(began)
+        self.routed.append([])
+        return ()
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self.routed[-1].append(routed)
+        return ()
+
+    def end_iteration(self, ok: bool) -> None:
+        self.ends.append(ok)
+
+
+class Everything(Predictor):
+    """Says of every layer that it needs everything, all the time: more than any pool holds."""
+
+    def __init__(self, geometry: Geometry, **kwargs: Any) -> None:
+        super().__init__()
+        self._geometry = geometry
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        return self._from(-1)
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        return self._from(routed.layer)
+
+    def _from(self, now: int) -> Iterable[Prediction]:
+        for layer in range(now + 1, self._geometry.num_layers):
+            num_experts = self._geometry.layers[layer].num_experts
+            share = [1.0 / num_experts] * num_experts
+            yield Prediction(layer, list(range(num_experts)), share, layer - now, 0.0, share)
+
+
+class Slow(Everything):
+    """The same, and takes its time."""
+
+    def __init__(self, geometry: Geometry, seconds: float) -> None:
+        super().__init__(geometry)
+        self._seconds = seconds
+        self.num_calls = 0
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self.num_calls += 1
+        time.sleep(self._seconds)
+        return super().router_ran(routed)
+
+
+class Failing(Everything):
+    """The same, until it fails."""
+
+    def __init__(self, geometry: Geometry, after: int) -> None:
+        super().__init__(geometry)
+        self._left = after
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("the predictor gave up")
+        return super().router_ran(routed)

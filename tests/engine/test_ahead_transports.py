@@ -1,0 +1,213 @@
+"""The engine's transports under a controller that loads ahead and whose every answer is checked: every byte computed
+with is the expert's own, whatever is guessed, withdrawn, joined or fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from expertly.control.budget import split_budget
+from expertly.control.channel import InlineChannel
+from expertly.control.loop import Ahead, run_layer
+from expertly.core.errors import TransferError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+from expertly.engine import transfer
+from expertly.engine.backend import Backend
+from expertly.engine.backend_cpu import CpuBackend
+from expertly.engine.backend_tiered import TieredBackend
+from expertly.policies.eviction.lru import LRU
+from tests.control.ahead import CheckedController
+from tests.control.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
+from tests.engine.disk import Disk
+from tests.policies.futures import ListFuture
+
+pytestmark = pytest.mark.timeout(120)
+
+Mark = tuple[str, int]
+
+
+class RandomStreams:
+    """A copy stream and a compute stream that get on when somebody asks whether they have, if the dice say so."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._chance = dice.choice([0.2, 0.6, 1.0])
+        self._queue: list[tuple[torch.Tensor, torch.Tensor, list[Mark]]] = []
+        self._made = {"copy": 0, "compute": 0}
+        self._done = {"copy": 0, "compute": 0}
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Mark]) -> None:
+        self._queue.append((target, source, after))
+        self._made["copy"] += 1
+
+    def mark_copy(self) -> Mark:
+        return "copy", self._made["copy"]
+
+    def mark_compute(self) -> Mark:
+        self._made["compute"] += 1
+        return "compute", self._made["compute"]
+
+    def has_run(self, mark: Mark) -> bool:
+        return mark[1] <= self._done[mark[0]]
+
+    def is_past(self, mark: Mark) -> bool:
+        if self._dice.random() < self._chance:
+            if mark[0] == "compute":
+                self._run_compute(mark[1])
+            else:
+                self._run_copies(self._done["copy"] + 1)
+        return self.has_run(mark)
+
+    def hold_compute(self, mark: Mark) -> None:
+        self._run_copies(mark[1])
+
+    def synchronize(self) -> None:
+        self._run_copies(self._made["copy"])
+        self._run_compute(self._made["compute"])
+
+    def stall_ns(self) -> int:
+        return 0
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def _run_copies(self, until: int) -> None:
+        while self._done["copy"] < until and self._queue:
+            target, source, after = self._queue.pop(0)
+            for mark in after:
+                self._run_compute(mark[1])
+            target.copy_(source)
+            self._done["copy"] += 1
+
+    def _run_compute(self, until: int) -> None:
+        self._done["compute"] = max(self._done["compute"], until)
+
+
+class WatchedBackend(TieredBackend):
+    """Notes what a copy finds before it on the stream."""
+
+    _streams: RandomStreams
+
+    def watch(self) -> WatchedBackend:
+        self.demands: list[Mark] = []
+        self.ahead: list[Mark] = []
+        return self
+
+    def _copy(self, transfer: Any, source: Piece) -> None:
+        streams = self._streams
+        before = [mark for mark in self.ahead if not streams.has_run(mark)]
+        assert len(before) <= 1, "one segment ahead is on the stream at a time"
+        if transfer.is_ahead:
+            assert not before and all(map(streams.has_run, self.demands)), "nothing begins beside a demand"
+            assert all(map(streams.has_run, self._readers_of(transfer.piece))), "it would wait for kernels"
+        super()._copy(transfer, source)
+        (self.ahead if transfer.is_ahead else self.demands).append(transfer.mark)
+
+
+def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Backend:
+    if kind == "cpu":
+        return CpuBackend(disk, shape, slots, torch.bfloat16)
+    nbytes = shape.nbytes if kind == "tiered" else int(shape.nbytes * 0.45)
+    device, streams = torch.device("cpu"), RandomStreams(dice)
+    return WatchedBackend(device, streams, disk, shape, slots, torch.bfloat16, nbytes).watch()
+
+
+class Counted:
+    """An AheadTransport that counts what goes through it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.submit, self.poll, self.wait = backend.submit, backend.poll, backend.wait
+        self._backend = backend
+        self.num_ahead = self.num_withdrawn = 0
+
+    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
+        self.num_ahead += len(pieces)
+        self._backend.submit_ahead(pieces)
+
+    def withdraw(self, layer: int) -> list[Piece]:
+        gone = self._backend.withdraw(layer)
+        assert all(piece.layer == layer for piece in gone)
+        self.num_withdrawn += len(gone)
+        return gone
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.04])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("kind", ["cpu", "tiered", "tiered with little host memory"])
+def test_whatever_is_guessed_every_byte_is_right(
+    kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Counter[str] = Counter()
+    for share, order in ((0.4, "resident"), (0.6, "resident"), (0.6, "id")):
+        seen += soak(kind, segments, ahead, failures, share, order, monkeypatch)
+    assert seen["ahead"] > 50 and seen["withdrawn"] + seen["joined"] > 5
+    assert bool(seen["failed"]) == bool(failures)
+
+
+def soak(
+    kind: str, segments: int, ahead: str, failures: float, share: float, order: str, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    seed = f"{share} {order}"
+    dice, bad_luck = random.Random(seed), random.Random(seed)
+    shape = Geometry(LAYERS, segments)
+    phases = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(20)]
+    routers = [random_router(dice, layer, one, phase) for phase in phases for layer, one in enumerate(LAYERS)]
+    future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
+    budget = split_budget(shape, int(shape.nbytes * share))
+    control = CheckedController(shape, budget, lambda capacity: LRU(), order=order, ahead=ahead).watch(future)
+    disk = Disk(shape, random.Random(seed))
+    disk.fails = lambda layer, expert: bad_luck.random() < failures
+    monkeypatch.setattr(transfer, "ExpertFile", disk.open)
+    backend = make(kind, disk, shape, budget.pool_slots(), dice)
+    transport = Counted(backend)
+    guesses = RandomGuesses(dice, shape, routers)
+    loads = Ahead(control, transport, InlineChannel(guesses))
+    num_failed = 0
+
+    def compute(piece: Piece) -> None:
+        neurons = shape.neurons_per_segment(piece.layer)
+        rows = backend.rows(piece.layer)[piece.slot * neurons : (piece.slot + piece.num_segments) * neurons]
+        assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(piece)
+        backend.used(piece)
+
+    for step, router in enumerate(routers):
+        future.step = guesses.step = step
+        try:
+            if router.layer == 0:
+                loads.begin_iteration(nothing_seen)
+            run_layer(control, transport, router, compute, loads)
+        except TransferError:
+            num_failed += 1
+            backend.drain()
+            control.abandon()
+    control.counts_agree()
+    if not failures:
+        loaded = sum(phase.loaded_nbytes for one in control.counters for phase in (one.decode, one.prefill))
+        coming = [piece for pieces in control.speculation.in_flight.values() for piece in pieces]
+        coming_nbytes = sum(shape.segment_nbytes(piece.layer) for piece in coming)
+        moved = backend.stats()
+        if kind == "cpu":
+            assert moved["disk_nbytes"] == loaded
+        else:
+            assert loaded - coming_nbytes <= moved["copied_nbytes"] <= loaded
+    backend.drain()
+    control.abandon()
+    assert backend.poll() is None
+    assert disk.num_ended == len(disk.begun), "nothing is being read any more"
+    if not failures:
+        assert backend.stats()["disk_nbytes"] == backend.stats()["buffered_nbytes"], "what was dropped was not read"
+    backend.close()
+    return Counter(
+        ahead=transport.num_ahead, withdrawn=transport.num_withdrawn, joined=control.num_joined, failed=num_failed
+    )

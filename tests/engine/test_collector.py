@@ -1,0 +1,219 @@
+"""What a predictor is shown of a model is what a full recording of the same passes holds."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import ConfigError
+from expertly.engine.api import handle
+from expertly.engine.recording import record
+from expertly.models.routers import find_routers
+from expertly.trace.reader import Trace
+from expertly.trace.schema import NO_EXPERT
+from tests.engine import predictors
+from tests.engine.conftest import Cases
+from tests.engine.observe import loaded, reader_threads
+from tests.engine.predictors import Diary
+from tests.engine.test_batching import run_batch
+from tests.families import FAMILIES, generate, logits_of, make_prompts
+
+SWITCH = "switch_transformers"
+
+
+def told(model: Any) -> Diary:
+    """What the predictor of a model was told, when it has been told all."""
+    prefetching = handle(model).engine.prefetching
+    assert prefetching is not None and isinstance(prefetching.predictor, Diary)
+    if prefetching._thread is not None:
+        assert prefetching._thread.close(30)
+    assert prefetching.error is None and prefetching.num_dropped == 0
+    return prefetching.predictor
+
+
+def columns(diary: Diary, num_layers: int, name: str, width: int) -> np.ndarray[Any, Any]:
+    """[rows, L, ...] of what the routers said, with zeros (or no expert) where a layer did not run."""
+    passes = []
+    for began, routed in zip(diary.began, diary.routed, strict=True):
+        shape = (len(began.requests), num_layers, width)
+        field = np.full(shape, NO_EXPERT) if name == "experts" else np.zeros(shape, np.float32)
+        for one in routed:
+            values = getattr(one, name).reshape(shape[0], -1)
+            field[:, one.layer, : values.shape[-1]] = values
+        passes.append(field)
+    return np.concatenate(passes)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "ernie4_5_moe", "jamba", "granitemoe", SWITCH]
+)
+def test_it_is_what_a_full_recording_holds(
+    family: str, cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases[family]
+    system = predictors.put(monkeypatch, lambda geometry: Diary())
+    with loaded(case.store, system=system, memory="50%") as model:
+        with record(model, tmp_path / "trace", full=True) as recording:  # both watch the same routers
+            recording.begin_batch([recording.begin_request(), recording.begin_request()])
+            found = generate(model, case.prompts, 5)
+            assert found == [tokens[: len(found[0])] for tokens in case.tokens]
+        diary = told(model)
+    assert diary.threads == {"expertly-matcher"}
+    trace = Trace.open(tmp_path / "trace")
+    assert trace.num_iterations == len(diary.began) and diary.ends == [True] * trace.num_iterations
+
+    def recorded(name: str) -> Any:
+        return trace.rows(name, 0, trace.num_rows)
+
+    experts, num_layers = recorded("experts"), len(trace.manifest.layers)
+    num_experts = max(layer.num_experts for layer in trace.manifest.layers)
+    chosen = columns(diary, num_layers, "experts", experts.shape[2])
+    np.testing.assert_array_equal(np.where(chosen < num_experts, chosen, NO_EXPERT), experts)
+    np.testing.assert_array_equal(np.concatenate([one.is_prefill for one in diary.began]), recorded("is_prefill"))
+    embedding = np.concatenate([one.embedding for one in diary.began if one.embedding is not None])
+    np.testing.assert_array_equal(embedding, recorded("embedding").astype(np.float32))
+    scores = columns(diary, num_layers, "scores", num_experts)
+    np.testing.assert_array_equal(scores, recorded("probs").astype(np.float32))
+    lookahead = recorded("lookahead")[:, :, : min(2, num_layers - 1)].astype(np.float32)
+    lookahead = lookahead.reshape(trace.num_rows, num_layers, -1)
+    seen = columns(diary, num_layers, "lookahead", lookahead.shape[2])
+    np.testing.assert_array_equal(seen, lookahead)
+    assert seen[:, 0].any()
+    if not FAMILIES[family].is_encoder_decoder:
+        requests = np.concatenate([one.requests for one in diary.began])
+        np.testing.assert_array_equal(requests, recorded("request"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_pads_are_left_out(family: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of a long and a short prompt shows the rows that each shows alone."""
+    case = cases[family]
+    prompts = [case.prompts[0], make_prompts(1, length=5, seed=8)[0]]
+
+    def shown(batches: list[list[list[int]]]) -> list[Diary]:
+        diaries: list[Diary] = []
+        for batch in batches:
+            system = predictors.put(monkeypatch, lambda geometry: Diary("embedding", "experts", "scores"))
+            with loaded(case.store, system=system, matcher="inline") as model:
+                generate(model, batch, 3)
+                diaries.append(told(model))
+        return diaries
+
+    (both,) = shown([prompts])
+    alone = shown([[prompt] for prompt in prompts])
+    for step, began in enumerate(both.began):
+        parts = [one.began[step] for one in alone]
+        assert began.embedding is not None
+        np.testing.assert_array_equal(began.embedding, np.concatenate([one.embedding for one in parts]))
+        assert began.requests.tolist() == [i for i, one in enumerate(parts) for _ in one.requests]
+        for layer, routed in enumerate(both.routed[step]):
+            mine = [one.routed[step][layer] for one in alone]
+            np.testing.assert_array_equal(routed.experts, np.concatenate([one.experts for one in mine]))
+            expected = np.concatenate([one.scores for one in mine])
+            np.testing.assert_allclose(routed.scores, expected, rtol=2e-3, atol=1e-4)
+
+
+def test_embeddings_that_are_fed_are_what_it_sees(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    system = predictors.put(monkeypatch, lambda geometry: Diary("embedding"))
+    with loaded(case.store, system=system) as model, torch.no_grad():
+        ids = torch.tensor(case.prompts[:1])
+        embeds = model.get_input_embeddings()(ids)
+        model(input_ids=ids)
+        model(inputs_embeds=2 * embeds)
+        first, second = told(model).began
+        assert first.embedding is not None and second.embedding is not None
+        np.testing.assert_array_equal(first.embedding, embeds[0].half().float().numpy())
+        np.testing.assert_array_equal(second.embedding, 2 * first.embedding)
+        with pytest.raises(ValueError, match="read-only"):
+            first.embedding[0] = 0
+
+
+def test_nothing_is_collected_that_is_not_wanted(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    monkeypatch.setattr(
+        "expertly.engine.prediction_loading.find_routers", lambda *args: pytest.fail("nobody asked for routers")
+    )
+    system = predictors.put(monkeypatch, lambda geometry: Diary("experts"))
+    with loaded(case.store, system=system) as model:
+        generate(model, case.prompts, 3)
+        diary = told(model)
+    assert all(one.embedding is None for one in diary.began)
+    for routed in (one for step in diary.routed for one in step):
+        assert routed.experts is not None and routed.scores is None and routed.lookahead is None
+
+
+def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+
+    def partly(*args: Any) -> Any:
+        taps = find_routers(*args)
+        taps[1] = None
+        return taps
+
+    monkeypatch.setattr("expertly.engine.prediction_loading.find_routers", partly)
+    system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
+    with loaded(case.store, system=system) as model:
+        generate(model, case.prompts, 3)
+        diary = told(model)
+    for step in diary.routed:
+        for layer, routed in enumerate(step):
+            assert routed.scores is not None and routed.experts is not None
+            np.testing.assert_allclose(routed.scores.sum(-1), 1, atol=2e-3)
+            chosen = np.take_along_axis(routed.scores, routed.experts, 1)
+            assert (chosen > 0).all()
+            assert ((routed.scores > 0).sum(-1) == 3).all() == (layer == 1)
+
+
+def test_a_model_that_cannot_look_ahead_says_so(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertly.engine.prediction_loading.find_routers", lambda model, layers: [None] * len(layers))
+    with pytest.raises(ConfigError, match=r"routers of layers \[0, 1, 2\]"):
+        expertly.load(str(cases["qwen3_moe"].store), system="lru:prediction=lookahead", memory="50%", device="cpu")
+    assert not reader_threads()
+
+
+def test_continuous_batching_keeps_requests_apart(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of several lengths, begun and ended at different passes, some in parts: a number for each."""
+    case = cases["qwen3_moe"]
+    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
+    system = predictors.put(monkeypatch, lambda geometry: Diary("experts"))
+    with loaded(case.store, system=system) as model:
+        run_batch(model, prompts)
+        diary = told(model)
+    rows = np.concatenate([one.requests for one in diary.began])
+    found = sorted(np.unique(rows, return_counts=True)[1].tolist())
+    assert found == sorted(len(prompt) + 5 for prompt in prompts), "its prompt, and a row for each new token but one"
+    assert len({tuple(sorted(set(one.requests.tolist()))) for one in diary.began}) > 2, "passes of different requests"
+
+
+def test_layers_that_run_by_themselves_are_not_shown(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
+    with loaded(case.store, system=system, matcher="inline") as model, torch.no_grad():
+        block = model.model.layers[1].mlp
+        alone = block(torch.ones(1, 3, 32))
+        generate(model, case.prompts, 2)
+        torch.testing.assert_close(block(torch.ones(1, 3, 32)), alone)
+        assert generate(model, case.prompts, 2) == [tokens[:2] for tokens in case.tokens]
+        diary = told(model)
+        assert len(diary.began) == 4
+        assert [len(step) for step in diary.routed] == [3] * 4
+
+
+def test_a_copy_and_its_original_show_their_passes_alike(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
+    with loaded(case.store, system=system) as model:
+        twin = copy.deepcopy(model)
+        logits_of(model, case.prompts)
+        logits_of(twin, case.prompts)
+        diary = told(model)
+        first, second = diary.routed
+        for one, other in zip(first, second, strict=True):
+            np.testing.assert_array_equal(one.scores, other.scores)

@@ -1,0 +1,304 @@
+"""The matcher thread: it predicts beside who publishes, who never waits; what it raises is told once; it ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertly.control.channel import Channel, InlineChannel, Seen
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Routed
+from expertly.engine.matcher import ThreadChannel
+from expertly.policies.predictor import Predictor
+
+pytestmark = pytest.mark.timeout(60)
+
+NUM_LAYERS = 4
+
+
+class Diary(Predictor):
+    """Notes what it is told, and says that the next layer will need what this one did; `gate` stops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_at: int | None = None
+        self.busy = threading.Event()
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self._note("begin", int(began.requests[0]))
+        return [Prediction(0, [int(began.requests[0])], [1.0], 1)]
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self._note("router", routed.layer)
+        return [Prediction(routed.layer + 1, routed.demand.experts, [1.0], 1)]
+
+    def end_iteration(self, ok: bool) -> None:
+        self._note("end", ok)
+
+    def _note(self, *what: Any) -> None:
+        self.busy.set()
+        self.gate.wait(30)
+        if self.fail_at is not None and len(self.told) >= self.fail_at:
+            raise ValueError(f"no more after {len(self.told)}")
+        self.told.append(what)
+
+
+def began(request: int) -> Callable[[], Began]:
+    return lambda: Began(np.array([request]), np.array([False]))
+
+
+def routed(layer: int) -> Callable[[], Routed]:
+    return lambda: Routed(RouterRan(layer, [layer], [1], [True], 1))
+
+
+def publish(
+    channel: Channel, iteration: int, layers: Iterable[int] = range(NUM_LAYERS), ok: bool | None = True
+) -> None:
+    """A forward pass of one token of request `iteration`; `ok` None: its end is never told."""
+    step = iteration * NUM_LAYERS
+    channel.begin_iteration(step - 1, began(iteration))
+    for layer in layers:
+        channel.router_ran(step + layer, routed(layer))
+    if ok is not None:
+        channel.end_iteration(ok)
+
+
+def a_pass(iteration: int, ok: bool = True) -> list[Any]:
+    return [("begin", iteration), *(("router", layer) for layer in range(NUM_LAYERS)), ("end", ok)]
+
+
+def until(is_true: Callable[[], object], limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)
+
+
+def all_ready(channel: Channel) -> list[Seen]:
+    return list(iter(channel.take, None))
+
+
+@contextmanager
+def channel_of(predictor: Predictor, max_waiting: int = 1000, **kwargs: Any) -> Iterator[ThreadChannel]:
+    channel = ThreadChannel(predictor, max_waiting, **kwargs)
+    try:
+        yield channel
+    finally:
+        for gate in [predictor.gate] if isinstance(predictor, Diary) else []:
+            gate.set()
+        assert channel.close()
+
+
+def test_it_tells_the_predictor_and_hands_out_what_an_inline_channel_does() -> None:
+    threaded, inline = Diary(), Diary()
+    expected = InlineChannel(inline)
+    with channel_of(threaded) as channel:
+        for iteration in range(5):
+            publish(channel, iteration, ok=iteration != 3)
+            publish(expected, iteration, ok=iteration != 3)
+        until(lambda: len(threaded.told) == len(inline.told))
+        assert threaded.told == inline.told == [one for i in range(5) for one in a_pass(i, ok=i != 3)]
+        found = all_ready(channel)
+        assert found == all_ready(expected)
+        assert [seen.step for seen in found[:3]] == [-1, 0, 1]
+        assert channel.num_dropped == 0
+
+
+def test_publishing_never_waits_and_the_oldest_passes_go() -> None:
+    """The predictor is stuck in the first pass while ten more are published."""
+    diary = Diary()
+    diary.gate.clear()
+    with channel_of(diary, max_waiting=2 * (NUM_LAYERS + 1)) as channel:
+        publish(channel, 0)
+        until(diary.busy.is_set)
+        start = time.perf_counter()
+        for iteration in range(1, 11):
+            publish(channel, iteration)
+            assert channel.take() is None
+        assert time.perf_counter() - start < 1.0
+        diary.gate.set()
+        until(lambda: diary.told[-1:] == [("end", True)] and ("begin", 10) in diary.told)
+        assert diary.told == [("begin", 0), *a_pass(9), *a_pass(10)], "the rest of the first is gone, its end too"
+        assert channel.num_dropped == 4 + 8 * (NUM_LAYERS + 1)
+
+
+def test_of_a_long_running_pass_the_oldest_routers_go() -> None:
+    diary = Diary()
+    diary.gate.clear()
+    with channel_of(diary, max_waiting=3) as channel:
+        channel.begin_iteration(-1, began(0))
+        until(diary.busy.is_set)
+        for layer in range(10):
+            channel.router_ran(layer, routed(layer))
+        channel.end_iteration(True)
+        diary.gate.set()
+        until(lambda: ("end", True) in diary.told)
+        assert diary.told == [("begin", 0), ("router", 7), ("router", 8), ("router", 9), ("end", True)]
+        assert channel.num_dropped == 7
+        assert [seen.prediction.layer for seen in all_ready(channel)] == [0, 8, 9, 10]
+
+
+def test_a_pass_whose_end_is_never_told_is_followed_by_the_next() -> None:
+    diary = Diary()
+    with channel_of(diary) as channel:
+        publish(channel, 0, layers=[0], ok=None)
+        publish(channel, 1)
+        until(lambda: len(diary.told) == 2 + len(a_pass(1)))
+        assert diary.told == [("begin", 0), ("router", 0), *a_pass(1)]
+
+
+def test_what_the_predictor_raises_is_raised_by_take_once() -> None:
+    diary = Diary()
+    diary.fail_at = 3
+    with channel_of(diary) as channel:
+        publish(channel, 0)
+        until(lambda: channel.error is not None)
+        with pytest.raises(ValueError, match="no more after 3"):
+            all_ready(channel)
+        for iteration in range(1, 50):  # nothing piles up, nothing is predicted, nobody is told again
+            publish(channel, iteration)
+        assert all(seen.step < NUM_LAYERS for seen in all_ready(channel))
+        assert channel.take() is None
+        assert isinstance(channel.error, ValueError)
+        assert diary.told == a_pass(0)[:3]
+
+
+def test_what_making_an_observation_raises_is_raised_by_take() -> None:
+    def broken() -> Began:
+        raise RuntimeError("no such row")
+
+    with channel_of(Diary()) as channel:
+        channel.begin_iteration(-1, broken)
+        until(lambda: channel.error is not None)
+        with pytest.raises(RuntimeError, match="no such row"):
+            channel.take()
+
+
+def test_closing_reads_what_waits_and_ends_the_thread() -> None:
+    diary = Diary()
+    before = threading.active_count()
+    channel = ThreadChannel(diary, 1000)
+    assert threading.active_count() == before + 1
+    for iteration in range(20):
+        publish(channel, iteration)
+    assert channel.close() and channel.close()
+    assert threading.active_count() == before
+    assert diary.told == [one for i in range(20) for one in a_pass(i)]
+    publish(channel, 20)
+    assert diary.told[-1] == ("end", True) and ("begin", 20) not in diary.told
+
+
+def test_closing_does_not_wait_for_all_that_a_slow_predictor_has_to_read() -> None:
+    class Slow(Diary):
+        def _note(self, *what: Any) -> None:
+            time.sleep(0.05)
+            self.told.append(what)
+
+    slow = Slow()
+    channel = ThreadChannel(slow, 1000)
+    for iteration in range(50):
+        publish(channel, iteration)
+    start = time.perf_counter()
+    assert channel.close(wait_s=0.2)
+    assert time.perf_counter() - start < 2.0
+    assert 0 < len(slow.told) < 50
+
+
+def test_saving_happens_in_the_thread_when_nothing_waits_and_only_after_work() -> None:
+    saved: list[tuple[str, int]] = []
+    diary = Diary()
+    with channel_of(
+        diary, save=lambda: saved.append((threading.current_thread().name, len(diary.told))), save_every_s=0.05
+    ) as channel:
+        time.sleep(0.15)
+        assert not saved, "there was nothing to save"
+        for iteration in range(2):
+            publish(channel, iteration)
+        until(lambda: saved)
+        assert saved == [("expertly-matcher", 2 * len(a_pass(0)))]
+        time.sleep(0.15)
+        assert len(saved) == 1, "nothing has happened since"
+        publish(channel, 2)
+        until(lambda: len(saved) == 2)
+
+
+def test_who_is_always_busy_is_saved_too() -> None:
+    saved: list[float] = []
+
+    class Slow(Diary):
+        def _note(self, *what: Any) -> None:
+            time.sleep(0.005)
+
+    with channel_of(Slow(), save=lambda: saved.append(time.monotonic()), save_every_s=0.05) as channel:
+        start = time.monotonic()
+        for iteration in range(40):  # a second of work, there from the beginning
+            publish(channel, iteration)
+        until(lambda: len(saved) >= 2)
+        assert 0.1 <= saved[0] - start < 0.6
+        channel.close(wait_s=0.0)
+
+
+def test_a_failure_to_save_is_told_like_any_other() -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with channel_of(Diary(), save=fail, save_every_s=0.01) as channel:
+        publish(channel, 0)
+        until(lambda: channel.error is not None)
+        with pytest.raises(OSError, match="disk full"):
+            all_ready(channel)
+
+
+def test_a_collection_in_the_thread_may_close_it() -> None:
+    """The garbage collector runs where it likes: also in the matcher, and there it may unload the model."""
+    holder: list[ThreadChannel] = []
+    closed: list[bool] = []
+
+    class Unloading(Diary):
+        def _note(self, *what: Any) -> None:
+            closed.append(holder[0].close())
+
+    holder.append(ThreadChannel(Unloading(), 10))
+    publish(holder[0], 0)
+    until(lambda: closed)
+    assert closed[0] is False, "it cannot have ended"
+    until(lambda: holder[0].close())
+
+
+def test_two_threads_soak() -> None:
+    """Publishing at full speed against a predictor of changing speed: what is read is in order, and all is counted."""
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        diary = Diary()
+        with channel_of(diary, max_waiting=7) as channel:
+            num_taken = 0
+            for iteration in range(400):
+                if iteration % 50 == 20:
+                    diary.gate.clear()
+                if iteration % 50 == 40:
+                    diary.gate.set()
+                publish(channel, iteration)
+                num_taken += len(all_ready(channel))
+            channel.close(wait_s=20)
+            num_taken += len(all_ready(channel))
+            num_read = sum(what != "end" for what, _ in diary.told)
+            assert num_read + channel.num_dropped == 400 * (NUM_LAYERS + 1)
+            assert num_taken == num_read
+            requests = [value for what, value in diary.told if what == "begin"]
+            assert requests == sorted(set(requests)) and requests[-1] == 399
+            assert channel.num_dropped > 0
+    finally:
+        sys.setswitchinterval(switch)
+        gc.collect()

@@ -1,0 +1,51 @@
+"""Small map stores of known maps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from expertly.policies.maps.store import NONE, MapShape, MapStore
+
+SHAPE = MapShape((8, 6, 8), (2, 3, 3))
+IDENTITY = "4" * 64
+
+
+def add_random(
+    store: MapStore, num_maps: int, seed: int, hidden_size: int | None = 5, first_request: int = 0, each: int = 4
+) -> None:
+    """So many maps, `each` of a request; layer 1 now and then does not run."""
+    rng = np.random.default_rng(seed)
+    shape = store.shape
+    scores = rng.random((num_maps, shape.num_layers, shape.max_experts)).astype(np.float32) ** 3
+    chosen = np.full((num_maps, shape.num_layers, shape.max_top_k), NONE, np.uint16)
+    for layer, (num_experts, top_k) in enumerate(zip(shape.num_experts, shape.top_k, strict=True)):
+        scores[:, layer, num_experts:] = 0
+        chosen[:, layer, :top_k] = np.argsort(-scores[:, layer], axis=1)[:, :top_k]
+    did_not_run = rng.random(num_maps) < 0.2
+    scores /= scores.sum(axis=-1, keepdims=True)
+    scores[did_not_run, 1] = 0
+    chosen[did_not_run, 1] = NONE
+    embedding = None if hidden_size is None else rng.standard_normal((num_maps, hidden_size)).astype(np.float32)
+    store.add(scores, chosen, first_request + np.arange(num_maps) // each, embedding)
+
+
+def make_store(num_maps: int = 15, capacity: int = 20, seed: int = 0, hidden_size: int | None = 5) -> MapStore:
+    store = MapStore(SHAPE, capacity, semantic_weight=0.25, quota=0.5)
+    if num_maps:
+        add_random(store, num_maps, seed, hidden_size)
+    return store
+
+
+def assert_same(found: MapStore, expected: MapStore) -> None:
+    """The same maps in the same places; requests are the same groups, under whatever numbers."""
+    assert (found.shape, found.capacity) == (expected.shape, expected.capacity)
+    assert (found.semantic_weight, found.quota) == (expected.semantic_weight, expected.quota)
+    one, other = found.state(), expected.state()
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"requests"}:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+    np.testing.assert_array_equal(_groups(one["requests"]), _groups(other["requests"]))
+
+
+def _groups(requests: np.ndarray) -> np.ndarray:
+    return requests[:, None] == requests[None]

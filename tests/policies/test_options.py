@@ -1,0 +1,80 @@
+"""Options as a user writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.policies.options import option_names, option_text, parse_options
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    is_on: bool = False
+    count: int = 3
+    share: float = 0.5
+    kind: Literal["delta", "top-k"] = "delta"
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"share={self.share}: must be from 0 to 1")
+
+
+def test_what_is_not_given_is_the_default() -> None:
+    assert parse_options(Some, {}, "x") == Some()
+    assert parse_options(Some, {"count": "-7"}, "x") == Some(count=-7)
+
+
+def test_every_kind_of_field() -> None:
+    given = {"is_on": "yes", "count": "12", "share": "1e-1", "kind": "top-k", "width": "4"}
+    assert parse_options(Some, given, "x") == Some(True, 12, 0.1, "top-k", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("yes", True), ("true", True), ("on", True), ("no", False), ("off", False)]
+)
+def test_words_for_yes_and_no(text: str, value: bool) -> None:
+    assert parse_options(Some, {"is_on": text}, "x").is_on is value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("is_on", "1", r"part 'p': is_on='1': accepted: yes, true, on, no, false, off"),
+        ("count", "1.5", r"part 'p': count='1.5': must be a whole number"),
+        ("count", "", r"count='': must be a whole number"),
+        ("count", "٣", r"must be a whole number"),
+        ("count", "9" * 30, r"must be a whole number"),
+        ("width", "none", r"width='none': must be a whole number"),
+        ("share", "half", r"share='half': must be a number"),
+        ("share", "7", r"share=7.0: must be from 0 to 1"),
+        ("share", "nan", r"share=nan: must be from 0 to 1"),
+        ("kind", "other", r"kind='other': unknown; accepted: delta, top-k"),
+        ("colour", "red", r"part 'p': option 'colour': unknown; accepted: is_on, count, share, kind, width"),
+    ],
+)
+def test_what_cannot_be_is_named_with_what_can(key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_options(Some, {key: text}, "part 'p'")
+
+
+def test_a_kind_without_options_says_so() -> None:
+    @dataclass(frozen=True)
+    class Nothing:
+        pass
+
+    assert option_names(Nothing) == []
+    with pytest.raises(ConfigError, match="option 'a': unknown; there are none"):
+        parse_options(Nothing, {"a": "1"}, "x")
+
+
+@pytest.mark.parametrize("given", [{"is_on": "true"}, {"count": "007"}, {"share": ".25"}, {"kind": "delta"}])
+def test_what_is_written_reads_as_the_same(given: dict[str, str]) -> None:
+    parsed = parse_options(Some, given, "x")
+    written = {key: option_text(getattr(parsed, key)) for key in given}
+    assert parse_options(Some, written, "x") == parsed
+    assert {key: option_text(getattr(parse_options(Some, written, "x"), key)) for key in given} == written

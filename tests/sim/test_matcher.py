@@ -1,0 +1,169 @@
+"""A predictor that takes its time: when what it says is there, and what it does not get to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from expertly.control.channel import Channel, InlineChannel
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Routed
+from expertly.policies.predictor import Predictor
+from expertly.sim.hardware import PredictorCosts
+from expertly.sim.link import Clock
+from expertly.sim.matcher import VirtualChannel
+
+BEGAN = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+FREE = PredictorCosts(0, float("inf"), float("inf"))
+
+
+class Notes(Predictor):
+    """Writes down what it is told; says one thing at a begin and two of each router, for 100 bytes and 30 operations
+    each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[object] = []
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self.told.append("begin")
+        return [self._say(0, 1)]
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self.told.append(routed.layer)
+        for distance in (1, 2):
+            yield self._say(routed.layer + distance, distance)
+
+    def end_iteration(self, ok: bool) -> None:
+        self.told.append(("end", ok))
+        self.work.read_nbytes += 1000
+
+    def _say(self, layer: int, distance: int) -> Prediction:
+        self.work.read_nbytes += 100
+        self.work.flops += 30
+        return Prediction(layer, [distance], [1.0], distance)
+
+
+def publish(channel: Channel, step: int, layer: int) -> None:
+    channel.router_ran(step, partial(Routed, RouterRan(layer, [0], [1], [True], 1)))
+
+
+def taken(channel: Channel) -> list[tuple[int, int]]:
+    """(step, layer) of what is there."""
+    found = []
+    while (seen := channel.take()) is not None:
+        found.append((seen.step, seen.prediction.layer))
+    return found
+
+
+def test_predictions_come_when_they_have_been_made() -> None:
+    """7 ns a context; 100 bytes take 50 ns, more than 30 operations do."""
+    predictor, clock = Notes(), Clock()
+    channel = VirtualChannel(predictor, clock, PredictorCosts(7, 2e9, 1e9), 100)
+    clock.now_ns = 1000
+    channel.begin_iteration(-1, lambda: BEGAN)
+    assert taken(channel) == [] and predictor.told == ["begin"], "begun at once, made at 1057"
+    clock.now_ns = 1010
+    publish(channel, 0, 0)  # read at 1057: two predictions, at 1114 and 1164
+    clock.now_ns = 1056
+    assert taken(channel) == [] and predictor.told == ["begin"]
+    clock.now_ns = 1057
+    assert taken(channel) == [(-1, 0)]
+    clock.now_ns = 1113
+    assert taken(channel) == []
+    clock.now_ns = 1114
+    assert taken(channel) == [(0, 1)]
+    clock.now_ns = 1500
+    assert taken(channel) == [(0, 2)]
+    channel.end_iteration(True)  # takes 507
+    channel.begin_iteration(1, lambda: BEGAN)  # read at 2007
+    clock.now_ns = 2063
+    assert taken(channel) == []
+    clock.now_ns = 2064
+    assert taken(channel) == [(1, 0)]
+    assert predictor.told == ["begin", 0, ("end", True), "begin"]
+    assert channel.busy_ns == 57 + 107 + 507 + 57
+
+
+def test_the_slower_of_reading_and_computing_counts() -> None:
+    costs = PredictorCosts(0, 1e9, 0.1e9)
+    assert costs.work_ns(100, 30) == 300 and costs.work_ns(1000, 30) == 1000 and FREE.work_ns(10**9, 10**9) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
+    rng, clock = np.random.default_rng(seed), Clock()
+    told = [Notes(), Notes()]
+    channels: list[Channel] = [InlineChannel(told[0]), VirtualChannel(told[1], clock, FREE, 1)]
+    for iteration in range(20):
+        for channel in channels:
+            channel.begin_iteration(iteration * 4 - 1, lambda: BEGAN)
+        for layer in range(4):
+            if rng.random() < 0.5:
+                assert taken(channels[0]) == taken(channels[1])
+            for channel in channels:
+                publish(channel, iteration * 4 + layer, layer)
+            clock.now_ns += int(rng.integers(0, 3))
+        ok = bool(rng.random() < 0.8)
+        for channel in channels:
+            channel.end_iteration(ok)
+    assert taken(channels[0]) == taken(channels[1])
+    assert isinstance(channels[1], VirtualChannel)
+    channels[1].close()
+    assert told[0].told == told[1].told and channels[1].num_dropped == 0
+
+
+def test_of_too_many_contexts_the_oldest_of_the_running_pass_go() -> None:
+    predictor, clock = Notes(), Clock()
+    channel = VirtualChannel(predictor, clock, PredictorCosts(100, float("inf"), float("inf")), 3)
+    channel.begin_iteration(-1, lambda: BEGAN)  # read from 0 to 100
+    assert taken(channel) == []
+    for layer in range(6):
+        publish(channel, layer, layer)
+    assert channel.num_dropped == 3
+    channel.end_iteration(True)
+    channel.close()
+    assert predictor.told == ["begin", 3, 4, 5, ("end", True)]
+    clock.now_ns = 10**6
+    assert taken(channel) == [(-1, 0), (3, 4), (3, 5), (4, 5), (4, 6), (5, 6), (5, 7)]
+
+
+def test_passes_that_have_ended_go_as_a_whole() -> None:
+    predictor, clock = Notes(), Clock()
+    channel = VirtualChannel(predictor, clock, PredictorCosts(1000, float("inf"), float("inf")), 4)
+    for iteration in range(3):
+        channel.begin_iteration(iteration * 2 - 1, lambda: BEGAN)
+        for layer in range(2):
+            publish(channel, iteration * 2 + layer, layer)
+            clock.now_ns += 1
+        channel.end_iteration(iteration != 1)
+    # The first pass began at once; 0 and 1 waited, then the second's three: five, so the first's went, its end, too.
+    # Then the third's begin made four, its routers five: the second went as a whole.
+    assert channel.num_dropped == 2 + 3
+    channel.close()
+    assert predictor.told == ["begin", "begin", 0, 1, ("end", True)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
+    rng, predictor, clock = np.random.default_rng(seed), Notes(), Clock()
+    channel = VirtualChannel(predictor, clock, PredictorCosts(50, 1e9, 1e9), int(rng.integers(1, 12)))
+    published = num_taken = 0
+    for iteration in range(60):
+        channel.begin_iteration(iteration * 5 - 1, lambda: BEGAN)
+        for layer in range(5):
+            publish(channel, iteration * 5 + layer, layer)
+            clock.now_ns += int(rng.integers(0, 500))
+            num_taken += len(taken(channel))
+        published += 6
+        channel.end_iteration(True)
+    channel.close()
+    clock.now_ns = 1 << 61
+    num_taken += len(taken(channel))
+    contexts = [what for what in predictor.told if not isinstance(what, tuple)]
+    assert len(contexts) + channel.num_dropped == published
+    assert num_taken == sum(1 if what == "begin" else 2 for what in contexts)
+    assert channel.num_dropped > 0, "it was busy"

@@ -1,0 +1,139 @@
+"""A system by its name, and with other parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from expertly.control.budget import split_budget
+from expertly.core.errors import ConfigError
+from expertly.policies.eviction.belady import Belady
+from expertly.policies.eviction.fmoe import FMoEEviction
+from expertly.policies.eviction.lru import LRU
+from expertly.policies.known import Known
+from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.predictor.lookahead import Lookahead
+from expertly.policies.prefetch import by_proximity, by_score
+from expertly.systems import PARTS, SYSTEMS, get_system, runnable_systems
+from tests.control.drive import geometry
+from tests.policies.futures import KNOWN
+
+SHAPE = geometry(layers=4, experts=8, top_k=2)
+BUDGET = split_budget(SHAPE, SHAPE.nbytes // 2)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_preset_by_its_name(name: str) -> None:
+    assert get_system(name) is SYSTEMS[name]
+    assert SYSTEMS[name].controller(SHAPE, BUDGET, KNOWN).budget is BUDGET
+
+
+def test_fmoe_is_the_papers() -> None:
+    system = get_system("fmoe")
+    control, predictor = system.controller(SHAPE, BUDGET), system.predictor(SHAPE)
+    assert (system.scope, system.prefetch, system.ahead, system.transfer) == (
+        "global",
+        "proximity",
+        "cache",
+        "asynchronous",
+    )
+    assert isinstance(predictor, FMoE)
+    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 3 / 4), "three of four layers ahead"
+    assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
+    assert system.uses_maps and system.needs == () and "fmoe" in runnable_systems()
+
+
+SPECS = {
+    "fmoe:semantic=no:select=top-k": "fmoe:semantic=no:select=top-k",
+    "fmoe:select=top-k:semantic=off": "fmoe:semantic=no:select=top-k",
+    " fmoe : distance=03 ": "fmoe:distance=3",
+    "fmoe:quota=.25:capacity=0500": "fmoe:capacity=500:quota=0.25",
+    "fmoe:eviction=lru": "fmoe:eviction=lru",
+    "lru:distance=2:prediction=lookahead": "lru:prediction=lookahead:distance=2",
+    "lru:prediction=counts:width=4:window=7": "lru:prediction=counts:window=7:width=4",
+    "fmoe:prediction=none:eviction=lfu": "fmoe:eviction=lfu:prediction=none",
+    "lru:scope=global": "lru:scope=global",
+    "belady:eviction=lfu": "belady:eviction=lfu",
+    "lfu:admission=best": "lfu:admission=best",
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None:
+    system = get_system(spec)
+    assert system.name == SPECS[spec]
+    assert get_system(system.name) == system
+    system.controller(SHAPE, BUDGET, KNOWN)
+    system.predictor(SHAPE, KNOWN)
+
+
+def test_other_parts_are_what_it_is_made_of() -> None:
+    control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").controller(SHAPE, BUDGET)
+    assert isinstance(control.caches[0].policy, LRU) and control.caches[0] is not control.caches[1]
+    assert control.speculation.window == 5 and control.speculation._priority is by_score
+    assert get_system("fmoe").controller(SHAPE, BUDGET).speculation._priority is by_proximity
+    predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
+    assert isinstance(predictor, FMoE)
+    assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
+    best = get_system("lru:eviction=belady:admission=best").controller(SHAPE, BUDGET, KNOWN)
+    assert isinstance(best.caches[0].policy, Belady)
+
+
+def test_what_a_system_needs_follows_from_its_parts() -> None:
+    lookahead = get_system("lru:prediction=lookahead")
+    assert lookahead.needs == ("lookahead",) and lookahead.transfer == "asynchronous"
+    assert isinstance(lookahead.predictor(SHAPE), Lookahead)
+    assert get_system("lru:prediction=perfect").needs == ("future",)
+    assert get_system("belady").needs == ("future",) == get_system("oracle").needs
+    assert get_system("belady:eviction=lru:admission=always").needs == ()
+    assert get_system("oracle:prediction=lookahead").needs == ("future", "lookahead")
+    assert get_system("modelled-lookahead:prediction=popularity").needs == ()
+    assert replace(SYSTEMS["lru"], needs=("experts",)).needs == ("experts",)
+    nothing = get_system("fmoe:prediction=none:eviction=lru")
+    assert nothing.transfer == "demand" and nothing.predictor(SHAPE) is None and not nothing.uses_maps
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nonsense", r"system='nonsense': unknown; accepted: on-demand, lru"),
+        ("nonsense:eviction=lru", r"system='nonsense': unknown; accepted: on-demand, lru"),
+        ("lru:", r"system='lru:': '': must be key=value"),
+        ("lru:scope", r"'scope': must be key=value"),
+        ("lru:=layer", r"'=layer': must be key=value"),
+        ("lru:scope=layer:scope=global", r"'scope': given twice"),
+        ("lru:scope=galaxy", r"scope='galaxy': unknown; accepted: layer, global"),
+        ("lru:prediction=magic", r"prediction='magic': unknown; accepted: none, perfect"),
+        ("fmoe:prefetch=soon", r"prefetch='soon': unknown; accepted: score, proximity"),
+        ("fmoe:distance=0", r"distance=0: must be at least 1"),
+        ("fmoe:distance=near", r"distance='near': must be a whole number"),
+        ("fmoe:window=0", r"window=0: must be at least 1"),
+        ("fmoe:colour=red", rf"'colour': unknown; accepted with prediction=fmoe: {', '.join(PARTS)}, semantic"),
+        ("lru:semantic=no", r"'semantic': unknown; accepted with prediction=none: eviction"),
+        ("fmoe:prediction=counts:semantic=no", r"'semantic': unknown; accepted with prediction=counts: .*, width"),
+        ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
+        ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),
+        ("fmoe:quota=2", r"quota=2.0: "),
+        ("lru:prediction=counts:width=0", r"width=0: must be at least 1"),
+        ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
+        ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
+        ("resident:scope=layer", r"'resident' keeps every expert"),
+        ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
+        ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
+        ("lru:eviction=belady", r"eviction='belady' .*accepted: admission=best"),
+        ("lru:eviction=fmoe", r"predicted probabilities, which prediction='none' does not give; accepted: prediction="),
+        ("oracle:eviction=fmoe", r"prediction='perfect' does not give"),
+        ("oracle:prefetch=proximity", r"prefetch='proximity' weighs probabilities.*accepted: score"),
+    ],
+)
+def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_system(spec)
+
+
+@pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])
+def test_what_needs_the_future_does_not_run_without(spec: str) -> None:
+    with pytest.raises(ConfigError, match="needs to know the demands to come"):
+        get_system(spec).controller(SHAPE, BUDGET, Known())
+        get_system(spec).predictor(SHAPE, Known())
