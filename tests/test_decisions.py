@@ -220,7 +220,15 @@ def test_an_observation_that_cannot_be_is_a_difference(
 
 @pytest.mark.parametrize(
     "call",
-    [["begin_layer", [1, 2], None], ["loaded", None, True], ["explode", None, None], [], 7, ["predict", [0], None]],
+    [
+        ["begin_layer", [1, 2], None],
+        ["loaded", None, True],
+        ["explode", None, None],
+        [],
+        7,
+        ["predict", [0], None],
+        ["foresee", 0, None],
+    ],
 )
 def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"

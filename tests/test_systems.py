@@ -48,6 +48,7 @@ SPECS = {
     "fmoe:semantic=no:select=top-k": "fmoe:semantic=no:select=top-k",
     "fmoe:select=top-k:semantic=off": "fmoe:semantic=no:select=top-k",
     " fmoe : distance=03 ": "fmoe:distance=3",
+    "fmoe: distance = 3 :quota = 1": "fmoe:distance=3:quota=1.0",
     "fmoe:quota=.25:capacity=0500": "fmoe:capacity=500:quota=0.25",
     "fmoe:eviction=lru": "fmoe:eviction=lru",
     "lru:distance=2:prediction=lookahead": "lru:prediction=lookahead:distance=2",
@@ -114,8 +115,9 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("fmoe:prediction=counts:semantic=no", r"'semantic': unknown; accepted with prediction=counts: .*, width"),
         ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
         ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),
-        ("fmoe:quota=2", r"quota=2.0: "),
-        ("lru:prediction=counts:width=0", r"width=0: must be at least 1"),
+        ("fmoe:quota=2", r"system='fmoe:quota=2': quota=2.0: "),
+        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576 maps"),
+        ("lru:prediction=counts:width=0", r"system='lru:prediction=counts:width=0': width=0: must be at least 1"),
         ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
         ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
         ("resident:scope=layer", r"'resident' keeps every expert"),
@@ -130,6 +132,16 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
 def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_system(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["x" * 10**5, "fmoe" + ":a=b" * 10**5, *(f"fmoe:{key}{'9' * 10**5}" for key in ("", "capacity=", "select="))],
+)
+def test_what_is_wrong_with_a_very_long_spec_is_short(spec: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_system(spec)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])

@@ -6,6 +6,7 @@ was changed or cut is never taken for what an engine did.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ class DecisionsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._crc = 0
+        self._process = os.getpid()
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -55,8 +57,13 @@ class DecisionsFile:
             raise self._problem(error) from None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. In a forked child the file is let go as it is: the parent writes it."""
         if self._file.closed:
+            return
+        if os.getpid() != self._process:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())  # where goes what the child has in the file's buffer
+            self._file.close()
             return
         try:
             self.write(_END)

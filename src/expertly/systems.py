@@ -106,7 +106,7 @@ def _check(system: System) -> None:
     for key, accepted in ACCEPTED.items():
         value = getattr(system, key)
         if value not in accepted and not (key == "eviction" and system.keeps_everything):
-            raise ConfigError(f"{where}: {key}={value!r}: unknown; accepted: {', '.join(accepted)}")
+            raise ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}")
     if system.distance < 1:
         raise ConfigError(f"{where}: distance={system.distance}: must be at least 1")
     if system.window is not None and system.window < 1:
@@ -247,8 +247,8 @@ def get_system(spec: str) -> System:
     """
     name, *settings = [part.strip() for part in spec.split(":")]
     if name not in SYSTEMS:
-        raise ConfigError(f"system={name!r}: unknown; accepted: {', '.join(SYSTEMS)}")
-    return _derived(SYSTEMS[name], settings, f"system={spec!r}") if settings else SYSTEMS[name]
+        raise ConfigError(f"system={name!r:.200}: unknown; accepted: {', '.join(SYSTEMS)}")
+    return _derived(SYSTEMS[name], settings, f"system={spec!r:.200}") if settings else SYSTEMS[name]
 
 
 def _derived(preset: System, settings: list[str], where: str) -> System:
@@ -258,24 +258,24 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         )
     given: dict[str, str] = {}
     for setting in settings:
-        key, _, value = setting.partition("=")
+        key, _, value = (part.strip() for part in setting.partition("="))
         if not (key and value):
-            raise ConfigError(f"{where}: {setting!r}: must be key=value")
+            raise ConfigError(f"{where}: {setting!r:.80}: must be key=value")
         if key in given:
-            raise ConfigError(f"{where}: {key!r}: given twice")
+            raise ConfigError(f"{where}: {key!r:.80}: given twice")
         given[key] = value
     parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
-    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r}") for key in _NUMBERS if key in given}
+    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in _NUMBERS if key in given}
     options = {key: value for key, value in given.items() if key not in PARTS}
     prediction = parts.get("prediction", preset.prediction)
     if prediction not in ACCEPTED["prediction"]:
         accepted = ", ".join(ACCEPTED["prediction"])
-        raise ConfigError(f"{where}: prediction={prediction!r}: unknown; accepted: {accepted}")
+        raise ConfigError(f"{where}: prediction={prediction!r:.80}: unknown; accepted: {accepted}")
     of_prediction = [] if prediction == "none" else option_names(PREDICTORS[prediction].options)
     for key in options:
         if key not in of_prediction:
             accepted = ", ".join((*PARTS, *of_prediction))
-            raise ConfigError(f"{where}: {key!r}: unknown; accepted with prediction={prediction}: {accepted}")
+            raise ConfigError(f"{where}: {key!r:.80}: unknown; accepted with prediction={prediction}: {accepted}")
     if prediction == "none":
         for key in _OF_PREDICTION:
             if key in parts:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.families import make_checkpoint
 from tests.maps.builders import IDENTITY, assert_same, make_store
+from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
 BASE = ("token", "is_prefill", "experts", "weights")
@@ -321,22 +320,10 @@ def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
     assert not (tmp_path / "c.maps").exists() and not (tmp_path / "c.npz").exists()
 
 
-WITHOUT_TORCH = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(f"{name} is blocked in this test")
-
-sys.meta_path.insert(0, Blocker())
-from expertly.cli.main import main
-for arguments in (["build", sys.argv[1], sys.argv[2]], ["info", sys.argv[2]], ["size"]):
-    assert main(["maps", *arguments]) == 0
-"""
-
-
 def test_works_without_torch(trace, tmp_path):
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(trace), str(tmp_path / "a.maps")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    path = str(tmp_path / "a.maps")
+    lines = ["from expertly.cli.main import main"]
+    for arguments in (["build", str(trace), path], ["info", path], ["size"]):
+        lines.append(f"assert main({['maps', *arguments]!r}) == 0")
+    done = run_without_torch("\n".join(lines))
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
+from expertly.maps.file import load_maps
 from expertly.trace.reader import Trace
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 
@@ -72,6 +73,56 @@ def test_a_trace_of_the_tokens_that_the_unmodified_model_makes(
     for word in ("3 requests", f"{3 * NUM_NEW} iterations", f"{num_rows} rows", "KiB", "TPOT", str(out)):
         assert word in line
     assert line.count("\n") == 1
+
+
+def rows_of(out: Path) -> list[list[int]]:
+    """The tokens of each request, but for the last ones."""
+    trace = Trace.open(out)
+    return [
+        trace.rows("token", request.first_row, request.first_row + request.num_rows).tolist()
+        for request in trace.requests
+    ]
+
+
+def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: Path):
+    """The same seed draws the same tokens, another one others; none is drawn without a temperature."""
+    hot = ("--temperature", "2.5")
+    runs = {
+        "greedy": (),
+        "zero": ("--temperature", "0", "--seed", "5"),
+        "first": (*hot, "--seed", "5"),
+        "again": (*hot, "--seed", "5", "--memory", "30%"),
+        "other": (*hot, "--seed", "6"),
+        "seed 0": hot,
+    }
+    for name, arguments in runs.items():
+        assert record(model, prompts, tmp_path / name, *arguments) == 0
+    rows = {name: rows_of(tmp_path / name) for name in runs}
+    expected = [tokens_of(text) for text in PROMPTS]
+    for name, found in rows.items():
+        assert [row[: len(ids)] for row, ids in zip(found, expected, strict=True)] == expected, name
+    assert rows["greedy"] == rows["zero"]
+    assert rows["first"] == rows["again"]
+    assert len({json.dumps(rows[name]) for name in ("greedy", "first", "other", "seed 0")}) == 4
+
+
+def test_it_leaves_maps_alone_unless_a_file_is_named(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    fmoe = ("--system", "fmoe", "--matcher", "inline")
+    assert record(model, prompts, tmp_path / "trace", *fmoe) == 0
+    assert not list((tmp_path / "cache" / "stores").glob("*.maps"))
+    path = tmp_path / "my.maps"
+    assert record(model, prompts, tmp_path / "second", *fmoe, "--maps", str(path)) == 0
+    trace = Trace.open(tmp_path / "second")
+    assert 0 < load_maps(path).num_maps <= trace.num_rows
+    assert rows_of(tmp_path / "trace") == rows_of(tmp_path / "second")
+    capsys.readouterr()
+    assert record(model, prompts, tmp_path / "third", "--maps", str(path)) == 2
+    assert "my.maps" in capsys.readouterr().err
+    assert record(model, prompts, tmp_path / "third", *fmoe[:2], "--matcher", "elsewhere") == 2
+    assert "matcher='elsewhere': unknown; accepted: thread, inline" in capsys.readouterr().err
 
 
 def test_json_full_and_a_share_of_the_prompts(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from expertly.control.budget import Budget, split_budget
+from expertly.control.channel import InlineChannel
 from expertly.control.controller import Controller
+from expertly.control.journal import JournaledController, replay
+from expertly.control.loop import Ahead, run_layer
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.core.observation import Began, Routed
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
+from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
-from tests.control.ahead import CheckedController
+from tests.control.ahead import CheckedController, InstantLink
 from tests.control.drive import geometry
 
 
@@ -34,7 +41,7 @@ def made(
     return CheckedController(shape, budget, lambda capacity: LRU(), scope=scope, ahead=ahead, **kwargs).watch()
 
 
-def run(control: CheckedController, router: RouterRan, withdrawn: Sequence[Piece] = (), joined: int = 0) -> Step:
+def run(control: Controller, router: RouterRan, withdrawn: Sequence[Piece] = (), joined: int = 0) -> Step:
     """A layer to its end; what is loaded arrives in order."""
     step = control.begin_layer(router, withdrawn)
     assert len(step.joined) == joined
@@ -261,6 +268,42 @@ def test_what_is_said_of_a_layer_says_what_goes() -> None:
     control.predict(Prediction(1, [0], [0.6], 2, 0.9, [0.6, 0.1, 0.3, 0.0]))
     assert [(piece.layer, piece.expert) for piece in control.load_ahead()] == [(0, 2)]
     assert set(control.caches[0].kept) == {0, 2, 4, 5}, "1 went: 0.05; what is predicted and here stays"
+
+
+def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
+    """The same cache; the second map of layer 0 comes when that layer has run, and makes 1 likelier than 0."""
+
+    class Late(Predictor):
+        def router_ran(self, routed: Routed) -> list[Prediction]:
+            late = Prediction(0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0])
+            sure = Prediction(1, [0], [0.6], 1, 0.9, [0.6, 0.1, 0.3, 0.0])
+            return [late, sure] if routed.layer == 0 else []
+
+    shape = geometry(layers=2, experts=4, top_k=2)
+    lines: list[str] = []
+    budget = Budget(0, (2,), (4,), (2, 2))
+
+    def new() -> JournaledController:
+        return JournaledController(shape, budget, lambda capacity: FMoEEviction(), scope="global")
+
+    control = new()
+    control.start_journal({}, lines.append)
+    run(control, one_token(0, [0, 1]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [1], [0.2], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
+    link = InstantLink()
+    ahead = Ahead(control, link, InlineChannel(Late()))
+    ahead.begin_iteration(lambda: Began(np.zeros(1, np.int64), np.zeros(1, np.bool_)))
+    run_layer(control, link, one_token(0, [0, 1]), lambda piece: None, ahead)
+    assert ahead.num_late == 1
+    assert set(control.caches[0].kept) == {0, 1, 4, 5}
+    control.predict(Prediction(0, [2], [0.8], 2, 0.9))  # says nothing of the others
+    assert [(piece.layer, piece.expert) for piece in control.load_ahead()] == [(0, 2)]
+    assert set(control.caches[0].kept) == {1, 2, 4, 5}, "0 went: 0.05"
+    assert [json.loads(line)[1] for line in lines if line.startswith('["foresee"')] == [[0, [0.05, 0.15, 0.8, 0.0]]]
+    assert replay(lines[1:], new(), "here").difference is None
+    without = [line for line in lines[1:] if not line.startswith('["foresee"')]
+    assert replay(without, new(), "here").difference is not None
 
 
 def test_a_layer_that_nobody_chose_an_expert_in() -> None:

@@ -23,6 +23,17 @@ def test_replaces_when_the_block_ends(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+    path, link = tmp_path / "a", tmp_path / "links" / "b"
+    link.parent.mkdir()
+    link.symlink_to("../a")
+    for content in (b"new where nothing was", b"new"):
+        with replacing(link) as file:
+            file.write(content)
+        assert link.is_symlink() and path.read_bytes() == content
+    assert os.listdir(link.parent) == ["b"]
+
+
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")

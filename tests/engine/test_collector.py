@@ -85,7 +85,11 @@ def test_it_is_what_a_full_recording_holds(
     seen = columns(diary, num_layers, "lookahead", lookahead.shape[2])
     np.testing.assert_array_equal(seen, lookahead)
     assert seen[:, 0].any()
-    if not FAMILIES[family].is_encoder_decoder:
+    for began, routed in zip(diary.began, diary.routed, strict=True):
+        assert began.layers is not None and [one.layer for one in routed] == list(began.layers)
+    if FAMILIES[family].is_encoder_decoder:
+        assert {one.layers for one in diary.began} == {range(2), range(2, 4)}
+    else:
         requests = np.concatenate([one.requests for one in diary.began])
         np.testing.assert_array_equal(requests, recorded("request"))
 

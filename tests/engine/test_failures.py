@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,12 +231,11 @@ class InterruptAt:
         return self._line
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(segments: int, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    num_closed, positions = 0, range(3, 9000, 409)
-    for at in positions:
-        model, _ = expertly.load(str(case.store), memory="25%", segments=segments, device="cpu")
+def interrupt_at_lines(case: Case, lines: Sequence[int], check: Callable[[Any], None], **settings: Any) -> None:
+    """Interrupt a model before each of these lines: mostly it works on and `check` passes; else it says it cannot."""
+    num_closed = 0
+    for at in lines:
+        model, _ = expertly.load(str(case.store), device="cpu", **settings)
         try:
             generate(model, case.prompts, 3)
             sys.settrace(InterruptAt(at))
@@ -246,12 +246,53 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
                 sys.settrace(None)
             try:
                 assert generate(model, case.prompts) == case.tokens, f"line {at}"
-                check_nothing_moves(model)
+                check(model)
             except EngineClosedError:
                 num_closed += 1
         finally:
             expertly.unload(model)
-    assert num_closed < len(positions) / 2, "mostly it works on"
+    assert num_closed < len(lines) / 2, "mostly it works on"
+
+
+@pytest.mark.parametrize("system", ["lru", "fmoe"])
+def test_two_interrupts_while_a_disk_is_slow(system: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first is waiting for the reads under way: they may take long, Ctrl-C must not."""
+    case = cases["qwen3_moe"]
+    may_read, waits = threading.Event(), threading.Event()
+    may_read.set()
+    read_into = ExpertFile.read_into
+
+    def wait_and_read(*args: Any) -> bool:
+        waits.set()
+        may_read.wait(30)
+        return read_into(*args)
+
+    def interrupt_twice() -> None:
+        waits.wait(30)
+        for _ in range(2):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ExpertFile, "read_into", wait_and_read)
+    with loaded(case.store, system=system) as model:
+        assert generate(model, case.prompts) == case.tokens
+        may_read.clear()
+        waits.clear()
+        user = threading.Thread(target=interrupt_twice)
+        user.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, case.prompts)
+        finally:
+            user.join()
+            may_read.set()
+        assert generate(model, case.prompts) == case.tokens
+        check_nothing_moves(model)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(segments: int, cases: Cases) -> None:
+    interrupt_at_lines(cases["qwen3_moe"], range(3, 9000, 409), check_nothing_moves, memory="25%", segments=segments)
 
 
 def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

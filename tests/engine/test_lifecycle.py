@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from expertly.core.errors import (
     ExpertlyError,
     ModelUseError,
 )
+from expertly.decisions import replay_file
 from expertly.engine.api import handle
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
@@ -247,3 +252,43 @@ def test_stats_and_unload_of_any_other_model(cases: Cases) -> None:
     for call in (expertly.stats, expertly.unload):
         with pytest.raises(ModelUseError, match="was not loaded by expertly"):
             call(reference)
+
+
+# -- forked processes ------------------------------------------------------------------------------------------------
+
+
+def exit_code_of_a_child(run: Callable[[], None]) -> int:
+    """What a forked child makes of `run`: 0, 1 where it raised, or the signal that ended it after 20 s, below 0."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("system", ["lru", "fmoe"])
+def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, cases: Cases, tmp_path: Path) -> None:
+    """Threads do not survive a fork; multiprocessing forks, and a child that exits collects what it was born with."""
+    case, maps, decisions = cases["qwen3_moe"], tmp_path / "some.maps", tmp_path / "decisions.jsonl"
+    settings: dict[str, Any] = {"maps": maps} if system == "fmoe" else {}
+    model, _ = expertly.load(
+        str(case.store), system=system, memory="50%", device="cpu", decisions=decisions, **settings
+    )
+    assert generate(model, case.prompts) == case.tokens
+
+    def run() -> None:
+        with pytest.raises(EngineClosedError, match=r"before this process was forked; call expertly\.load again"):
+            generate(model, case.prompts)
+
+    assert exit_code_of_a_child(run) == 0
+    assert exit_code_of_a_child(lambda: expertly.unload(model)) == 0
+    assert not maps.exists()
+    assert generate(model, case.prompts) == case.tokens, "the parent goes on"
+    expertly.unload(model)
+    assert maps.exists() == (system == "fmoe")
+    assert replay_file(decisions)[1].difference is None

@@ -8,14 +8,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import expertly
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import prediction as prediction_module
 from expertly.engine.api import handle
-from expertly.maps.file import load_maps
-from expertly.policies.maps.store import MapShape
+from expertly.maps.file import MapsFile, load_maps, save_maps
+from expertly.policies.maps.store import MapShape, MapStore
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads, run_python
@@ -123,6 +124,25 @@ def test_a_damaged_file(damage: str, own: tuple[Case, Path], cases: Cases) -> No
     assert learn(store, case) > 0, "it was replaced"
 
 
+def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
+    """As of a trace that made them up: they cannot be compared to what this model feeds."""
+    case, store = own
+    path = store.with_name("store.maps")
+    learn(store, case)
+    found = MapsFile.read(path)
+    state = found.store.state()
+    hidden_size = state["embeddings"].shape[1]
+    state["embeddings"] = np.pad(state["embeddings"], ((0, 0), (0, 3)))
+    save_maps(path, MapStore.from_state(found.store.shape, state), found.header.identity)
+    message = rf"store\.maps: tensor 'embeddings': {hidden_size + 3} numbers each.*{hidden_size}"
+    with pytest.raises(StoreError, match=message):
+        learn(store, case, maps=path)
+    assert not reader_threads()
+    with pytest.warns(UserWarning, match=message):
+        assert learn(store, case) == 0
+    assert learn(store, case) > 0, "it was replaced"
+
+
 def test_a_file_for_a_system_without_maps(own: tuple[Case, Path], tmp_path: Path) -> None:
     case, store = own
     with pytest.raises(ConfigError, match=r"my\.maps.*system 'lru' has no maps; accepted: auto, off"):
@@ -134,7 +154,18 @@ def test_a_file_for_a_system_without_maps(own: tuple[Case, Path], tmp_path: Path
 
 
 def test_a_file_where_there_is_no_folder(own: tuple[Case, Path], tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere" / "my.maps", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    bad: list[Any] = [
+        tmp_path / "nowhere" / "my.maps",
+        tmp_path,
+        tmp_path / "pipe",
+        "",
+        "a\0b",
+        tmp_path / ("x" * 300),
+        "~nobody-here/a.maps",
+        5,
+    ]
+    for path in bad:
         with pytest.raises(ConfigError, match="must be a file, in a folder that exists"):
             expertly.load(str(own[1]), system="fmoe", maps=path, device="cpu")
 

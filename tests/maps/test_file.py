@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import zlib
@@ -154,6 +155,8 @@ def test_what_is_no_maps_file_is_refused(tmp_path: Path, content: bytes) -> None
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent.maps")
     assert "cannot be read" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a file" in refusal(tmp_path / "pipe"), "which would wait for somebody to write into it"
 
 
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {

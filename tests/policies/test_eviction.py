@@ -145,7 +145,7 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
             policy.removed(expert)
         elif action < 0.75:
             policy.stated[expert] = dice.randrange(values) / 2
-            policy.rescore(expert)
+            policy.rescore([expert])
         else:
             protected = set(dice.sample(range(num), dice.randint(0, num // 2)))
             expected = sorted((policy.score(e), e) for e in kept if e not in protected)
@@ -169,7 +169,7 @@ def test_a_long_run_keeps_no_void_entries(is_asked: bool) -> None:
     next(policy.scored_victims(()))
     for step in range(20_000):
         policy.stated[step % 100] = -float(step)  # it falls: a new entry each time
-        policy.rescore(step % 100)
+        policy.rescore([step % 100])
         if is_asked and step % 50 == 0:
             next(policy.scored_victims(()))
     assert len(policy._heap) <= 2 * 100 + 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -35,11 +37,18 @@ class Rows:
 
 
 def run(
-    predictor: FMoE, rows: Rows, ok: bool = True, layers: list[int] | None = None, end: bool = True
+    predictor: FMoE,
+    rows: Rows,
+    ok: bool = True,
+    layers: Sequence[int] | None = None,
+    end: bool = True,
+    stack: range | None = None,
 ) -> list[Prediction]:
-    """One pass of these rows; all predictions."""
+    """One pass of these rows over `stack`, of which `layers` are seen; all predictions."""
     num_rows = len(rows.requests)
-    found = list(predictor.begin_iteration(Began(rows.requests, np.zeros(num_rows, np.bool_), rows.embedding)))
+    began = Began(rows.requests, np.zeros(num_rows, np.bool_), rows.embedding, stack)
+    found = list(predictor.begin_iteration(began))
+    layers = layers if stack is None or layers is not None else stack
     for layer in range(LAYERS) if layers is None else layers:
         router = RouterRan(layer, [0], [1], [True], num_rows)
         found += predictor.router_ran(Routed(router, rows.chosen[:, layer], rows.scores[:, layer]))
@@ -184,15 +193,85 @@ def test_a_pass_that_failed_or_lost_a_layer_is_not_learned() -> None:
     assert predictor.facts()["left_out"] == 2
 
 
-def test_a_layer_that_never_runs_is_no_layer_left_out() -> None:
-    predictor = FMoE(SHAPE, 2)
-    for seed in range(3):
-        run(predictor, Rows(seed, 1), layers=[2, 3, 4, 5])
+ENCODER, DECODER = range(2), range(2, LAYERS)
+
+
+def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
+    """Of each map the request, and the layers of which it has something."""
     store = predictor.store
-    assert store.num_maps == 3
-    assert not store.maps[:2].any()
-    found = run(predictor, Rows(9, 1), layers=[2, 3, 4, 5])
-    assert [one.layer for one in found] == [4, 5]  # and nothing is predicted for the others
+    return [
+        (int(store.requests[slot]), np.flatnonzero(store.maps[:, slot].any(axis=1)).tolist())
+        for slot in range(store.num_maps)
+    ]
+
+
+def test_a_map_of_a_stack_is_whole_when_all_of_its_layers_were_seen() -> None:
+    predictor = FMoE(SHAPE, 2)
+    run(predictor, Rows(1, 1), stack=ENCODER)
+    run(predictor, Rows(2, 1), stack=DECODER)
+    run(predictor, Rows(3, 1), stack=DECODER, layers=[2, 3, 5])
+    run(predictor, Rows(4, 1), stack=ENCODER, layers=[0])
+    run(predictor, Rows(5, 1), stack=ENCODER, layers=[0, 1, 2])  # no layer of this pass
+    run(predictor, Rows(6, 1), layers=[2, 3, 4, 5])  # that of a model of one stack
+    assert stored(predictor) == [(1000, [0, 1]), (2000, [2, 3, 4, 5]), (5000, [0, 1])]
+    assert predictor.facts()["left_out"] == 3
+
+
+@pytest.mark.parametrize("semantic", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_rows: int, semantic: bool) -> None:
+    """The encoder's pass had the very same embedding, and is all that is newer."""
+    predictor = FMoE(SHAPE, 2, FMoEOptions(semantic=semantic, quota=1.0))
+    rows = Rows(1, num_rows)
+    for stack in (DECODER, ENCODER, ENCODER):
+        run(predictor, rows, stack=stack)
+    found = run(predictor, rows, stack=DECODER)
+    at_begin = [(2, 3), (3, 4)] if semantic else []
+    assert [(one.layer, one.distance) for one in found] == [*at_begin, (4, 2), (5, 2)]
+    for one in found:
+        assert one.confidence == pytest.approx(1, abs=1e-3)
+        assert one.probabilities == pytest.approx(rows.scores[:, one.layer].max(axis=0), abs=1e-3)
+    found = run(predictor, rows, stack=ENCODER)
+    assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
+    found = run(FMoE(SHAPE, 1, FMoEOptions(semantic=semantic), store=predictor.store), rows, stack=ENCODER)
+    assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
+
+
+def test_without_a_map_of_the_stack_nothing_is_predicted() -> None:
+    predictor = FMoE(SHAPE, 2)
+    run(predictor, Rows(1, 4), stack=ENCODER)
+    assert run(predictor, Rows(1, 1), stack=DECODER) == []
+    facts = predictor.facts()
+    assert (facts["semantic_searches"], facts["trajectory_searches"]) == (0, 0)
+
+
+def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() -> None:
+    predictor = learned(2, num_maps=5)
+    state = {name: array.copy() for name, array in predictor.store.state().items()}
+    state["maps"][3, 4] = 0  # that row chose nothing there
+    predictor.store = MapStore.from_state(predictor.store.shape, state, semantic_weight=2 / LAYERS)
+    rows = Rows(6, 1)
+    rows.scores = state["maps"][:, 4][None].copy()
+    found = {one.layer: one for one in run(predictor, rows)}
+    assert sorted(found) == list(range(LAYERS))
+    similar = [cosine(rows.scores[0, :2], state["maps"][:2, slot]) for slot in range(4)]
+    assert found[3].confidence == pytest.approx(max(similar), abs=1e-5)
+    assert found[3].probabilities == state["maps"][3, int(np.argmax(similar))].tolist()
+    assert found[4].probabilities == state["maps"][4, 4].tolist()
+
+
+@pytest.mark.parametrize("stack", [ENCODER, DECODER])
+def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: range) -> None:
+    options = FMoEOptions(capacity=12, quota=1.0)
+    online, offline = FMoE(SHAPE, 1, options), FMoE(SHAPE, 1, options)
+    for number in range(30):
+        rows = Rows(number, 1)
+        run(online, rows, stack=stack if number % 3 else None)
+        if number % 3:
+            others = [layer for layer in range(LAYERS) if layer not in stack]
+            rows.scores[:, others], rows.chosen[:, others] = 0, -1
+        offline.learn(rows.history())
+    assert state_of(online) == state_of(offline)
 
 
 def test_layers_left_out_do_not_stop_the_search() -> None:

@@ -51,7 +51,7 @@ def test_words_for_yes_and_no(text: str, value: bool) -> None:
         ("count", "9" * 30, r"must be a whole number"),
         ("width", "none", r"width='none': must be a whole number"),
         ("share", "half", r"share='half': must be a number"),
-        ("share", "7", r"share=7.0: must be from 0 to 1"),
+        ("share", "7", r"part 'p': share=7.0: must be from 0 to 1"),
         ("share", "nan", r"share=nan: must be from 0 to 1"),
         ("kind", "other", r"kind='other': unknown; accepted: delta, top-k"),
         ("colour", "red", r"part 'p': option 'colour': unknown; accepted: is_on, count, share, kind, width"),

@@ -65,7 +65,8 @@ def test_a_predictor_slower_than_its_passes_is_of_no_use_and_no_harm(tmp_path: P
         row = rows[name]
         assert row["contexts_dropped"] > 100
         if name.endswith("fmoe"):
-            assert row["predictor"]["maps"] < 20, "it saw hardly a pass to its end"
+            assert 10 < row["predictor"]["maps"] < 30, "of what it got to, it saw whole passes"
+            assert row["predictor"]["left_out"] == 0
         else:
             assert row["predictions_late"] > 0
         for key in ("hit_rate", "tpot_s", "ttft_s", "stall_share", "bytes_loaded"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int, probability, seed, temperature
+from expertly.cli.generation import generation_config
+from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import (
     add_json_flag,
     format_nbytes,
@@ -16,12 +17,10 @@ from expertly.cli.output import (
     format_share,
     message,
     print_json,
-    progress_bar,
     reserved_stdout,
     table,
 )
 from expertly.core.errors import ConfigError
-from expertly.systems import DEFAULT_SYSTEM, runnable_systems
 
 if TYPE_CHECKING:
     from expertly.engine.streaming import TextStreamer
@@ -30,39 +29,15 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("generate", help="generate text", description=__doc__)
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
+    add_loading_arguments(parser)
     add("--prompt", required=True, metavar="TEXT", help='what to continue; "-" reads it from stdin')
-    add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
     add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
-    add(
-        "--system",
-        default=DEFAULT_SYSTEM,
-        metavar="NAME",
-        help=f"{', '.join(runnable_systems())} (default: {DEFAULT_SYSTEM}), or one of them with other parts, "
-        "name:key=value (see `expertly systems`)",
-    )
-    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
-    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
-    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--ring", type=positive_int, metavar="N", help="slots for what is not kept (default: one token's experts)")
     add(
         "--order", default="resident", metavar="NAME", help="of computing: resident (default: what is here first) or id"
     )
     add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
     add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
-    add(
-        "--maps",
-        default="auto",
-        metavar="FILE",
-        help='expert maps that a system with maps starts from and adds to: a file, "auto" (default: beside the packed '
-        'store) or "off"',
-    )
-    add(
-        "--matcher",
-        default="thread",
-        metavar="NAME",
-        help="where a system predicts: thread (default: beside the forward pass) or inline (within it, repeatable)",
-    )
     add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
     add("--top-p", type=probability, default=1.0, metavar="X", help="with a temperature (default: 1)")
     add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
@@ -75,22 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly.engine import api
 
-        with progress_bar() as progress:
-            model, tokenizer = api.load(
-                args.model,
-                memory=args.memory,
-                system=args.system,
-                segments=args.segments,
-                device=args.device,
-                dtype=args.dtype,
-                ring=args.ring,
-                order=args.order,
-                context=args.context,
-                host_memory=args.host_memory,
-                maps=args.maps,
-                matcher=args.matcher,
-                progress=progress,
-            )
+        model, tokenizer = load_model(
+            args, ring=args.ring, order=args.order, context=args.context, host_memory=args.host_memory
+        )
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to generate from")
@@ -144,9 +106,10 @@ def _generate(model: Any, tokenizer: Any, prompt: str, args: argparse.Namespace,
         return text
 
     streamer = TextStreamer(decode, write)
+    config = generation_config(model, args.max_new_tokens, args.temperature, args.top_p)
     torch.manual_seed(args.seed)
     start_ns = time.perf_counter_ns()
-    model.generate(**inputs, streamer=streamer, generation_config=_generation_config(model, args))
+    model.generate(**inputs, streamer=streamer, generation_config=config)
     seconds = (time.perf_counter_ns() - start_ns) / 1e9
     return {
         "text": decode(streamer.tokens),
@@ -158,21 +121,6 @@ def _generate(model: Any, tokenizer: Any, prompt: str, args: argparse.Namespace,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-
-
-def _generation_config(model: Any, args: argparse.Namespace) -> Any:
-    """The model's own, greedy unless a temperature was asked for."""
-    config = copy.deepcopy(model.generation_config)
-    config.max_length, config.max_new_tokens = None, args.max_new_tokens
-    config.num_beams = 1
-    config.do_sample = args.temperature > 0
-    config.temperature = args.temperature if config.do_sample else None
-    config.top_p = args.top_p if config.do_sample else None
-    config.top_k = 0 if config.do_sample else None
-    if config.pad_token_id is None:
-        end = config.eos_token_id
-        config.pad_token_id = end[0] if isinstance(end, list) else end
-    return config
 
 
 def _latencies(streamer: TextStreamer, start_ns: int) -> dict[str, float | None]:

@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
     file = MapsFile.read(args.file)
     shape = file.header.shape
-    arrays = {
+    arrays: dict[str, Any] = {
         **file.store.state(),
         "num_experts": np.array(shape.num_experts),
         "top_k": np.array(shape.top_k),
         "identity": np.array(file.header.identity),
     }
     with disk_errors(args.out.parent, f"writing {args.out.name}", StoreError, ""), replacing(args.out) as out:
-        np.savez(out, allow_pickle=False, **arrays)
+        np.savez(out, **arrays)
     nbytes = args.out.stat().st_size
     if args.json:
         shapes = {name: list(array.shape) for name, array in arrays.items()}

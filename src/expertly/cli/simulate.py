@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, seed
+from expertly.cli.arguments import positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
 from expertly.core.errors import ConfigError, TraceError
 from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
@@ -49,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
     add("--tokens", type=positive_int, metavar="N", help="simulate so many tokens at most")
     add(
         "--split",
+        type=split,
         metavar="7:3",
         help="profiles learn from a first part of the shuffled requests, the rest is simulated",
     )
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"matcher={args.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     if args.plot is not None:
         check_figure(args.plot)
-    selection = Selection(args.requests, args.tokens, _split(args.split), args.seed)
+    selection = Selection(args.requests, args.tokens, args.split, args.seed)
     hardware = Hardware.read(args.hardware)
     trace = Trace.open(args.trace)
     layers, dense, geometry_name = _geometry(trace, args.geometry)
@@ -138,15 +139,6 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
             raise ConfigError(f"experts_per_layer={text!r}: must be a whole number from 0")
         memories.append(Memory(f"{int(text)}/layer", int(text)))
     return memories
-
-
-def _split(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"split={text!r}: must be two whole numbers from 1, for instance 7:3")
-    return int(parts[0]), int(parts[1])
 
 
 def _geometry(trace: Any, name: str | None) -> tuple[Any, Any, str | None]:

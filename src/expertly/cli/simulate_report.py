@@ -43,10 +43,14 @@ def about(args: argparse.Namespace, study: Study, systems: Sequence[str], geomet
         "order": args.order,
         "matcher": args.matcher,
         "seed": args.seed,
-        "split": args.split,
+        "split": None if args.split is None else _parts(args.split),
         "arrivals": None if args.arrivals is None else str(args.arrivals),
         "notes": _notes(args, study, systems),
     }
+
+
+def _parts(split: tuple[int, int]) -> str:
+    return f"{split[0]}:{split[1]}"
 
 
 def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> list[str]:
@@ -58,7 +62,7 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
     else:
         num = len({span.request for span in schedule.training})
         what = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
-        notes.append(f"split {args.split} with seed {args.seed}: {what}")
+        notes.append(f"split {_parts(args.split)} with seed {args.seed}: {what}")
     if study.layers is None:
         notes.append("the trace does not know its experts' sizes: rates only; give --geometry for bytes and times")
         notes.append("rates of systems that load ahead (oracle, too) are those of a link that takes no time")

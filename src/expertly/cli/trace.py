@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from typing import Any
+
+from expertly.cli.groups import add_group, run_group
 
 TRACE_COMMANDS = ("record", "info", "import", "synth", "replay")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("trace", help="record, import and look at routing traces", description=__doc__)
-    commands = parser.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
-    for name in TRACE_COMMANDS:
-        importlib.import_module(f"expertly.cli.trace_{name}").add_parser(commands)
+    add_group(subparsers, "trace", TRACE_COMMANDS, "record, import and look at routing traces", __doc__)
 
 
 def run(args: argparse.Namespace) -> int:
-    status: int = importlib.import_module(f"expertly.cli.trace_{args.trace_command}").run(args)
-    return status
+    return run_group(args, "trace")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from expertly.cli.arguments import positive_int, seed, temperature
 from expertly.cli.generation import generation_config
+from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import (
     add_json_flag,
     format_nbytes,
@@ -28,7 +29,6 @@ from expertly.cli.output import (
 )
 from expertly.cli.prompts import Prompt, read_prompts
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
-from expertly.systems import DEFAULT_SYSTEM
 
 if TYPE_CHECKING:
     from expertly.engine.recording import Recording
@@ -78,7 +78,7 @@ class _Progress:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("record", help="record what a model routes", description=__doc__)
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
+    add_loading_arguments(parser, maps="off", why="so that what is counted does not depend on what ran before")
     add(
         "--prompts",
         required=True,
@@ -92,11 +92,6 @@ def add_parser(subparsers: Any) -> None:
     add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
     add("--requests", type=positive_int, metavar="N", help="only the first N prompts")
     add("--full", action="store_true", help="add routing scores, lookahead, router inputs and embeddings")
-    add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
-    add("--system", default=DEFAULT_SYSTEM, metavar="NAME", help=f"as of generate (default: {DEFAULT_SYSTEM})")
-    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
-    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
-    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--decisions", type=Path, metavar="FILE", help="write down every decision taken, for `expertly trace replay`")
     add_json_flag(parser)
 
@@ -108,18 +103,7 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly.engine import api
 
-        with progress_bar() as progress:
-            model, tokenizer = api.load(
-                args.model,
-                memory=args.memory,
-                system=args.system,
-                segments=args.segments,
-                device=args.device,
-                dtype=args.dtype,
-                decisions=args.decisions,
-                maps="off",  # what is recorded must not depend on what ran before
-                progress=progress,
-            )
+        model, tokenizer = load_model(args, decisions=args.decisions)
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so prompts have no tokens")

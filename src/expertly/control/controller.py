@@ -149,35 +149,39 @@ class Controller:
         layer = prediction.layer
         self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
         if prediction.probabilities is not None:
-            self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), prediction.probabilities)
+            Controller.foresee(self, layer, prediction.probabilities)  # it is one call: no subclass shall see two
+
+    def foresee(self, layer: int, probabilities: Sequence[float]) -> None:
+        """What came too late to load anything, eviction may still learn from: the probabilities of a prediction."""
+        self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), probabilities)
 
     def load_ahead(self) -> list[Piece]:
         """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""
         pieces: list[Piece] = []
-        speculation = self.speculation
-        if self._deferred or self._sequence or speculation.next() is None:
-            return pieces  # demands wait for slots, or there is nothing to do
-        protected = self._protected() if self._ahead_evicts else None
+        if self._deferred or self._sequence:
+            return pieces  # demands wait for slots
+        speculation, keeper = self.speculation, self.keeper
+        protected: set[int] | None = None  # from the first expert that needs room; what went before is guessed by then
         while (room := speculation.window - speculation.num_in_flight) > 0 and (eid := speculation.next()) is not None:
             layer = self.geometry.layer_of_expert(eid)
-            mask = self.keeper.absent(eid)
-            count = mask.bit_count()
-            if count > room and speculation.num_in_flight:
-                break
-            has_room = self.keeper.has_room_ahead(layer, eid, mask, protected) if mask else True
-            if not has_room and not self._ahead_evicts:
-                break  # until a place is free
+            mask = keeper.absent(eid)
+            has_room = True
+            if mask:
+                count = mask.bit_count()
+                if count > room and speculation.num_in_flight:
+                    break
+                if self._ahead_evicts and protected is None:
+                    protected = self._protected()
+                has_room = keeper.has_room_ahead(layer, eid, mask, protected)
+                if not has_room and not self._ahead_evicts:
+                    break  # until a place is free
             speculation.taken()
             if not mask:
                 speculation.stays(layer, eid)
             elif has_room:
-                ahead = [
-                    Piece(layer, piece.expert, piece.segment + i, 1, piece.slot + i)
-                    for piece in self.keeper.allocate(layer, eid, mask)
-                    for i in range(piece.num_segments)
-                ]
-                speculation.submitted(eid, ahead, self.keeper.is_decoding)
-                self._phase(layer, self.keeper.is_decoding).count_ahead(count, self.geometry.segment_nbytes(layer))
+                ahead = _single_segments(keeper.allocate(layer, eid, mask))
+                speculation.submitted(eid, ahead, keeper.is_decoding)
+                self._phase(layer, keeper.is_decoding).count_ahead(count, self.geometry.segment_nbytes(layer))
                 pieces += ahead
             if protected is not None:
                 protected.add(eid)
@@ -341,7 +345,9 @@ class Controller:
             phase = self._phase(layer, speculation.withdrawn(first + piece.expert, piece))
             phase.count_ahead(-piece.num_segments, self.geometry.segment_nbytes(layer))
             self.keeper.forget(piece)
-        experts = [e for e, num in zip(router.experts, router.num_tokens, strict=True) if num]
+        experts = router.experts
+        if 0 in router.num_tokens:
+            experts = [e for e, num in zip(experts, router.num_tokens, strict=True) if num]
         is_resident = [mask == self.residency.full for mask in self._of_layer(self.residency.resident, layer)]
         self._needed = frozenset([first + expert for expert in router.experts])
         for eid in speculation.settle(layer, experts, is_resident, self._phase(layer, self.keeper.is_decoding)):
@@ -368,10 +374,7 @@ class Controller:
         speculation = self.speculation
         if not speculation.is_used:
             return set()
-        guessed = {*speculation.waiting, *speculation.in_flight}
-        for experts in speculation.likely.values():
-            guessed.update(experts)
-        return guessed
+        return {*speculation.waiting, *speculation.in_flight}.union(*speculation.likely.values())
 
     def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
         counters = self.counters[layer]
@@ -380,3 +383,11 @@ class Controller:
     def _of_layer(self, masks: list[int], layer: int) -> list[int]:
         first = self.geometry.first_expert_id(layer)
         return masks[first : first + self.geometry.layers[layer].num_experts]
+
+
+def _single_segments(pieces: list[Piece]) -> list[Piece]:
+    return [
+        piece if piece.num_segments == 1 else Piece(piece.layer, piece.expert, piece.segment + i, 1, piece.slot + i)
+        for piece in pieces
+        for i in range(piece.num_segments)
+    ]

@@ -55,6 +55,10 @@ class JournaledController(Controller):
         super().predict(prediction)
         self._note("predict", _prediction(prediction), None)
 
+    def foresee(self, layer: int, probabilities: Sequence[float]) -> None:
+        super().foresee(layer, probabilities)
+        self._note("foresee", [layer, probabilities], None)
+
     def load_ahead(self) -> list[Piece]:
         pieces = super().load_ahead()
         self._note("load_ahead", None, pieces)
@@ -126,8 +130,8 @@ def _answer(controller: JournaledController, line: str, made: list[str], where: 
             getattr(controller, name)(Piece(*observation))
         elif name == "predict":
             controller.predict(Prediction(*observation))
-        elif name == "preload":
-            controller.preload(*observation)
+        elif name in ("preload", "foresee"):
+            getattr(controller, name)(*observation)
         elif name in ("end_layer", "load_ahead", "abandon"):
             getattr(controller, name)()
         else:

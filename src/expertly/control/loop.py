@@ -42,7 +42,9 @@ class AheadTransport(Transport, Protocol):
 
 
 class Ahead:
-    """Loads what is predicted, as predictions come. One that comes when its layer's router has spoken is dropped."""
+    """Loads what is predicted, as predictions come. One that comes when its layer's router has spoken loads nothing;
+    eviction is told its probabilities.
+    """
 
     def __init__(self, controller: Controller, transport: AheadTransport, channel: Channel) -> None:
         self.num_late = 0
@@ -81,6 +83,11 @@ class Ahead:
         """The pass ended."""
         self._channel.end_iteration(ok)
 
+    def layer_ended(self) -> None:
+        """A layer has been computed: take what is ready, load more."""
+        self._take()
+        self.refill()
+
     def advance(self) -> None:
         """Take the predictions that are ready; if there are, load more where there is room."""
         if self._take():
@@ -95,11 +102,14 @@ class Ahead:
     def _take(self) -> bool:
         has_new = False
         while (seen := self._channel.take()) is not None:
-            if seen.step + seen.prediction.distance > self._step:
-                self._controller.predict(seen.prediction)
+            prediction = seen.prediction
+            if seen.step + prediction.distance > self._step:
+                self._controller.predict(prediction)
                 has_new = True
             else:
                 self.num_late += 1
+                if prediction.probabilities is not None:
+                    self._controller.foresee(prediction.layer, prediction.probabilities)
         return has_new
 
 
@@ -147,5 +157,4 @@ def run_layer(
                 transport.submit(following.loads)
     controller.end_layer()
     if ahead is not None:
-        ahead.advance()
-        ahead.refill()
+        ahead.layer_ended()

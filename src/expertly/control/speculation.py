@@ -51,9 +51,10 @@ class Speculation:
         self._predicted[layer][prediction.distance] = prediction
         self.likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
         self._order += len(experts)
+        arrivals = range(order, self._order)
         wanted = [
-            (-score, order + i, first + expert)
-            for i, (expert, score) in enumerate(zip(experts, prediction.scores, strict=True))
+            (-score, arrival, first + expert)
+            for score, arrival, expert in zip(prediction.scores, arrivals, experts, strict=True)
         ]
         wanted.sort(reverse=True)
         self._wanted[layer] = wanted

@@ -48,18 +48,9 @@ def existing_parent(path: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path`; after a crash it holds either all of `data` or what it held before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    """Replace `path`; after a crash it holds either all of `data` or what it held before. See `replacing`."""
+    with replacing(path) as file:
+        file.write(data)
 
 
 @contextmanager
@@ -68,8 +59,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     After a crash `path` holds either all that was written or what it held before. Writers of the same path, threads
     and processes, wait for each other; the last one stays. What a killed one leaves is one hidden file, which the next
-    one uses.
+    one uses. A symbolic link stays: what it leads to is replaced.
     """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     temporary = path.with_name(f".{path.name}.tmp")
     with _locked(temporary) as file:
         try:

@@ -73,16 +73,18 @@ class Geometry:
     layers: tuple[LayerGeometry, ...]
     segments_per_expert: int = 1
     _first_id: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _layer_of: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each expert, by dense id
+    _segment_nbytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
     size_classes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
 
     def __post_init__(self) -> None:
         num_segments = self.segments_per_expert
         if not self.layers:
             raise ConfigError("geometry field layers: a model without MoE layers has no experts to keep")
-        first_ids, next_id = [], 0
+        first_ids, layer_of, segment_nbytes, next_id = [], [], [], 0
         classes: dict[int, int] = {}
-        of_layer = []
-        for layer in self.layers:
+        size_classes = []
+        for number, layer in enumerate(self.layers):
             if num_segments < 1 or layer.intermediate_size % num_segments:
                 divisors = [p for p in range(1, 65) if layer.intermediate_size % p == 0]
                 raise ConfigError(
@@ -91,10 +93,14 @@ class Geometry:
                 )
             first_ids.append(next_id)
             next_id += layer.num_experts
+            layer_of += [number] * layer.num_experts
             nbytes = layer.expert_nbytes // num_segments
-            of_layer.append(classes.setdefault(nbytes, len(classes)))
+            segment_nbytes.append(nbytes)
+            size_classes.append(classes.setdefault(nbytes, len(classes)))
         object.__setattr__(self, "_first_id", tuple(first_ids))
-        object.__setattr__(self, "size_classes", tuple(of_layer))
+        object.__setattr__(self, "_layer_of", tuple(layer_of))
+        object.__setattr__(self, "_segment_nbytes", tuple(segment_nbytes))
+        object.__setattr__(self, "size_classes", tuple(size_classes))
 
     @property
     def num_layers(self) -> int:
@@ -107,7 +113,7 @@ class Geometry:
     @property
     def num_experts(self) -> int:
         """Experts over all layers."""
-        return self._first_id[-1] + self.layers[-1].num_experts
+        return len(self._layer_of)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +121,7 @@ class Geometry:
         return sum(layer.nbytes for layer in self.layers)
 
     def segment_nbytes(self, layer: int) -> int:
-        return self.layers[layer].expert_nbytes // self.segments_per_expert
+        return self._segment_nbytes[layer]
 
     def neurons_per_segment(self, layer: int) -> int:
         return self.layers[layer].intermediate_size // self.segments_per_expert
@@ -128,14 +134,7 @@ class Geometry:
         return self._first_id[layer]
 
     def layer_of_expert(self, expert_id: int) -> int:
-        low, high = 0, len(self._first_id) - 1
-        while low < high:
-            mid = (low + high + 1) // 2
-            if self._first_id[mid] <= expert_id:
-                low = mid
-            else:
-                high = mid - 1
-        return low
+        return self._layer_of[expert_id]
 
     def segment_id(self, segment: Segment) -> int:
         """Dense id of a segment over all layers: expert id x P + segment."""

@@ -29,6 +29,7 @@ class Began:
     requests: npt.NDArray[np.int64]  # [T] the request of each row: numbers that no two requests share
     is_prefill: npt.NDArray[np.bool_]  # [T]
     embedding: Floats | None = None  # [T, H] what the model's input embedding makes of the row
+    layers: range | None = None  # of the stack that runs: an encoder and a decoder are two; None: all
 
 
 @dataclass(frozen=True, slots=True)

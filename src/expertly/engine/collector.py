@@ -21,7 +21,7 @@ from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, Routed, Want
 from expertly.core.scores import scores_of_choices
 from expertly.engine.requests import RequestNumbers
-from expertly.models.routers import RouterTap
+from expertly.models.routers import RouterTap, attach_all, detach_all
 from expertly.models.tensors import saturated_half
 
 Mask = npt.NDArray[np.bool_]
@@ -69,14 +69,10 @@ class Collector:
         return self._info is not None
 
     def attach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.attach(self._router_ran)
+        attach_all(self._taps, self._router_ran)
 
     def detach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.detach()
+        detach_all(self._taps)
 
     # -- in the forward pass -----------------------------------------------------------------------------------
 
@@ -133,6 +129,7 @@ class Collector:
             _read_only(_cut(requests, is_real)),
             _read_only(_cut(info.is_prefill, is_real)),
             None if embedding is None else _read_only(embedding.astype(np.float32)),
+            info.layers,
         )
 
     def _routed(
@@ -146,14 +143,13 @@ class Collector:
     ) -> Routed:
         wants = self._wants
         experts = scores = lookahead = None
-        with torch.no_grad():
-            if wants & {"experts", "scores"}:
-                experts = _cut(top_k_index.cpu().numpy(), is_real)
-            if "scores" in wants:
-                scores = self._scores(demand.layer, seen, experts, top_k_weights, is_real)
-            if "lookahead" in wants and seen is not None and seen[0] is not None:
-                inputs = seen[0] if is_real is None else seen[0][torch.from_numpy(is_real).to(seen[0].device)]
-                lookahead = self._look_ahead(demand.layer, inputs, end)
+        if wants & {"experts", "scores"}:
+            experts = _cut(top_k_index.cpu().numpy(), is_real)
+        if "scores" in wants:
+            scores = self._scores(demand.layer, seen, experts, top_k_weights, is_real)
+        if "lookahead" in wants and seen is not None and seen[0] is not None:
+            inputs = seen[0] if is_real is None else seen[0][torch.from_numpy(is_real).to(seen[0].device)]
+            lookahead = self._look_ahead(demand.layer, inputs, end)
         return Routed(demand, *(None if one is None else _read_only(one) for one in (experts, scores, lookahead)))
 
     def _scores(self, layer: int, seen: Any, experts: Any, top_k_weights: torch.Tensor, is_real: Mask | None) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -39,6 +40,8 @@ class Engine:
         self._info: IterationInfo | None = None
         self._is_closed = False
         self._is_broken = False
+        self._must_abandon = False  # an interrupt came while a failed layer was undone
+        self._process = os.getpid()
 
     def bind(self, modules: list[nn.Module]) -> None:
         """Attach the experts modules, in layer order."""
@@ -138,16 +141,26 @@ class Engine:
         return result
 
     def close(self) -> None:
-        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close."""
+        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close.
+
+        In a process forked from the one that made it there is nothing to end, and nothing is written.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         self._layers = []
+        if not self.is_of_this_process:
+            return
         try:
             if self.prefetching is not None:
                 self.prefetching.close()
         finally:
             self.backend.close()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child, where none of its threads runs."""
+        return os.getpid() == self._process
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
@@ -180,6 +193,7 @@ class Engine:
         nothing runs any more.
         """
         is_expected = isinstance(error, ExpertlyError | OSError)
+        self._must_abandon = True
         try:
             self.backend.drain()
             self.controller.abandon()
@@ -189,12 +203,18 @@ class Engine:
             if is_expected:
                 raise
             self._is_broken = True
+        self._must_abandon = False
 
     def _check_open(self) -> None:
         if self._is_broken:
             raise EngineClosedError("this model was interrupted half-way through a decision; call expertly.load again")
         if self._is_closed:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
+        if not self.is_of_this_process:
+            raise EngineClosedError("this model was loaded before this process was forked; call expertly.load again")
+        if self._must_abandon:
+            self._abandon(KeyboardInterrupt())
+            self._check_open()
 
 
 class _TimedTransport:

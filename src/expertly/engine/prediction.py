@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from expertly.control.channel import Channel, InlineChannel, Seen
+from expertly.control.backlog import Backlog
+from expertly.control.channel import Channel, InlineChannel
 from expertly.control.controller import Controller
 from expertly.control.loop import Ahead
+from expertly.control.stack import StackChannel
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Began, Routed
+from expertly.core.observation import Routed
 from expertly.engine.backend import Backend
 from expertly.engine.collector import Collector
 from expertly.engine.matcher import ThreadChannel
@@ -22,9 +24,6 @@ from expertly.policies.predictor import Predictor
 
 Matcher = Literal["thread", "inline"]
 MATCHERS: tuple[Matcher, ...] = ("thread", "inline")
-
-_PASSES_WAITING = 4
-"""Forward passes whose contexts may wait for the matcher."""
 
 SAVE_EVERY_S = 60.0
 """Maps that change are written about so often."""
@@ -55,13 +54,13 @@ class Prefetching:
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            max_waiting = _PASSES_WAITING * (controller.geometry.num_layers + 1)
+            backlog = Backlog.of_layers(controller.geometry.num_layers)
             save = None if maps is None else maps.write
             device = backend.device
             channel = self._thread = ThreadChannel(
-                predictor, max_waiting, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
+                predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
-        self._stack = _Stack(channel, controller.geometry.num_layers)
+        self._stack = StackChannel(channel, controller.geometry.num_layers)
         self.ahead = Ahead(controller, backend, self._stack)
         collector.attach()
 
@@ -79,7 +78,7 @@ class Prefetching:
         """A forward pass begins. Raises what predicting raised."""
         began = self.collector.begin(info)
         if began is not None:
-            self._stack.layers = info.layers or self._stack.all_layers
+            self._stack.run(info.layers)
             self.ahead.begin_iteration(began)
 
     def router_ran(
@@ -104,32 +103,6 @@ class Prefetching:
         has_ended = self._thread is None or self._thread.close()
         if self.maps is not None and has_ended and self.error is None:
             self.maps.write_last()
-
-
-class _Stack:
-    """A Channel that leaves out what is no part of the announced pass: layers that run by themselves, and predictions
-    for layers that the running stack does not have (those of an encoder while the decoder runs).
-    """
-
-    def __init__(self, channel: Channel, num_layers: int) -> None:
-        self.all_layers = self.layers = range(num_layers)
-        self.is_listening = False
-        self._channel = channel
-
-    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        self._channel.begin_iteration(step, began)
-
-    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
-        if self.is_listening:
-            self._channel.router_ran(step, routed)
-
-    def end_iteration(self, ok: bool) -> None:
-        self._channel.end_iteration(ok)
-
-    def take(self) -> Seen | None:
-        while (seen := self._channel.take()) is not None and seen.prediction.layer not in self.layers:
-            pass
-        return seen
 
 
 @contextlib.contextmanager

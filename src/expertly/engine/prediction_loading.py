@@ -47,7 +47,7 @@ def make_prefetching(
     if maps is not None and isinstance(predictor, FMoE):
         manifest = store.manifest
         saved = SavedMaps(maps, path_is_auto, manifest.identity, manifest.source, predictor)
-        saved.read(geometry)
+        saved.read(geometry, model.get_input_embeddings().weight.shape[1])
     return Prefetching(engine.controller, engine.backend, predictor, collector, matcher, saved)
 
 

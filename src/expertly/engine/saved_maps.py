@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import warnings
 from pathlib import Path
 
@@ -28,10 +30,15 @@ def maps_path(maps: str | Path | None, system: System, store: PackedStore) -> Pa
         return maps_beside(store.folder) if system.uses_maps else None
     if not system.uses_maps:
         raise ConfigError(f"maps={str(maps)!r}: system {system.name!r} has no maps; accepted: {AUTO}, {OFF}")
-    path = Path(maps).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"maps={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
-    return path
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OSError):  # no path, or of a user that is not there
+        path = Path(maps).expanduser()
+        try:
+            if stat.S_ISREG(path.stat().st_mode):
+                return path
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                return path
+    raise ConfigError(f"maps={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
 
 
 class SavedMaps:
@@ -50,8 +57,8 @@ class SavedMaps:
         self._predictor = predictor
         self._saved = predictor.store.generation
 
-    def read(self, geometry: Geometry) -> None:
-        """Give the predictor what the file has, if there is one.
+    def read(self, geometry: Geometry, hidden_size: int) -> None:
+        """Give the predictor what the file has, if there is one; `hidden_size` is that of the input embedding.
 
         Raises StoreError where it is damaged or another model's; a file that nobody named is then left to be replaced,
         with a warning.
@@ -60,6 +67,12 @@ class SavedMaps:
             return
         try:
             store = load_maps(self.path, self._identity, MapShape.of(geometry))
+            width = hidden_size if store.embeddings is None else store.embeddings.shape[1]
+            if width != hidden_size:
+                raise StoreError(
+                    f"{self.path}: tensor 'embeddings': {width} numbers each; this model's input embedding has "
+                    f"{hidden_size}"
+                )
         except StoreError as error:
             if not self._is_auto:
                 raise

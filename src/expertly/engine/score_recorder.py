@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from expertly.engine.columns import Array, Columns
-from expertly.models.routers import RouterTap
+from expertly.models.routers import RouterTap, attach_all, detach_all
 from expertly.models.tensors import saturated_half
 from expertly.trace.schema import FieldInfo
 
@@ -36,14 +36,10 @@ class ScoreRecorder:
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # router input [T, H] and logits [T, E]
 
     def attach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.attach(self._router_ran)
+        attach_all(self._taps, self._router_ran)
 
     def detach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.detach()
+        detach_all(self._taps)
 
     def begin(self) -> None:
         """A forward pass begins."""

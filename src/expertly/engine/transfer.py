@@ -148,14 +148,19 @@ class Readers:
     def drain(self) -> None:
         """Drop what was submitted ahead and has not been begun, and wait for the rest; results and errors are dropped.
 
-        Counts nothing: an interrupt may have come between a count and what it counts.
+        Counts nothing: an interrupt may have come between a count and what it counts. One that comes now leaves reads
+        under way; drain again.
         """
         self.withdraw()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             gate = threading.Barrier(len(self._threads) + 1)
-            for _ in self._threads:
-                self._jobs.put(gate)  # a reader waits at it until all have: then every job before it is done
-            gate.wait()
+            try:
+                for _ in self._threads:
+                    self._jobs.put(gate)  # a reader waits at it until all have: then every job before it is done
+                gate.wait()
+            except BaseException:
+                gate.abort()  # else the readers that are there would wait for ever
+                raise
         while not self._done.empty():
             self._done.get()
         self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0

@@ -7,6 +7,7 @@ cut, altered, or made for another model is never taken for one that was not.
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class MapsFile:
         or version, of another model, or holds numbers that no map can.
         """
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for who writes it
+                raise StoreError(f"{path}: cannot be read (not a file)")
             with FileIO(path) as file:
                 nbytes = os.fstat(file.fileno()).st_size
                 header, arrays = _read(file, path, nbytes, identity, shape)

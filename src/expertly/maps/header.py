@@ -12,17 +12,13 @@ from typing import Any
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import header_metadata
-from expertly.policies.maps.store import MapShape
+from expertly.policies.maps.store import MAX_CAPACITY, MAX_NBYTES, MapShape
 
 FORMAT = "expertly-maps"
 VERSION = 1
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 0xFFFE
-MAX_CAPACITY = 1 << 20
-MAX_NBYTES = 1 << 36
-"""Of a full store in memory: a file of a few bytes must not take all there is."""
-
 OF_A_TRACE = "trace:"
 """Begins the identity of maps that were made of a trace, of a model that nobody named."""
 

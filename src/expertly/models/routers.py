@@ -5,7 +5,7 @@ T tokens, H hidden, E experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -73,6 +73,19 @@ class RouterTap:
     def scores(self, router_input: torch.Tensor) -> torch.Tensor:
         """Normalised routing scores [T, E] of hidden states [T, H]."""
         return self.normalised(self.logits(router_input))
+
+
+def attach_all(taps: Iterable[RouterTap | None], ran: Ran) -> None:
+    """Watch the routers of these layers; None: a layer without one."""
+    for tap in taps:
+        if tap is not None:
+            tap.attach(ran)
+
+
+def detach_all(taps: Iterable[RouterTap | None]) -> None:
+    for tap in taps:
+        if tap is not None:
+            tap.detach()
 
 
 def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[RouterTap | None]:

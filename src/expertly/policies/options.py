@@ -26,8 +26,11 @@ def parse_options(kind: type[T], values: Mapping[str, str], where: str) -> T:
         if key not in names:
             accepted = f"accepted: {', '.join(names)}" if names else "there are none"
             raise ConfigError(f"{where}: option {key!r}: unknown; {accepted}")
-        given[key] = _parsed(types_of[key], text, f"{where}: {key}={text!r}")
-    return kind(**given)
+        given[key] = _parsed(types_of[key], text, f"{where}: {key}={text!r:.80}")
+    try:
+        return kind(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def option_names(kind: type[Any]) -> list[str]:

@@ -39,10 +39,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.request)
 
-    def began(self, begin: int, end: int, wants: Collection[Want]) -> Began:
-        """The pass of rows `[begin, end)` begins."""
+    def began(self, begin: int, end: int, wants: Collection[Want], layers: range | None = None) -> Began:
+        """The pass of rows `[begin, end)`, which runs `layers`, begins."""
         embedding = self._embeddings()[begin:end] if "embedding" in wants and self._trace.has("embedding") else None
-        return Began(self.request[begin:end].astype(np.int64), self.is_prefill[begin:end], embedding)
+        return Began(self.request[begin:end].astype(np.int64), self.is_prefill[begin:end], embedding, layers)
 
     def routed(self, router: RouterRan, begin: int, end: int, wants: Collection[Want]) -> Routed:
         """A router of that pass has spoken."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from expertly.control.backlog import Backlog
 from expertly.control.channel import Channel, InlineChannel
 from expertly.control.controller import Controller
 from expertly.control.loop import Ahead, run_layer
+from expertly.control.stack import StackChannel
 from expertly.core.messages import Piece, RouterRan
 from expertly.core.observation import Want
 from expertly.policies.predictor import Predictor
@@ -16,9 +18,8 @@ from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock, VirtualLink
-from expertly.sim.matcher import PASSES_WAITING, MatcherWatcher, VirtualChannel
+from expertly.sim.matcher import MatcherWatcher, VirtualChannel
 from expertly.sim.metrics import Metrics
-from expertly.sim.stack import StackChannel
 from expertly.sim.workload import Iteration
 
 
@@ -62,8 +63,8 @@ class Simulator:
             num_layers = controller.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             if costs is not None:
-                max_waiting = PASSES_WAITING * (num_layers + 1)
-                channel = self._matcher = VirtualChannel(predictor, clock, costs, max_waiting, watcher)
+                backlog = Backlog.of_layers(num_layers)
+                channel = self._matcher = VirtualChannel(predictor, clock, costs, backlog, watcher)
             if future is None:  # who knows the future looks beyond the pass
                 channel = self._stack = StackChannel(channel, num_layers)
             self._ahead = Ahead(controller, link, channel)
@@ -97,8 +98,8 @@ class Simulator:
         for iteration in iterations:
             clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
             begin, stalled, (hits, demands) = clock.now_ns, link.stall_ns, self._decoded()
-            if self._stack is not None and iteration.layers:
-                self._stack.layers = range(iteration.layers[0].layer, iteration.layers[-1].layer + 1)
+            if self._stack is not None:
+                self._stack.run(iteration.stack)
             if self._ahead is not None:
                 self._ahead.begin_iteration(partial(iteration.began, self._wants))
             for router in iteration.layers:

@@ -55,9 +55,14 @@ class Iteration:
         """Any row is of a prompt."""
         return bool(self.prefilling)
 
+    @property
+    def stack(self) -> range | None:
+        """The layers that run, from the first to the last: an encoder's, a decoder's or all. None where none does."""
+        return range(self.layers[0].layer, self.layers[-1].layer + 1) if self.layers else None
+
     def began(self, wants: Collection[Want]) -> Began:
         """What a predictor that wants these may see of its begin."""
-        return self.rows.began(self.begin, self.begin + self.num_tokens, wants)
+        return self.rows.began(self.begin, self.begin + self.num_tokens, wants, self.stack)
 
     def routed(self, router: RouterRan, wants: Collection[Want]) -> Routed:
         """And of one of its layers."""

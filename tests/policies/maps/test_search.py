@@ -40,7 +40,11 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
                 for slot in range(store.num_maps):
                     wanted = cosine(rows[row, seen], store.maps[seen, slot])
                     assert found[row, slot] == pytest.approx(wanted, abs=1e-5)
-        assert search.is_whole == (seen == list(range(6)))
+        rows[:, [layer for layer in range(LAYERS) if layer not in seen]] = 0
+        whole = search.of_all_layers()
+        assert whole is not None
+        for slot in range(store.num_maps):
+            assert whole[-1, slot] == pytest.approx(cosine(rows[-1], store.maps[:, slot]), abs=1e-5)
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
@@ -72,7 +76,9 @@ def test_layers_of_other_sizes_and_layers_that_never_run() -> None:
         found = search.trajectory()
         assert found is not None
         assert found[0] == pytest.approx([cosine(scores[0], other) for other in scores], abs=1e-5)
-        assert search.is_whole
+        whole = search.of_all_layers()
+        assert whole is not None
+        assert whole[0] == pytest.approx([cosine(scores[0], other) for other in scores], abs=1e-5)
 
 
 def test_nothing_is_like_an_empty_store_or_a_row_of_zeros() -> None:

@@ -241,7 +241,12 @@ def test_rows_that_are_not_finite_are_left_out(num_before: int) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"capacity": 0}, "capacity=0"), ({"quota": 0.0}, "quota"), ({"semantic_weight": 2}, "weight")],
+    [
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": 10**11}, "capacity=100000000000: must be from 1 to 1048576"),
+        ({"quota": 0.0}, "quota"),
+        ({"semantic_weight": 2}, "weight"),
+    ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -40,7 +40,7 @@ _MANY = 64
 class ScoredPolicy(ABC):
     """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
 
-    A subclass calls `rescore` when the score of an expert has changed. Scored policies serve the admission `best`
+    A subclass calls `rescore` when scores have changed. Scored policies serve the admission `best`
     (control.admission): they are told what a layer needs before anything is decided, and value what is not kept, too.
     """
 
@@ -54,26 +54,29 @@ class ScoredPolicy(ABC):
         self._out: list[_Entry] = []  # taken from the heap by the last question
 
     def admitted(self, expert: int) -> None:
-        self._enter(expert, self.score(expert))
+        self._enter({expert: self.score(expert)})
 
     def removed(self, expert: int) -> None:
         del self._kept[expert]
 
-    def rescore(self, expert: int) -> None:
-        """Take the new score of the expert, kept or not."""
-        if expert in self._kept:
-            self._enter(expert, self.score(expert))
+    def rescore(self, experts: Iterable[int]) -> None:
+        """Take the new scores of these experts, kept or not."""
+        kept, score = self._kept, self.score
+        self._enter({expert: score(expert) for expert in experts if expert in kept})
 
-    def _enter(self, expert: int, score: float) -> None:
-        self._kept[expert] = score
+    def _enter(self, scores: dict[int, float]) -> None:
+        """Take these scores of kept experts."""
+        self._kept.update(scores)
         if not self._has_heap:
             return
-        entry = self._live.get(expert)
-        if entry is None or score < entry[0]:
-            entry = self._live[expert] = (score, expert)
-            heappush(self._heap, entry)
-            if len(self._heap) > 2 * len(self._kept) + 64:  # most are void
-                self._begin_anew()
+        heap, live = self._heap, self._live
+        for expert, score in scores.items():
+            entry = live.get(expert)
+            if entry is None or score < entry[0]:
+                entry = live[expert] = (score, expert)
+                heappush(heap, entry)
+        if len(heap) > 2 * len(self._kept) + 64:  # most are void
+            self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._heap = [(score, expert) for expert, score in self._kept.items()]

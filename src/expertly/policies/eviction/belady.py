@@ -25,7 +25,7 @@ class Belady(ScoredPolicy):
         """The running layer needs these: their next use is the one after it."""
         for expert in experts:
             self._next_use[expert] = self._future.next_use(expert)
-            self.rescore(expert)
+        self.rescore(experts)
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """Nothing is learned."""

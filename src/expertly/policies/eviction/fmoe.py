@@ -38,17 +38,18 @@ class FMoEEviction(ScoredPolicy):
             self._first.update(dict.fromkeys(experts, first_expert))
             self._kept_of[first_expert] = {expert: None for expert in experts if expert in self._kept}
         self._probabilities[first_expert] = probabilities
-        frequency, enter = self._frequency, self._enter
+        frequency, scores = self._frequency, {}
         for expert in self._kept_of[first_expert]:
             probability = probabilities[expert - first_expert]
-            enter(expert, (probability if probability > LEAST else LEAST) * frequency.get(expert, 1))
+            scores[expert] = (probability if probability > LEAST else LEAST) * frequency.get(expert, 1)
+        self._enter(scores)
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         frequency = self._frequency
         for expert, num in zip(experts, num_tokens, strict=True):
             if num:
                 frequency[expert] = frequency.get(expert, 1) + num
-                self.rescore(expert)
+        self.rescore(experts)
 
     def score(self, expert: int) -> float:
         first = self._first.get(expert)

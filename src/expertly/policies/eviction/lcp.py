@@ -31,7 +31,7 @@ class LCP(ScoredPolicy):
                 count = self._count[expert] = self._count.get(expert, 0) + num
                 mantissa, exponent = math.frexp(count)
                 self._score[expert] = (now + exponent * halving) + math.log2(mantissa) * halving
-                self.rescore(expert)
+        self.rescore(experts)
 
     def score(self, expert: int) -> float:
         return self._score.get(expert, -math.inf)

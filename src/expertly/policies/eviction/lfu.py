@@ -19,7 +19,7 @@ class LFU(ScoredPolicy):
         for expert, num in zip(experts, num_tokens, strict=True):
             if num:
                 count[expert] = count.get(expert, 0) + num
-                self.rescore(expert)
+        self.rescore(experts)
 
     def score(self, expert: int) -> float:
         return self._count.get(expert, 0)

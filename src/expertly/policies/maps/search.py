@@ -58,11 +58,6 @@ class Search:
         """Whether the store is as it was at `begin`."""
         return self._generation == self.store.generation
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all layers have been seen that the stored maps have."""
-        return not self._has_gap and not self.store.squares[self._last + 1 :, : self._num_maps].any()
-
     def semantic(self, embedding: Floats) -> Floats | None:
         """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a
         row is not finite.
@@ -108,20 +103,29 @@ class Search:
         self._seen.append(layer)
 
     def trajectory(self) -> Floats | None:
-        """Cosines [T, n] to the stored maps over the layers seen so far (equation 5); `observe` overwrites them.
-        None where nothing is stored, a row is not finite, or the only one is zero.
+        """Cosines [T, n] to the stored maps over the layers seen so far (equation 5); the next call and `observe`
+        overwrite them. None where nothing is stored, a row is not finite, or the only one is zero.
         """
-        if not self._num_maps or not self._seen or not np.isfinite(self._own_squares).all():
+        return self._cosines(self._inverse_norms()) if self._seen else None
+
+    def of_all_layers(self) -> Floats | None:
+        """The same over all layers, where those that were not seen are zero in the rows."""
+        return self._cosines(self.store.inverse_norms[-1, : self._num_maps]) if self._seen else None
+
+    def _cosines(self, inverse_norms: Floats) -> Floats | None:
+        own_squares = self._own_squares
+        is_finite = isfinite(own_squares) if isinstance(own_squares, float) else np.isfinite(own_squares).all()
+        if not self._num_maps or not is_finite:
             return None
         cosines: Floats = self._product  # what it held is in the sum, and it is still in the processor's cache
-        np.multiply(self._dots, self._inverse_norms(), out=cosines)
-        if self._num_rows == 1:
-            if not self._own_squares:
+        np.multiply(self._dots, inverse_norms, out=cosines)
+        if isinstance(own_squares, float):
+            if not own_squares:
                 return None
-            cosines *= float(self._own_squares) ** -0.5
+            cosines *= own_squares**-0.5
             one: Floats = cosines[None]
             return one
-        cosines *= inverse_root(np.asarray(self._own_squares))[:, None]
+        cosines *= inverse_root(own_squares)[:, None]
         return cosines
 
     def nearest(self, cosines: Floats) -> Nearest:
@@ -134,7 +138,7 @@ class Search:
             equal = (row >= best - TIE).nonzero()[0]
             if len(equal) > 1:
                 slot = int(equal[born[equal].argmax()])
-            return Nearest(np.array([slot]), np.minimum(best, 1.0)[None])
+            return Nearest(np.array([slot]), np.minimum(row[slot : slot + 1], 1.0))
         slots = cosines.argmax(axis=1)
         scores = cosines[np.arange(len(cosines)), slots]
         is_equal = cosines >= (scores - TIE)[:, None]

@@ -19,6 +19,10 @@ from expertly.policies.maps.redundancy import Incoming, place
 NONE = 0xFFFF
 """Where `chosen` names no expert."""
 
+MAX_CAPACITY = 1 << 20
+MAX_NBYTES = 1 << 36
+"""Of a full store in memory, without embeddings: a spec or a file of a few bytes must not take all there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class MapShape:
@@ -69,8 +73,11 @@ class MapStore:
     def __init__(
         self, shape: MapShape, capacity: int = 1000, *, semantic_weight: float = 0.0, quota: float = 0.125
     ) -> None:
-        if capacity < 1:
-            raise ConfigError(f"capacity={capacity}: must be at least 1 map")
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise ConfigError(f"capacity={capacity}: must be from 1 to {MAX_CAPACITY} maps")
+        nbytes = capacity * shape.num_layers * (4 * shape.max_experts + 2 * shape.max_top_k)
+        if nbytes > MAX_NBYTES:
+            raise ConfigError(f"capacity={capacity}: maps of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
         if not 0 <= semantic_weight <= 1:
             raise ConfigError(f"semantic_weight={semantic_weight}: must be from 0 to 1")
         if not 0 < quota <= 1:

@@ -8,20 +8,17 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
-from expertly.core.observation import Began, History, Ids, Routed, Want
-from expertly.policies.predictor.base import Predictor
+from expertly.core.observation import Began, Floats, Ids, Routed
 from expertly.policies.predictor.popularity import Counts as CountsOfLayer
-from expertly.policies.predictor.popularity import Popular, count, shares
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.popularity import Popularity, count, shares
+from expertly.policies.predictor.ranking import WidthOptions
 
 
-class Counts(Predictor):
+class Counts(Popularity):
     """Names, for each request of a pass, the experts that it chose most often in the layer, `distance` layers ahead;
     before it has chosen any there, the most popular. Scores are shares of the request's choices. A request that
     a pass leaves out is forgotten.
     """
-
-    wants: frozenset[Want] = frozenset({"experts"})
 
     def __init__(
         self,
@@ -31,11 +28,7 @@ class Counts(Predictor):
         options: WidthOptions = WidthOptions(),  # noqa: B008 - frozen
     ) -> None:
         """`trained`: tokens that each expert served in a training part, by expert id; may be empty."""
-        super().__init__()
-        self._layers = geometry.layers
-        self._reach = Reach(geometry, distance)
-        self._width = options.width
-        self._popular = Popular(geometry, trained)
+        super().__init__(geometry, trained, distance, options)
         self._rows: list[tuple[list[CountsOfLayer], slice | Ids]] = []  # of each request: counts by layer, its rows
         self._counts: dict[int, list[CountsOfLayer]] = {}  # of the requests of this pass
         self._num_rows = 0
@@ -55,40 +48,20 @@ class Counts(Predictor):
             self._rows = [
                 (counts, np.flatnonzero(began.requests == request)) for request, counts in self._counts.items()
             ]
-        for layer in self._reach.at_begin():
-            yield from self._predict(layer, layer + 1)
+        yield from super().begin_iteration(began)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        if routed.experts is not None:
-            self._popular.saw(routed.layer, routed.experts)
-            is_known = (
-                len(routed.experts) == self._num_rows
-            )  # a pass whose beginning was left out: whose rows are they?
-            for counts, rows in self._rows if is_known else ():
+        # Of a pass whose beginning was left out nobody knows whose rows they are.
+        if routed.experts is not None and len(routed.experts) == self._num_rows:
+            for counts, rows in self._rows:
                 count(counts[routed.layer], routed.experts[rows])
-        ahead = self._reach.after(routed.layer)
-        if ahead is not None:
-            yield from self._predict(ahead, self._reach.distance)
-
-    def learn(self, history: History) -> None:
-        self._popular.learn(history.experts)
+        yield from super().router_ran(routed)
 
     def facts(self) -> dict[str, int | float | None]:
         """`requests`: those of the last pass, of which counts are kept."""
         return {"requests": len(self._counts)}
 
-    def _predict(self, layer: int, distance: int) -> Iterator[Prediction]:
-        self.work.num_calls += 1
-        self.work.read_nbytes += self._layers[layer].num_experts * 8 * len(self._rows)
+    def _shares(self, layer: int) -> list[Floats]:
         popular = self._popular.shares(layer)
-        rows = []
-        for counts, _ in self._rows:
-            scores = shares(counts[layer])
-            if scores is None:
-                scores = popular
-            if scores is not None:
-                rows.append(scores)
-        if rows:
-            prediction = best_of_rows(layer, distance, np.stack(rows), self._width or self._layers[layer].top_k)
-            if prediction is not None:
-                yield prediction
+        found = [shares(counts[layer]) for counts, _ in self._rows]
+        return [one for share in found if (one := popular if share is None else share) is not None]

@@ -14,13 +14,11 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.maps.search import Nearest, Search
 from expertly.policies.maps.selection import Select, select, select_rows, union
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.maps.store import MAX_CAPACITY, MapShape, MapStore
 from expertly.policies.predictor.base import Predictor
 
 MAX_SCORES = 1 << 24
 """Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""
-RECENT = 16
-"""A layer is expected in an iteration when it ran in one of the last 16."""
 BLOCK = 4096
 """Rows of a history that are learned at a time."""
 
@@ -43,8 +41,8 @@ class FMoEOptions:
     def __post_init__(self) -> None:
         if not (self.semantic or self.trajectory):
             raise ConfigError("semantic=no, trajectory=no: at least one of them must be on")
-        if self.capacity < 1:
-            raise ConfigError(f"capacity={self.capacity}: must be at least 1 map")
+        if not 1 <= self.capacity <= MAX_CAPACITY:
+            raise ConfigError(f"capacity={self.capacity}: must be from 1 to {MAX_CAPACITY} maps")
         if not 0 < self.quota <= 1:
             raise ConfigError(f"quota={self.quota}: must be above 0, up to 1")
         if self.select not in ("delta", "top-k"):
@@ -64,20 +62,28 @@ class _Pass:
         count = len(self.requests)
         self.scores: Floats = np.zeros((count, shape.num_layers, shape.max_experts), np.float32)
         self.chosen = np.full((count, shape.num_layers, shape.max_top_k), -1, np.int32)
-        self.seen = np.zeros(shape.num_layers, np.bool_)
+        self.layers = range(shape.num_layers) if began.layers is None else began.layers
+        self.num_seen = 0  # of these layers
         self.last = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """Has every layer been seen?"""
+        return self.num_seen == len(self.layers) > 0
 
     def of_rows(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         return values if self.rows is None else values[self.rows]
 
 
 class FMoE(Predictor):
-    """Predicts layers 0 to d-1 when an iteration begins, by its embedding, and l+d when the router of layer l has
-    spoken, by the layers so far. Every row is matched on its own; the prediction is the union of what the rows select,
-    by the highest probability, and its confidence the mean similarity of their matches.
+    """Predicts the first d layers when an iteration begins, by its embedding, and layer l+d when the router of layer l
+    has spoken, by the layers so far. Every row is matched on its own, to the maps that have something of the predicted
+    layer; the prediction is the union of what the rows select, by the highest probability, and its confidence the mean
+    similarity of their matches.
 
-    The maps of a pass are added when it ends well and no layer was left out. `distance` d is at most L - 1. Raises
-    ConfigError where it is under 1, or `store` is of another model.
+    The maps of a pass are added when it ends well and no layer was left out. Of a model of two stacks a pass is one of
+    them; its maps are 0 in the layers of the other. `distance` d is at most L - 1. Raises ConfigError where it is under
+    1, or `store` is of another model.
     """
 
     def __init__(
@@ -99,8 +105,6 @@ class FMoE(Predictor):
         self._distance = max(1, min(distance, num_layers - 1))
         self._weight = self._distance / num_layers
         self._max_rows = max(1, MAX_SCORES // options.capacity)
-        self._ran = np.full(num_layers, -RECENT)  # the last pass that each layer ran in
-        self._num_passes = 0
         self._pass: _Pass | None = None
         self._found = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
         self._num_left_out = 0
@@ -125,11 +129,9 @@ class FMoE(Predictor):
         self._store = store
         self._search = Search(store)
         self._pass = None
-        self._expect_stored()
 
     def begin_iteration(self, began: Began) -> list[Prediction]:
         """Semantic search. Empty store, or no embeddings: nothing."""
-        self._num_passes += 1
         self.work.num_calls += 1
         now = self._pass = _Pass(began, self._shape, self._max_rows)
         if not self._options.semantic:
@@ -142,9 +144,8 @@ class FMoE(Predictor):
         if now.semantic is None:
             return []
         self._count_work(count, now.embedding.shape[1])
-        nearest = self._match("semantic", now.semantic)
-        last = self._distance if self._options.trajectory else self._shape.num_layers
-        return [found for layer in range(last) if (found := self._prediction(layer, layer + 1, nearest))]
+        layers = now.layers[: self._distance] if self._options.trajectory else now.layers
+        return self._predict("semantic", now.semantic, layers)
 
     def router_ran(self, routed: Routed) -> list[Prediction]:
         """Trajectory search over the layers seen, for the layer d ahead. Rows other than the pass began with, as those
@@ -154,11 +155,12 @@ class FMoE(Predictor):
         self.work.num_calls += 1
         if now is None or scores is None or len(scores) != now.num_rows or layer <= now.last or not now.num_rows:
             return []
+        if layer not in now.layers:
+            return []
         if now.rows is not None:
             scores = scores[now.rows]
         now.last = layer
-        now.seen[layer] = True
-        self._ran[layer] = self._num_passes
+        now.num_seen += 1
         now.scores[:, layer, : scores.shape[1]] = scores
         if routed.experts is not None:
             experts = now.of_rows(routed.experts)
@@ -169,24 +171,20 @@ class FMoE(Predictor):
         search.observe(layer, scores)
         self._count_work(len(scores), scores.shape[1])
         target = layer + self._distance
-        cosines = search.trajectory() if target < self._shape.num_layers else None
-        if cosines is None:
-            return []
-        found = self._prediction(target, self._distance, self._match("trajectory", cosines))
-        return [] if found is None else [found]
+        cosines = search.trajectory() if target in now.layers else None
+        return [] if cosines is None else self._predict("trajectory", cosines, range(target, target + 1))
 
     def end_iteration(self, ok: bool) -> None:
-        """Add the pass's maps, if it ended well and every layer that ran of late was seen in it."""
+        """Add the pass's maps, if it ended well and every layer of its stack was seen."""
         now, self._pass = self._pass, None
         self.work.num_calls += 1
-        if now is None or not ok or not self._options.update or not now.seen.any():
+        if now is None or not ok or not self._options.update or not now.num_seen:
             return
-        if not now.seen[self._ran > self._num_passes - RECENT].all():
+        if not now.is_whole:
             self._num_left_out += len(now.requests)
             return
         search = self._search
-        known = self._options.trajectory and search.num_maps and search.is_current and search.is_whole
-        trajectory = search.trajectory() if known else None
+        trajectory = search.of_all_layers() if self._options.trajectory and search.is_current else None
         semantic = now.semantic if search.is_current else None
         self._add(now.scores, now.chosen, now.requests, now.embedding, semantic, trajectory)
 
@@ -201,7 +199,6 @@ class FMoE(Predictor):
                 history.requests[rows],
                 None if embedding is None else embedding[rows],
             )
-        self._expect_stored()
 
     def facts(self) -> dict[str, int | float | None]:
         """`maps` of `capacity`; `left_out` maps of passes that were not seen whole; rows matched (`semantic_searches`,
@@ -221,20 +218,32 @@ class FMoE(Predictor):
         options = self._options
         return MapStore(self._shape, options.capacity, semantic_weight=self._weight, quota=options.quota)
 
-    def _expect_stored(self) -> None:
-        """Expect the layers that the stored maps have."""
-        self._ran[self._store.squares.any(axis=1)] = self._num_passes
+    def _predict(self, kind: str, cosines: Floats, layers: range) -> list[Prediction]:
+        """Of each of these layers, by the maps that have something of it and are nearest to the rows."""
+        store, predictions = self._store, []
+        best = self._search.nearest(cosines)
+        is_counted = False
+        for layer in layers:
+            nearest, squares = best, store.squares[layer]
+            if not (squares[best.slots[0]] if len(best.slots) == 1 else squares[best.slots].all()):
+                has_it = squares[: cosines.shape[1]] > 0
+                if not has_it.any():
+                    continue
+                nearest = self._search.nearest(np.where(has_it, cosines, -np.float32(np.inf)))
+            if not is_counted:
+                is_counted = True
+                self._count_found(kind, nearest.scores)
+            found = self._prediction(layer, self._distance if kind == "trajectory" else layer + 1, nearest)
+            if found is not None:
+                predictions.append(found)
+        return predictions
 
-    def _match(self, kind: str, cosines: Floats) -> Nearest:
-        nearest = self._search.nearest(cosines)
+    def _count_found(self, kind: str, scores: Floats) -> None:
         count, total = self._found[kind]
-        scores = nearest.scores
-        found = float(scores[0]) if len(scores) == 1 else float(scores.sum())
-        self._found[kind] = (count + len(scores), total + found)
-        return nearest
+        self._found[kind] = (count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum()))
 
     def _prediction(self, layer: int, distance: int, nearest: Nearest) -> Prediction | None:
-        """None where the maps have nothing of the layer."""
+        """None where no expert is likely."""
         num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
         slots, scores = nearest
         if len(slots) == 1:

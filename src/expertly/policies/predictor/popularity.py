@@ -76,7 +76,7 @@ class Popularity(Predictor):
         self._popular = Popular(geometry, trained)
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        for layer in self._reach.at_begin():
+        for layer in self._reach.at_begin(began.layers):
             yield from self._predict(layer, layer + 1)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
@@ -91,9 +91,14 @@ class Popularity(Predictor):
 
     def _predict(self, layer: int, distance: int) -> Iterator[Prediction]:
         self.work.num_calls += 1
-        self.work.read_nbytes += self._layers[layer].num_experts * 8
-        scores = self._popular.shares(layer)
-        if scores is not None:
-            prediction = best_of_rows(layer, distance, scores[None], self._width or self._layers[layer].top_k)
+        scores = self._shares(layer)
+        self.work.read_nbytes += self._layers[layer].num_experts * 8 * len(scores)
+        if scores:
+            prediction = best_of_rows(layer, distance, np.stack(scores), self._width or self._layers[layer].top_k)
             if prediction is not None:
                 yield prediction
+
+    def _shares(self, layer: int) -> list[Floats]:
+        """[E] each, of which the best are named."""
+        popular = self._popular.shares(layer)
+        return [] if popular is None else [popular]

@@ -32,9 +32,9 @@ class Reach:
         self.num_layers = geometry.num_layers
         self.distance = max(1, min(distance, geometry.num_layers - 1))
 
-    def at_begin(self) -> range:
-        """Layers that no router of this iteration can name in time."""
-        return range(self.distance)
+    def at_begin(self, layers: range | None = None) -> range:
+        """Layers that no router of an iteration over `layers` (None: all) can name in time."""
+        return (range(self.num_layers) if layers is None else layers)[: self.distance]
 
     def after(self, layer: int) -> int | None:
         """The layer that comes into reach when this one's router has spoken."""
