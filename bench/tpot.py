@@ -84,7 +84,10 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     names = arguments["systems"]
     models = {}
     for name in names:
-        models[name], _ = expertly.load(arguments["model"], system=name, maps="off", **settings)
+        system, _, matcher = name.partition("@")
+        models[name], _ = expertly.load(
+            arguments["model"], system=system, maps="off", matcher=matcher or "thread", **settings
+        )
         prefetching = handle(models[name]).engine.prefetching
         if prefetching is not None:
             for history in histories(trace, schedule.training, prefetching.predictor.wants):
@@ -147,7 +150,7 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
     memory = Memory(arguments["memory"])
     found = {}
     for name in dict.fromkeys((*arguments["systems"], *BOUNDS)):
-        tpot = study.row(get_system(name), memory)["tpot_s"]
+        tpot = study.row(get_system(name.partition("@")[0]), memory)["tpot_s"]
         assert tpot is not None
         found[name] = float(tpot)
     found["link"] = profile.link.nbytes_per_s

@@ -21,6 +21,7 @@ from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.families import generate
+from tests.store.mounts import tiny_disk
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,11 +92,18 @@ def test_a_file_that_is_named(own: tuple[Case, Path], tmp_path: Path) -> None:
 
 def test_a_smaller_capacity_than_the_files(own: tuple[Case, Path]) -> None:
     case, store = own
+    """It is read as far as it fits, and not replaced by less."""
     learn(store, case)
-    with loaded(store, system="fmoe:capacity=7", maps="auto") as model:
+    path = store.with_name("store.maps")
+    before = path.read_bytes()
+    with (
+        pytest.warns(UserWarning, match=r"store\.maps has \d+ maps, capacity=7: what is learned is not saved"),
+        loaded(store, system="fmoe:capacity=7", maps="auto") as model,
+    ):
         stats = prediction(model)["predictor"]
         assert 0 < stats["maps"] <= stats["capacity"] == 7
         assert generate(model, case.prompts) == case.tokens
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "another model's", "no maps at all"])
@@ -168,6 +176,15 @@ def test_a_file_where_there_is_no_folder(own: tuple[Case, Path], tmp_path: Path)
     for path in bad:
         with pytest.raises(ConfigError, match="must be a file, in a folder that exists"):
             expertly.load(str(own[1]), system="fmoe", maps=path, device="cpu")
+
+
+def test_a_file_in_a_folder_that_is_not_writable(own: tuple[Case, Path], tmp_path: Path) -> None:
+    """Named: an error before anything runs."""
+    with (
+        tiny_disk(tmp_path, read_only=True) as disk,
+        pytest.raises(ConfigError, match=r"my\.maps.*its folder is not writable"),
+    ):
+        expertly.load(str(own[1]), system="fmoe", maps=disk / "my.maps", device="cpu")
 
 
 def test_maps_that_cannot_be_written(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:

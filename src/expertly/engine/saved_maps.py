@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 import warnings
 from pathlib import Path
@@ -33,11 +34,13 @@ def maps_path(maps: str | Path | None, system: System, store: PackedStore) -> Pa
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OSError):  # no path, or of a user that is not there
         path = Path(maps).expanduser()
         try:
-            if stat.S_ISREG(path.stat().st_mode):
-                return path
+            is_possible = stat.S_ISREG(path.stat().st_mode)
         except FileNotFoundError:
-            if path.parent.is_dir():
-                return path
+            is_possible = path.parent.is_dir()
+        if is_possible and not os.access(path.resolve().parent, os.W_OK):  # now, not when all else is done
+            raise ConfigError(f"maps={str(maps)!r}: its folder is not writable; accepted: another file, or {OFF}")
+        if is_possible:
+            return path
     raise ConfigError(f"maps={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
 
 
@@ -56,6 +59,7 @@ class SavedMaps:
         self._about = {"source": source}
         self._predictor = predictor
         self._saved = predictor.store.generation
+        self._is_kept = False  # the file has more maps than the predictor can hold
 
     def read(self, geometry: Geometry, hidden_size: int) -> None:
         """Give the predictor what the file has, if there is one; `hidden_size` is that of the input embedding.
@@ -81,14 +85,19 @@ class SavedMaps:
             return
         self.num_read = store.num_maps
         self._predictor.store = store
+        capacity = self._predictor.store.capacity
+        if store.num_maps > capacity:
+            self._is_kept = True
+            self.problem = f"{self.path} has {store.num_maps} maps, capacity={capacity}: what is learned is not saved"
+            warnings.warn(f"expertly: {self.problem}", stacklevel=2)
         self._saved = self._predictor.store.generation
 
     def write(self) -> bool:
         """Write the file if the maps have changed; False, with a warning, where that failed. The predictor must not run
-        meanwhile.
+        meanwhile. A file of more maps than the predictor can hold stays as it is.
         """
         store = self._predictor.store
-        if store.generation == self._saved:
+        if self._is_kept or store.generation == self._saved:
             return True
         try:
             save_maps(self.path, store, self._identity, self._about)
