@@ -8,8 +8,8 @@ maps hold the chosen weights, and lookahead is left out. Stores, profiles and co
 requests, the rest is simulated from an empty cache; `online` starts with an empty store. Hit rates are of decode.
 
 distance  hit rate of fmoe, of request-level counts and of lookahead by prefetch distance, and with K experts each
-tracking  what predicts: lookahead, counts, maps by trajectory, by trajectory and embedding, and with delta
-eviction  what goes: lru, lfu, fmoe, with the same prediction
+tracking  what predicts, at d = 3: lookahead, counts, maps by trajectory, by trajectory and embedding, and with delta
+eviction  what goes, at d = 3: lru, lfu, fmoe, with the same prediction
 capacity  similarity, hit rate and time by the capacity of the store
 online    hit rate of each request, fmoe from an empty store beside lru
 link      TPOT by the rate of the link, with the share of the gap from lru to the oracle that is closed
@@ -37,6 +37,7 @@ from expertly.trace.reader import Trace
 BASELINES = ("on-demand", "lru", "lfu")
 COUNTS = "fmoe:prediction=counts:eviction=lfu"
 LOOKAHEAD = "fmoe:prediction=lookahead:eviction=lfu"
+PAPER_DISTANCE = 3
 CAPACITIES = (125, 250, 500, 1000, 2000, 4000, 8000)
 LINK_RATES = (0.5e9, 1e9, 2e9, 4e9, 8e9, 16e9, 32e9, 64e9)
 STUDIES = ("distance", "tracking", "eviction", "capacity", "online", "link")
@@ -85,10 +86,11 @@ class Bench:
 
     def tracking(self) -> Iterator[dict[str, Any]]:
         names = [COUNTS, "fmoe:semantic=no:select=top-k", "fmoe:select=top-k", "fmoe"]
-        yield from self.rows(self.study(), "tracking", [LOOKAHEAD, *names] if self.has_lookahead else names)
+        names = [f"{name}:distance={PAPER_DISTANCE}" for name in ([LOOKAHEAD] if self.has_lookahead else []) + names]
+        yield from self.rows(self.study(), "tracking", names)
 
     def eviction(self) -> Iterator[dict[str, Any]]:
-        names = [f"fmoe:eviction={eviction}" for eviction in ("lru", "lfu", "fmoe")]
+        names = [f"fmoe:eviction={eviction}:distance={PAPER_DISTANCE}" for eviction in ("lru", "lfu", "fmoe")]
         yield from self.rows(self.study(), "eviction", names)
 
     def capacity(self) -> Iterator[dict[str, Any]]:
@@ -113,7 +115,7 @@ class Bench:
         for rate in LINK_RATES:
             hardware = replace(self.hardware, link=replace(self.hardware.link, nbytes_per_s=rate))
             study = self.study(hardware=hardware)
-            names = ("lru", "lfu", "fmoe", "fmoe:distance=1", "fmoe:eviction=lru", "oracle", "resident")
+            names = ("lru", "lfu", "fmoe", "fmoe:distance=3", "oracle", "resident")
             found = {name: study.row(get_system(name), self.memory) for name in names}
             lru, oracle = found["lru"]["tpot_s"], found["oracle"]["tpot_s"]
             for name in names:

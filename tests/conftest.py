@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from expertly.engine.instructions import keep_off_trapped_instructions
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job: tests would wait for interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 keep_off_trapped_instructions()  # before any reference model multiplies
 
 

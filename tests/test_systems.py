@@ -39,7 +39,7 @@ def test_fmoe_is_the_papers() -> None:
         "asynchronous",
     )
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 3 / 4), "three of four layers ahead"
+    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
     assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
     assert system.uses_maps and system.needs == () and "fmoe" in runnable_systems()
 

@@ -232,7 +232,7 @@ SYSTEMS: dict[str, System] = {
             prediction="fmoe",
             prefetch="proximity",
             transfer="asynchronous",
-            distance=3,
+            distance=2,
         ),
     )
 }

@@ -30,7 +30,7 @@ def test_json_has_the_same(capsys):
 def test_says_how_far_and_in_which_order_a_system_predicts(capsys):
     assert main(["systems"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
-    assert rows["fmoe"][4:] == ["fmoe", "proximity", "3", "asynchronous"]
+    assert rows["fmoe"][4:] == ["fmoe", "proximity", "2", "asynchronous"]
     assert rows["oracle"][4:] == ["perfect", "score", "all", "asynchronous"]
     assert rows["lru"][4:] == ["none", "-", "-", "demand"]
 
