@@ -4,12 +4,14 @@
 #   TORCH=                               install none: with VENV_FLAGS=--system-site-packages, use the system's
 #   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   for every pip install: here, PyTorch's smaller
 #                                        build for machines without a GPU
-#   PYTEST_FLAGS="-m gpu"                for make unit and make test
+#   JOBS=2                               tests at a time; those marked "alone" come after the others
+#   PYTEST_FLAGS="-m gpu"                for make unit and make test: the tests of these flags, one at a time
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
+JOBS ?= 2
 PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -52,7 +54,12 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
+ifeq ($(strip $(PYTEST_FLAGS)),)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
+else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+endif
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

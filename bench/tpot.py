@@ -160,16 +160,16 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
-    parser.add_argument("--systems", default="lru,lfu,on-demand,fmoe,fmoe:eviction=lru,fmoe:distance=1")
+    parser.add_argument("--systems", default="lru,lfu,on-demand,fmoe")
     parser.add_argument("--memory", default="25%")
     parser.add_argument("--segments", type=int, default=1)
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
+    parser.add_argument("--experts-gib", type=float, default=3.0, help="0: the demo model as it is")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    model = inflated_model(args.experts_gib)
-    settings = vars(args) | {"model": str(model), "systems": args.systems.split(",")}
+    model = str(inflated_model(args.experts_gib)) if args.experts_gib else None
+    settings = vars(args) | {"model": model, "systems": args.systems.split(",")}
     settings["trace"] = str(Path(args.trace).resolve())
     print_report("tpot", child("tpot.py", settings, timeout=3000), vars(args))
 

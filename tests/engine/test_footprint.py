@@ -16,6 +16,8 @@ import expertly
 from tests.engine.observe import rss_nbytes, run_python
 from tests.families import generate
 
+pytestmark = pytest.mark.alone
+
 
 def make_big_store(folder: Path, num_layers: int = 6, num_experts: int = 16) -> Path:
     """A store of 3 MiB experts, quickly: 48 MiB a layer."""

@@ -12,6 +12,8 @@ from expertly.core.profile import CopyRate, DiskRate, MatvecRate
 from expertly.engine import machine, measure
 from expertly.engine.machine import Effort, examine, last_level_cache_nbytes, version_problems
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 QUICK = Effort(scratch_nbytes=32 * MIB, reads_s=0.4, each_s=0.01, device_s=0.1)
 

@@ -11,6 +11,8 @@ import torch
 from expertly.core.errors import ConfigError, TransferError
 from expertly.engine import measure
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 

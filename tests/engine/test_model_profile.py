@@ -22,6 +22,8 @@ from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, make_checkpoint
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 
