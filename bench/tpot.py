@@ -1,14 +1,13 @@
 """TPOT of systems side by side in one run: the inflated demo model replays recorded requests, token by token.
 
-    expertly trace record --prompts prompts.jsonl --out TRACE --full --max-new-tokens 64 --temperature 0.8
     python bench/tpot.py TRACE [--systems lru,lfu,fmoe] [--memory 25%] [--requests 6] [--tokens 48] [--experts-gib 3]
 
-The trace is of the demo model; inflating it does not change what it routes. 70 % of its requests fill stores and
-counts, requests of the other 30 % are fed to the engine, the same tokens for every system. Systems take turns,
-request by request, in another order each time. `ratio` is the median over the requests of a system's TPOT to the
-first system's. `collect_share` is the forward pass's own time for noting what predictors see (bound: 5 %). Simulated
-beside it, with the costs measured on this machine in the same run: the same requests, with `oracle` and `belady-
-global`; `gap_closed` is of the simulated gap between the first system and the oracle, by the measured ratio.
+The trace is of the demo model (see prompts.py); inflating it does not change what it routes. 70 % of its requests
+fill stores and counts, requests of the other 30 % are fed to the engine, the same tokens for every system. Systems
+take turns, request by request, in another order each time. `ratio` is the median over the requests of a system's TPOT
+to the first system's. `collect_share` is the forward pass's own time for noting what predictors see (bound: 5 %).
+Simulated beside it, with the costs measured on this machine in the same run: the same requests, with `oracle` and
+`belady- global`; `gap_closed` is of the simulated gap between the first system and the oracle, by the measured ratio.
 """
 
 from __future__ import annotations
