@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -84,7 +86,12 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases:
         extra = {} if family == "switch_transformers" else {"experts_implementation": implementation}
         reference = load_reference(case.folder, dtype=torch.bfloat16, **extra)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
-    model, _ = expertly.load(str(case.folder), dtype="bfloat16", memory="25%", segments=4, device="cpu")
-    error = (logits_of(model, case.prompts).float() - case.logits).abs().max()
-    expertly.unload(model)
-    assert error <= 1.5 * max(errors), f"{family}: {error} against {errors}"
+    for system in ("lru", "fmoe"):
+        settings: dict[str, Any] = {"memory": "25%", "system": system, "maps": "off", "matcher": "inline"}
+        model, _ = expertly.load(str(case.folder), dtype="bfloat16", segments=4, device="cpu", **settings)
+        if system == "fmoe":
+            generate(model, case.prompts)  # it learns, and loads ahead
+            assert expertly.stats(model).as_dict()["phases"]["decode"]["prefetched"] > 0, family
+        error = (logits_of(model, case.prompts).float() - case.logits).abs().max()
+        expertly.unload(model)
+        assert error <= 1.5 * max(errors), f"{family} {system}: {error} against {errors}"
