@@ -40,6 +40,15 @@ def test_time_without_a_request_is_neither_busy_nor_stalled() -> None:
     assert list(metrics.latencies_s()) == pytest.approx([1e-7, 1e-7])
 
 
+def test_hits_of_a_batch_are_nobodys() -> None:
+    metrics = Metrics()
+    metrics.add(iteration((0,)), 0, 100, 0, 3, 4)
+    metrics.add(iteration((0, 1)), 100, 200, 0, 5, 8)
+    metrics.add(iteration((1,)), 200, 300, 0, 1, 4)
+    metrics.add(iteration((0,)), 300, 400, 0, 4, 4)
+    assert metrics.hits_by_request() == [(7, 8), (1, 4)]
+
+
 def test_nothing_measured_is_nothing_said() -> None:
     metrics = Metrics()
     assert metrics.tpot_s is metrics.stall_share is metrics.ttft_s(is_queued=True) is None

@@ -97,6 +97,22 @@ def test_runs_do_not_depend_on_what_ran_before(tmp_path: Path) -> None:
         assert results(make_study(trace, segments=2), [name], "40%")[name] == together[name]
 
 
+def test_each_requests_hit_rate_is_of_its_own_decode(tmp_path: Path) -> None:
+    same = [[[0, 1]] * 3]
+    passes = [(0, False, same)] * 3 + [(1, True, same), (1, False, same), (2, True, same)]
+    row = results(make_study(make_trace(tmp_path / "trace", passes, LAYERS, num_requests=3)), ["lru"], "70%")["lru"]
+    assert row["hit_rate_by_request"] == [2 / 3, 1.0, None], "cold for one token of three, warm, and a prompt alone"
+    assert row["hit_rate"] == 3 / 4
+
+
+def test_one_row_alone_is_that_of_all_results(tmp_path: Path) -> None:
+    trace = small(tmp_path, prompt=4)
+    together = results(make_study(trace), ["lru"], "40%")["lru"]
+    alone = make_study(trace).row(SYSTEMS["lru"], Memory("40%"))
+    assert alone.pop("floor_tpot_s") is None and together.pop("floor_tpot_s") is not None
+    assert alone == together
+
+
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     """Of what Python and NumPy allocate; one more shard takes no more."""
     made = synth.zipf(2, 16, 2, 6000, keep=0.3)
