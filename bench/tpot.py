@@ -114,7 +114,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"system": name, "ratio": ratio}
         row |= {key: statistics.mean(run[key] for run in runs[name]) for key in runs[name][0]}
         facts = expertly.stats(models[name]).as_dict().get("prediction") or {}
-        row |= {key: facts[key] for key in ("late", "dropped") if key in facts}
+        row |= {key: facts[key] for key in ("predictions_late", "contexts_dropped") if key in facts}
         row["simulated_ratio"] = simulated[name] / simulated[first]
         gap = 1 - simulated["oracle"] / simulated[first]
         row["gap_closed"] = (1 - ratio) / gap if gap > 0 else None

@@ -369,3 +369,5 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
 def test_a_matcher_that_is_none(cases: Cases) -> None:
     with pytest.raises(ConfigError, match="matcher='fast': unknown; accepted: thread, inline"):
         expertly.load(str(cases["qwen3_moe"].store), matcher="fast", device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="matcher='inline': system 'lru' predicts nothing"):
+        expertly.load(str(cases["qwen3_moe"].store), matcher="inline", device="cpu")

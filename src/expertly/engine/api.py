@@ -87,6 +87,8 @@ def load(
         raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
     if matcher not in MATCHERS:
         raise ConfigError(f"matcher={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+    if matcher != MATCHERS[0] and parts.prediction == "none":
+        raise ConfigError(f"matcher={matcher!r}: system {system!r} predicts nothing; accepted: a system that does")
     target = _device(device)
     if target.type == "cpu":
         keep_off_trapped_instructions()
