@@ -16,26 +16,27 @@ MAX_LINES = 400
 
 # What each part of the package may import of the others.
 CONTROL = {"core", "policies", "control"}
-BELOW_SIM = {*CONTROL, "decisions", "systems", "trace"}
+BELOW_SIM = {*CONTROL, "decisions", "parts", "systems", "trace"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "data": {"core"},
     "policies": {"core"},
     "control": {"core", "policies"},
-    "systems": {"core", "policies", "control"},
-    "decisions": {"core", "control", "systems"},
+    "parts": {"core", "policies", "control"},
+    "systems": {"core", "policies", "control", "parts"},
+    "decisions": {"core", "control", "parts", "systems"},
     "trace": {"core"},
     "maps": {"core", "policies"},
     "sim": BELOW_SIM,
     "store": {"core", "data"},
     "models": {"core", "data", "store"},
-    "engine": {*CONTROL, "decisions", "data", "maps", "models", "store", "systems", "trace"},
-    "serve": {*CONTROL, "data", "engine", "models", "store", "systems", "trace"},
+    "engine": {*CONTROL, "decisions", "data", "maps", "models", "parts", "store", "systems", "trace"},
+    "serve": {*CONTROL, "data", "engine", "models", "parts", "store", "systems", "trace"},
     "cli": {*BELOW_SIM, "data", "engine", "maps", "models", "serve", "sim", "store", "__init__"},
     "__main__": {"cli"},
     "__init__": {"engine"},
 }
-PURE = {"core", "data", "policies", "control", "systems", "decisions", "trace", "maps", "sim"}
+PURE = {"core", "data", "policies", "control", "parts", "systems", "decisions", "trace", "maps", "sim"}
 """Importable, and all of it usable, without torch."""
 
 

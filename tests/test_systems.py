@@ -8,6 +8,7 @@ import pytest
 
 from expertly.control.budget import split_budget
 from expertly.core.errors import ConfigError
+from expertly.parts import PARTS
 from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
@@ -15,7 +16,7 @@ from expertly.policies.known import Known
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.predictor.lookahead import Lookahead
 from expertly.policies.prefetch import by_proximity, by_score
-from expertly.systems import PARTS, SYSTEMS, get_system, runnable_systems
+from expertly.systems import SYSTEMS, get_system, runnable_systems
 from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
 

@@ -18,7 +18,8 @@ from expertly.control.budget import Budget
 from expertly.control.journal import JournaledController, Replayed, read_header, replay
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.systems import System, get_system
+from expertly.parts import System
+from expertly.systems import get_system
 
 _SEALED = re.compile(r'(.*),(?:"crc32":)?"[0-9a-f]{8}"([\]}])\n', re.DOTALL)
 _END = '["end",null,null]'

@@ -103,7 +103,7 @@ def soak(
     control = CheckedController(
         shape,
         split_budget(shape, int(shape.nbytes * share), ring),
-        lambda capacity: EVICTIONS[eviction](capacity, Known(future=future)),
+        lambda capacity: EVICTIONS[eviction](shape, capacity, Known(future=future)),
         scope=scope,
         order=order,
         admission=admission,
@@ -254,7 +254,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
     again = Again(
         control.geometry,
         control.budget,
-        lambda capacity: EVICTIONS[eviction](capacity, Known(future=future)),
+        lambda capacity: EVICTIONS[eviction](control.geometry, capacity, Known(future=future)),
         scope="global",
         admission=admission,
         ahead=ahead,

@@ -300,7 +300,8 @@ def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
     control.predict(Prediction(0, [2], [0.8], 2, 0.9))  # says nothing of the others
     assert [(piece.layer, piece.expert) for piece in control.load_ahead()] == [(0, 2)]
     assert set(control.caches[0].kept) == {1, 2, 4, 5}, "0 went: 0.05"
-    assert [json.loads(line)[1] for line in lines if line.startswith('["foresee"')] == [[0, [0.05, 0.15, 0.8, 0.0]]]
+    said = [[0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0]]]
+    assert [json.loads(line)[1] for line in lines if line.startswith('["foresee"')] == said
     assert replay(lines[1:], new(), "here").difference is None
     without = [line for line in lines[1:] if not line.startswith('["foresee"')]
     assert replay(without, new(), "here").difference is not None

@@ -10,7 +10,10 @@ from expertly.control.cache import KeptCache
 from expertly.control.residency import bits
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.lru import LRU
+from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
+
+SHAPE = geometry(layers=4, experts=64)
 
 
 def filled(capacity: int, experts: dict[int, int]) -> KeptCache:
@@ -51,7 +54,7 @@ def test_the_budget_is_never_exceeded() -> None:
 def test_counts_follow_any_history(eviction: str) -> None:
     """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
     dice = random.Random(4)
-    cache = KeptCache(13, EVICTIONS[eviction](3, KNOWN))
+    cache = KeptCache(13, EVICTIONS[eviction](SHAPE, 3, KNOWN))
     truth: set[tuple[int, int]] = set()
     for _ in range(1500):
         expert, protected = dice.randrange(9), set(dice.sample(range(9), 2))

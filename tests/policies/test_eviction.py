@@ -14,12 +14,15 @@ from expertly.policies.eviction.lfu import LFU
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
+from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
+
+SHAPE = geometry(layers=16, experts=64)
 
 
 @pytest.fixture(params=EVICTIONS)
 def make(request: pytest.FixtureRequest):
-    return lambda capacity: EVICTIONS[request.param](capacity, KNOWN)
+    return lambda capacity: EVICTIONS[request.param](SHAPE, capacity, KNOWN)
 
 
 def admit(policy: EvictionPolicy, experts: list[int]) -> None:
@@ -109,7 +112,7 @@ class TestConformance:
 
 def test_what_the_registry_says_of_a_policy_is_so() -> None:
     for name, one in EVICTIONS.items():
-        assert isinstance(one(4, KNOWN), ScoredPolicy) == one.is_scored, name
+        assert isinstance(one(SHAPE, 4, KNOWN), ScoredPolicy) == one.is_scored, name
     assert [name for name, one in EVICTIONS.items() if one.needs_future] == ["belady"]
 
 

@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 from expertly.cli.output import add_json_flag, print_json, table
+from expertly.parts import ACCEPTED, PARTS, System
 from expertly.policies.options import option_names
 from expertly.policies.predictor import PREDICTORS
-from expertly.systems import ACCEPTED, ALL_LAYERS, PARTS, SYSTEMS, System
+from expertly.systems import ALL_LAYERS, SYSTEMS
 
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
 OF_PREDICTION = ("prefetch", "distance")

@@ -148,12 +148,16 @@ class Controller:
         """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
         layer = prediction.layer
         self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
-        if prediction.probabilities is not None:
-            Controller.foresee(self, layer, prediction.probabilities)  # it is one call: no subclass shall see two
+        Controller.foresee(self, prediction)  # it is one call: no subclass shall see two
 
-    def foresee(self, layer: int, probabilities: Sequence[float]) -> None:
-        """What came too late to load anything, eviction may still learn from: the probabilities of a prediction."""
-        self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), probabilities)
+    def foresee(self, prediction: Prediction) -> None:
+        """From what came too late to load anything, eviction may still learn."""
+        layer, probabilities = prediction.layer, prediction.probabilities
+        if probabilities is not None:
+            self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), probabilities)
+        if prediction.outlook is not None:
+            for cache in self.keeper.distinct_caches:
+                cache.policy.expected(prediction.outlook)
 
     def load_ahead(self) -> list[Piece]:
         """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""

@@ -55,9 +55,9 @@ class JournaledController(Controller):
         super().predict(prediction)
         self._note("predict", _prediction(prediction), None)
 
-    def foresee(self, layer: int, probabilities: Sequence[float]) -> None:
-        super().foresee(layer, probabilities)
-        self._note("foresee", [layer, probabilities], None)
+    def foresee(self, prediction: Prediction) -> None:
+        super().foresee(prediction)
+        self._note("foresee", _prediction(prediction), None)
 
     def load_ahead(self) -> list[Piece]:
         pieces = super().load_ahead()
@@ -128,10 +128,10 @@ def _answer(controller: JournaledController, line: str, made: list[str], where: 
             controller.begin_layer(RouterRan(*router), [Piece(*piece) for piece in withdrawn])
         elif name in ("loaded", "computed"):
             getattr(controller, name)(Piece(*observation))
-        elif name == "predict":
-            controller.predict(Prediction(*observation))
-        elif name in ("preload", "foresee"):
-            getattr(controller, name)(*observation)
+        elif name in ("predict", "foresee"):
+            getattr(controller, name)(Prediction(*observation))
+        elif name == "preload":
+            controller.preload(*observation)
         elif name in ("end_layer", "load_ahead", "abandon"):
             getattr(controller, name)()
         else:
@@ -160,9 +160,10 @@ def _router(router: RouterRan) -> list[Any]:
 
 def _prediction(prediction: Prediction) -> list[Any]:
     said: list[Any] = [prediction.layer, prediction.experts, prediction.scores, prediction.distance]
-    if prediction.confidence is None and prediction.probabilities is None:
-        return said
-    return [*said, prediction.confidence, prediction.probabilities]
+    rest = [prediction.confidence, prediction.probabilities, prediction.outlook]
+    while rest and rest[-1] is None:
+        del rest[-1]
+    return [*said, *rest]
 
 
 def _step(step: Step | None) -> Any:

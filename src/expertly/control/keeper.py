@@ -36,6 +36,7 @@ class Keeper:
         else:
             shared = [KeptCache(slots, make_policy(slots // num_segments)) for slots in budget.kept_slots]
             self.caches = [shared[c] for c in geometry.size_classes]
+        self.distinct_caches = list({id(cache): cache for cache in self.caches}.values())
         self._prefill_room = list(budget.layer_shares)  # of each layer, what its share lacks: negative above it
         self.passing = [0] * geometry.num_size_classes  # segments in slots that are not kept
         self._refused = _NOTHING_REFUSED  # segments that could not be evicted for this layer: so many cannot be now
@@ -191,7 +192,7 @@ class Keeper:
         residency, geometry = self.residency, self._geometry
         residency.check()
         kept: dict[int, int] = {}
-        for cache in {id(c): c for c in self.caches}.values():
+        for cache in self.distinct_caches:
             assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
             kept.update(cache.kept)
         passing = [0] * geometry.num_size_classes

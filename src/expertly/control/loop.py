@@ -108,8 +108,8 @@ class Ahead:
                 has_new = True
             else:
                 self.num_late += 1
-                if prediction.probabilities is not None:
-                    self._controller.foresee(prediction.layer, prediction.probabilities)
+                if prediction.probabilities is not None or prediction.outlook is not None:
+                    self._controller.foresee(prediction)
         return has_new
 
 

@@ -52,6 +52,8 @@ class Prediction:
     distance: int  # layers ahead of what the predictor has seen
     confidence: float | None = None  # the predictor's own, from -1 to 1, where it has one
     probabilities: list[float] | None = None  # of every expert of the layer, for eviction
+    outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again, for
+    # eviction; None: as it was said last
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 """Of experts, in any integer type; what is not in 0..E-1 is no choice."""
 
-Want = Literal["embedding", "experts", "scores", "lookahead"]
+Want = Literal["token_ids", "embedding", "experts", "scores", "inputs", "lookahead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Began:
     is_prefill: npt.NDArray[np.bool_]  # [T]
     embedding: Floats | None = None  # [T, H] what the model's input embedding makes of the row
     layers: range | None = None  # of the stack that runs: an encoder and a decoder are two; None: all
+    token_ids: npt.NDArray[np.int32] | None = None  # [T] below 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Routed:
     experts: Ids | None = None  # [T, K]
     scores: Floats | None = None  # [T, E]
     lookahead: Floats | None = None  # [T, D, E]: of the layers 1 to D after this one, asked about this one's input
+    inputs: Floats | None = None  # [T, H] what the router was asked about
 
     @property
     def layer(self) -> int:
@@ -55,3 +57,4 @@ class History:
     experts: Ids  # [T, L, K]
     scores: Floats  # [T, L, E]
     embedding: Floats | None = None  # [T, H]
+    token_ids: npt.NDArray[np.int32] | None = None  # [T] below 0: unknown

@@ -26,8 +26,9 @@ from expertly.engine.saved_maps import AUTO, maps_path
 from expertly.engine.stats import Stats
 from expertly.models.loading import experts_modules, load_dense, load_tokenizer
 from expertly.models.packing import pack_cached
+from expertly.parts import System
 from expertly.store.packed import PackedStore
-from expertly.systems import DEFAULT_SYSTEM, System, get_system, runnable_systems
+from expertly.systems import DEFAULT_SYSTEM, get_system, runnable_systems
 
 DEFAULT_CONTEXT = 4096
 """Tokens of KV cache that `memory="auto"` leaves room for."""

@@ -25,6 +25,9 @@ from expertly.models.routers import RouterTap, attach_all, detach_all
 from expertly.models.tensors import saturated_half
 
 Mask = npt.NDArray[np.bool_]
+OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
+"""What only the routers themselves can show."""
+
 Embed = Callable[[npt.NDArray[np.int32]], torch.Tensor]
 """Token ids [T] to what the model's input embedding makes of them, [T, H]."""
 
@@ -45,14 +48,14 @@ class Collector:
         embed: Embed,
         distance: int,
     ) -> None:
-        """`taps` of all layers, where scores or lookahead are wanted. Raises ConfigError where a router cannot look
+        """`taps` of all layers, where OF_ROUTERS are wanted. Raises ConfigError where a router cannot look
         ahead as it should.
         """
         self.collect_ns = 0
         """Time that the forward pass spent here."""
         self._wants = frozenset(wants)
         self._layers = layers
-        self._taps = taps if self._wants & {"scores", "lookahead"} else ()
+        self._taps = taps if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
         self._requests = RequestNumbers()
@@ -62,6 +65,9 @@ class Collector:
         deaf = [layer for layer, tap in enumerate(taps) if tap is None or not tap.can_look_ahead]
         if "lookahead" in self._wants and deaf:
             raise ConfigError(f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so")
+        unseen = [layer for layer, tap in enumerate(taps) if tap is None]
+        if "inputs" in self._wants and unseen:
+            raise ConfigError(f"prediction: it needs the routers' inputs, which layers {unseen} do not show")
 
     @property
     def is_open(self) -> bool:
@@ -111,7 +117,7 @@ class Collector:
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         start = perf_counter_ns()
-        kept = inputs.detach().clone() if "lookahead" in self._wants else None
+        kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()
         self.collect_ns += perf_counter_ns() - start
 
@@ -125,11 +131,13 @@ class Collector:
             elif info.token_ids is not None:
                 with torch.no_grad():
                     embedding = saturated_half(self._embed(_cut(info.token_ids, is_real)))
+        token_ids = info.token_ids if "token_ids" in self._wants else None
         return Began(
             _read_only(_cut(requests, is_real)),
             _read_only(_cut(info.is_prefill, is_real)),
             None if embedding is None else _read_only(embedding.astype(np.float32)),
             info.layers,
+            None if token_ids is None else _read_only(_cut(token_ids, is_real)),
         )
 
     def _routed(
@@ -142,15 +150,19 @@ class Collector:
         end: int,
     ) -> Routed:
         wants = self._wants
-        experts = scores = lookahead = None
+        experts = scores = given = lookahead = None
         if wants & {"experts", "scores"}:
             experts = _cut(top_k_index.cpu().numpy(), is_real)
         if "scores" in wants:
             scores = self._scores(demand.layer, seen, experts, top_k_weights, is_real)
-        if "lookahead" in wants and seen is not None and seen[0] is not None:
+        if seen is not None and seen[0] is not None:
             inputs = seen[0] if is_real is None else seen[0][torch.from_numpy(is_real).to(seen[0].device)]
-            lookahead = self._look_ahead(demand.layer, inputs, end)
-        return Routed(demand, *(None if one is None else _read_only(one) for one in (experts, scores, lookahead)))
+            if "inputs" in wants:
+                given = saturated_half(inputs).astype(np.float32)
+            if "lookahead" in wants:
+                lookahead = self._look_ahead(demand.layer, inputs, end)
+        parts = (experts, scores, lookahead, given)
+        return Routed(demand, *(None if one is None else _read_only(one) for one in parts))
 
     def _scores(self, layer: int, seen: Any, experts: Any, top_k_weights: torch.Tensor, is_real: Mask | None) -> Floats:
         tap = self._taps[layer]

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from expertly.engine.collector import Collector, Embed
+from expertly.engine.collector import OF_ROUTERS, Collector, Embed
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Matcher, Prefetching
 from expertly.engine.saved_maps import SavedMaps
 from expertly.models.routers import RouterTap, find_routers
+from expertly.parts import System
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.store.packed import PackedStore
-from expertly.systems import System
 
 
 def make_prefetching(
@@ -40,7 +40,7 @@ def make_prefetching(
     if predictor is None:
         return None
     taps: Sequence[RouterTap | None] = ()
-    if predictor.wants & {"scores", "lookahead"}:
+    if predictor.wants & OF_ROUTERS:
         taps = find_routers(model, geometry.layers)
     collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
     saved = None

@@ -11,11 +11,11 @@ from pathlib import Path
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
 from expertly.maps.file import load_maps, save_maps
+from expertly.parts import System
 from expertly.policies.maps.store import MapShape
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.store.cache import maps_beside
 from expertly.store.packed import PackedStore
-from expertly.systems import System
 
 AUTO, OFF = "auto", "off"
 

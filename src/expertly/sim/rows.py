@@ -34,36 +34,50 @@ class Rows:
         self._recorded: dict[str, npt.NDArray[Any]] = {}
         self._embedding: Floats | None = None
         self._scores: list[Floats | None] = [None] * len(self._layers)
-        self._lookahead: list[Floats | None] = [None] * len(self._layers)
+        self._by_layer: dict[str, list[Floats | None]] = {}
 
     def __len__(self) -> int:
         return len(self.request)
 
     def began(self, begin: int, end: int, wants: Collection[Want], layers: range | None = None) -> Began:
         """The pass of rows `[begin, end)`, which runs `layers`, begins."""
-        embedding = self._embeddings()[begin:end] if "embedding" in wants and self._trace.has("embedding") else None
-        return Began(self.request[begin:end].astype(np.int64), self.is_prefill[begin:end], embedding, layers)
+        token_ids, embedding = self._of_begin(wants)
+        return Began(
+            self.request[begin:end].astype(np.int64),
+            self.is_prefill[begin:end],
+            None if embedding is None else embedding[begin:end],
+            layers,
+            None if token_ids is None else token_ids[begin:end],
+        )
 
     def routed(self, router: RouterRan, begin: int, end: int, wants: Collection[Want]) -> Routed:
         """A router of that pass has spoken."""
         layer = router.layer
-        experts = scores = lookahead = None
+        experts = scores = inputs = lookahead = None
         if "experts" in wants:
             experts = self.experts[begin:end, layer, : self._layers[layer].top_k]
         if "scores" in wants:
             scores = self._scores_of(layer)[begin:end]
         if "lookahead" in wants and self._trace.has("lookahead"):
-            lookahead = self._lookahead_of(layer)[begin:end]
-        return Routed(router, experts, scores, lookahead)
+            lookahead = self._of_layer("lookahead", layer)[begin:end]
+        if "inputs" in wants and self._trace.has("router_inputs"):
+            inputs = self._of_layer("router_inputs", layer)[begin:end]
+        return Routed(router, experts, scores, lookahead, inputs)
 
     def history(self, wants: Collection[Want]) -> History:
         """All rows, to learn from."""
         scores = np.zeros((len(self), len(self._layers), max_experts(self._layers)), np.float32)
         for layer, shape in enumerate(self._layers):
             scores[:, layer, : shape.num_experts] = self._scores_of(layer)
-        embedding = self._embeddings() if "embedding" in wants and self._trace.has("embedding") else None
+        token_ids, embedding = self._of_begin(wants)
         requests = self.request.astype(np.int64)
-        return History(requests, self.is_prefill, self.experts, _frozen(scores), embedding)
+        return History(requests, self.is_prefill, self.experts, _frozen(scores), embedding, token_ids)
+
+    def _of_begin(self, wants: Collection[Want]) -> tuple[npt.NDArray[np.int32] | None, Floats | None]:
+        """Token ids [rows] and embeddings [rows, H], where they are wanted and there."""
+        token_ids: npt.NDArray[np.int32] | None = self._read("token") if "token_ids" in wants else None
+        embedding = self._embeddings() if "embedding" in wants and self._trace.has("embedding") else None
+        return token_ids, embedding
 
     def _embeddings(self) -> Floats:
         if self._embedding is None:
@@ -84,13 +98,14 @@ class Rows:
                 self._scores[layer] = found
         return found
 
-    def _lookahead_of(self, layer: int) -> Floats:
-        """[rows, D, E]."""
-        found = self._lookahead[layer]
+    def _of_layer(self, field: str, layer: int) -> Floats:
+        """[rows, ...] of a field that has a row for each layer."""
+        kept = self._by_layer.setdefault(field, [None] * len(self._layers))
+        found = kept[layer]
         if found is None:
-            found = _frozen(self._read("lookahead")[:, layer].astype(np.float32))
+            found = _frozen(self._read(field)[:, layer].astype(np.float32))
             if not self._is_one_pass:
-                self._lookahead[layer] = found
+                kept[layer] = found
         return found
 
     def _read(self, field: str) -> npt.NDArray[Any]:

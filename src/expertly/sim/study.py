@@ -15,6 +15,7 @@ from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.observation import Want
+from expertly.parts import System
 from expertly.policies.known import Known
 from expertly.sim.chrome import ChromeTrace
 from expertly.sim.compute import compute_model
@@ -26,7 +27,7 @@ from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.training import Training
 from expertly.sim.workload import Workload
-from expertly.systems import SYSTEMS, System, get_system
+from expertly.systems import SYSTEMS, get_system
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, max_experts
 

@@ -7,11 +7,11 @@ from copy import deepcopy
 
 from expertly.core.geometry import Geometry
 from expertly.core.observation import History, Want
+from expertly.parts import System
 from expertly.policies.known import Known
 from expertly.policies.predictor import Predictor
 from expertly.sim.rows import read_rows
 from expertly.sim.workload import Span
-from expertly.systems import System
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 1024

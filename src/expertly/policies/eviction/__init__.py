@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from expertly.core.geometry import Geometry
 from expertly.policies.eviction.base import EvictionPolicy
 from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.fmoe import FMoEEviction
@@ -22,24 +23,24 @@ _NOTHING = Known()
 class MakeEviction:
     """Makes the policy of one cache."""
 
-    make: Callable[[int, Known], EvictionPolicy]
+    make: Callable[[Geometry, int, Known], EvictionPolicy]  # for a cache of so many experts
     is_scored: bool = False  # a ScoredPolicy, which the admission `best` needs
     needs_future: bool = False
     needs_probabilities: bool = False  # predicted ones, without which it is another policy
 
-    def __call__(self, capacity: int, known: Known = _NOTHING) -> EvictionPolicy:
+    def __call__(self, geometry: Geometry, capacity: int, known: Known = _NOTHING) -> EvictionPolicy:
         """Raises ConfigError where `known` lacks what the policy needs."""
-        return self.make(capacity, known)
+        return self.make(geometry, capacity, known)
 
 
 EVICTIONS: dict[str, MakeEviction] = {
-    "lru": MakeEviction(lambda capacity, known: LRU()),
-    "lfu": MakeEviction(lambda capacity, known: LFU(), is_scored=True),
-    "lcp": MakeEviction(lambda capacity, known: LCP(), is_scored=True),
-    "random": MakeEviction(lambda capacity, known: RandomEviction(known.seed)),
-    "static": MakeEviction(lambda capacity, known: Static(capacity, known.popularity)),
-    "belady": MakeEviction(lambda capacity, known: Belady(known.future), is_scored=True, needs_future=True),
-    "fmoe": MakeEviction(lambda capacity, known: FMoEEviction(), is_scored=True, needs_probabilities=True),
+    "lru": MakeEviction(lambda geometry, capacity, known: LRU()),
+    "lfu": MakeEviction(lambda geometry, capacity, known: LFU(), is_scored=True),
+    "lcp": MakeEviction(lambda geometry, capacity, known: LCP(), is_scored=True),
+    "random": MakeEviction(lambda geometry, capacity, known: RandomEviction(known.seed)),
+    "static": MakeEviction(lambda geometry, capacity, known: Static(capacity, known.popularity)),
+    "belady": MakeEviction(lambda geometry, capacity, known: Belady(known.future), is_scored=True, needs_future=True),
+    "fmoe": MakeEviction(lambda geometry, capacity, known: FMoEEviction(), is_scored=True, needs_probabilities=True),
 }
 
 __all__ = ["EVICTIONS", "EvictionPolicy", "MakeEviction"]

@@ -27,6 +27,9 @@ class EvictionPolicy(Protocol):
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         """A layer's experts, from this id on, will be needed with these probabilities when the layer runs next."""
 
+    def expected(self, outlook: Sequence[float]) -> None:
+        """How likely each expert of the model, by its id, is used again; stays until it is said anew."""
+
     def victims(self, protected: Container[int]) -> Iterable[int]:
         """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
 
@@ -88,6 +91,9 @@ class ScoredPolicy(ABC):
         """A layer is about to run with these experts, kept or not."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
+        """See EvictionPolicy."""
+
+    def expected(self, outlook: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
         """See EvictionPolicy."""
 
     @abstractmethod

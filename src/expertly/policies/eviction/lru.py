@@ -29,5 +29,8 @@ class LRU:
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         """Nothing is learned."""
 
+    def expected(self, outlook: Sequence[float]) -> None:
+        """Nothing is learned."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
         return (expert for expert in self._order if expert not in protected)

@@ -25,6 +25,9 @@ class RandomEviction:
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         """Nothing is learned."""
 
+    def expected(self, outlook: Sequence[float]) -> None:
+        """Nothing is learned."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
         candidates = [e for e in self._kept if e not in protected]  # a dict keeps its order: as repeatable as sorted
         while candidates:

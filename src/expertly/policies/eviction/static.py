@@ -52,6 +52,9 @@ class Static:
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         """Nothing is learned."""
 
+    def expected(self, outlook: Sequence[float]) -> None:
+        """Nothing is learned."""
+
     def victims(self, protected: Container[int]) -> Iterator[int]:
         if self._tokens_to_learn > 0:
             kept = sorted(self._lru.victims(protected), key=lambda e: (self._count.get(e, 0), e))
