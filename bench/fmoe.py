@@ -143,7 +143,7 @@ def _sizes(trace: Trace, name: str | None) -> tuple[tuple[LayerGeometry, ...] | 
 
 def _hits_by_request(study: Study, name: str, memory: Memory) -> list[tuple[int, int]]:
     """(hits, demands) of each request's decode, in the order in which they ran."""
-    metrics = study.simulate(get_system(name), memory.budget(study.geometry)).metrics
+    metrics = study.simulate(get_system(name), memory.budget(study.geometry_of(get_system(name)))).metrics
     return metrics.hits_by_request()
 
 

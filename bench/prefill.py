@@ -2,7 +2,8 @@
 
     python bench/prefill.py [--experts-gib 3] [--tokens 512]
 
-For both orders: `resident` (the default) and `id` (one expert at a time, only the running one protected).
+For each order and preemption: `resident` and `early` are the default; with `id` only the running expert and what was
+asked for are protected; with `late` what is missing is found one expert at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import product
 from typing import Any
 
 from common import child, child_arguments, inflated_model
@@ -24,7 +26,11 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     from expertly.engine.api import handle
 
     model, _ = expertly.load(
-        arguments["model"], memory="25%", order=arguments["order"], segments=arguments["segments"], device="cpu"
+        arguments["model"],
+        memory="25%",
+        system=f"lru:preemption={arguments['preemption']}:order={arguments['order']}",
+        segments=arguments["segments"],
+        device="cpu",
     )
     controller = handle(model).engine.controller
     vocab = model.config.vocab_size
@@ -74,8 +80,8 @@ def main() -> None:
     model = inflated_model(args.experts_gib)
     rows = []
     for segments in (1, 4):
-        for order in ("resident", "id"):
-            settings = {"order": order, "segments": segments}
+        for order, preemption in product(("resident", "id"), ("early", "late")):
+            settings = {"order": order, "preemption": preemption, "segments": segments}
             rows.append(settings | child("prefill.py", settings | {"model": str(model), "tokens": args.tokens}))
     print_report("prefill", rows, vars(args))
 

@@ -40,7 +40,7 @@ def measure(folder: str, system: str, iterations: int, segments: int) -> dict[st
     schedule = make_schedule(trace, Selection(num_tokens=iterations))
     study = Study(trace, schedule, Hardware.read("rtx3090"), layers, None, segments=segments)
     start = time.process_time()
-    simulator = study.simulate(SYSTEMS[system], Memory(MEMORY).budget(study.geometry))
+    simulator = study.simulate(SYSTEMS[system], Memory(MEMORY).budget(study.geometry_of(SYSTEMS[system])))
     seconds = time.process_time() - start
     assert simulator.metrics.num_decode_iterations == iterations
     return {"seconds": seconds, "peak_nbytes": _peak_nbytes()}

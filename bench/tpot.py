@@ -85,7 +85,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     for name in names:
         system, _, matcher = name.partition("@")
         models[name], _ = expertly.load(
-            arguments["model"], system=system, maps="off", matcher=matcher or "thread", **settings
+            arguments["model"], system=system, maps="off", matcher=matcher or "auto", **settings
         )
         prefetching = handle(models[name]).engine.prefetching
         if prefetching is not None:

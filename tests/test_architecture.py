@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ MAX_LINES = 400
 
 # What each part of the package may import of the others.
 CONTROL = {"core", "policies", "control"}
-BELOW_SIM = {*CONTROL, "decisions", "parts", "systems", "trace"}
+BELOW_SIM = {*CONTROL, "decisions", "parts", "plans", "systems", "trace"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "data": {"core"},
@@ -24,20 +25,25 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"core", "policies"},
     "parts": {"core", "policies", "control"},
     "systems": {"core", "policies", "control", "parts"},
-    "decisions": {"core", "control", "parts", "systems"},
+    "decisions": {"core", "policies", "control", "parts", "systems"},
+    "plans": {"core", "policies", "control", "parts"},
+    "testing": {"core", "policies"},
     "trace": {"core"},
     "maps": {"core", "policies"},
+    "learned": {"core", "policies", "maps", "sim", "trace"},
     "sim": BELOW_SIM,
     "store": {"core", "data"},
     "models": {"core", "data", "store"},
-    "engine": {*CONTROL, "decisions", "data", "maps", "models", "parts", "store", "systems", "trace"},
+    "engine": {*BELOW_SIM, "data", "learned", "maps", "models", "store"},
     "serve": {*CONTROL, "data", "engine", "models", "parts", "store", "systems", "trace"},
-    "cli": {*BELOW_SIM, "data", "engine", "maps", "models", "serve", "sim", "store", "__init__"},
+    "cli": {*BELOW_SIM, "data", "engine", "learned", "maps", "models", "serve", "sim", "store", "__init__"},
     "__main__": {"cli"},
     "__init__": {"engine"},
 }
-PURE = {"core", "data", "policies", "control", "parts", "systems", "decisions", "trace", "maps", "sim"}
+PURE = {*BELOW_SIM, "data", "maps", "sim", "testing"}
 """Importable, and all of it usable, without torch."""
+TRAINING = {"learned/train.py", "learned/study.py"}
+"""What of `learned` needs torch: simulating with trained weights does not."""
 
 
 def modules() -> list[Path]:
@@ -46,6 +52,10 @@ def modules() -> list[Path]:
 
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def is_pure(path: Path) -> bool:
+    return part_of(path) in PURE | {"learned"} and path.relative_to(PACKAGE).as_posix() not in TRAINING
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -58,15 +68,21 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def imports_of(path: Path) -> list[tuple[str, int]]:
+    return list(imports(parsed(path)))
 
 
 def violations(is_wrong) -> list[str]:
     return [
         f"{path.relative_to(REPOSITORY)}:{line} imports {name}"
         for path in modules()
-        for name, line in imports(parsed(path))
+        for name, line in imports_of(path)
         if is_wrong(path, name)
     ]
 
@@ -91,13 +107,32 @@ def test_import_directions():
     assert violations(is_wrong) == []
 
 
+def reached_from(part: str) -> set[str]:
+    """Parts that importing all of `part` imports, through whatever files."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in modules()}
+    files |= {name.removesuffix(".__init__"): path for name, path in files.items()}
+    todo, seen = [path for path in files.values() if part_of(path) == part], set[Path]()
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            for name, _ in imports_of(path):
+                todo += [files[dotted] for dotted in (name, name.rpartition(".")[0]) if dotted in files]
+    return {part_of(path) for path in seen}
+
+
+def test_engine_and_simulator_do_not_reach_each_other():
+    assert "control" in reached_from("engine") & reached_from("sim")
+    assert "sim" not in reached_from("engine") and "engine" not in reached_from("sim")
+
+
 def test_only_models_imports_transformers():
     assert violations(lambda path, name: is_of(name, "transformers") and part_of(path) != "models") == []
 
 
 def test_pure_parts_never_import_torch():
     def is_wrong(path: Path, name: str) -> bool:
-        return part_of(path) in PURE and any(is_of(name, package) for package in ("torch", "transformers"))
+        return is_pure(path) and any(is_of(name, package) for package in ("torch", "transformers"))
 
     assert violations(is_wrong) == []
 
@@ -151,9 +186,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_sim_and_below_import_without_torch():
     names = [
-        ".".join(("expertly", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for path in modules()
-        if part_of(path) in PURE
+        ".".join(("expertly", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in modules() if is_pure(path)
     ]
     assert len(names) > 10
     code = "import importlib\n" + "\n".join(f"importlib.import_module({n.removesuffix('.__init__')!r})" for n in names)

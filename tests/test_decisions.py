@@ -228,6 +228,8 @@ def test_an_observation_that_cannot_be_is_a_difference(
         7,
         ["predict", [0], None],
         ["foresee", 0, None],
+        ["loaded", [0, 0, 10**30, 1, 0], False],
+        ["computed", [0, 0, 1, 2, 0], None],
     ],
 )
 def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
@@ -253,6 +255,10 @@ def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) ->
     [
         ("system", "nonsense", "system='nonsense': unknown"),
         ("system", "belady", "needs to know the demands to come"),
+        ("system", 5, "field 'system': 5: must be a text"),
+        ("system", "lru:eviction=os.system", r"field 'system': eviction=os\.system: a file does not say .*accepted: "),
+        ("segments", [1], r"field 'segments': \[1\]: must be a whole number"),
+        ("segments", 10**9, "accepted: up to 16777216"),
         ("segments", 3, "segments=3: must divide"),
         ("segments", "x", "line 1: "),
         ("layers", [], "without MoE layers"),
@@ -262,6 +268,11 @@ def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) ->
             "budget",
             {"memory_nbytes": 1, "ring_slots": [], "kept_slots": [], "layer_shares": []},
             "field 'budget': not of as",
+        ),
+        (
+            "budget",
+            {"memory_nbytes": 1, "ring_slots": [4], "kept_slots": [10**12], "layer_shares": [1, 1, 1]},
+            "field 'budget': .*accepted: 0 to 48 slots",
         ),
     ],
 )

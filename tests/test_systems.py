@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from expertly.control.budget import split_budget
 from expertly.core.errors import ConfigError
 from expertly.parts import PARTS
+from expertly.policies.allocation import ALLOCATIONS, MakeAllocation
+from expertly.policies.allocation.moepic import MoEpic
+from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction.belady import Belady
+from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.known import Known
+from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.predictor.lookahead import Lookahead
 from expertly.policies.prefetch import by_proximity, by_score
-from expertly.systems import SYSTEMS, get_system, runnable_systems
+from expertly.systems import SYSTEMS, _derived, get_system, runnable_systems
 from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
 
@@ -42,10 +47,38 @@ def test_fmoe_is_the_papers() -> None:
     assert isinstance(predictor, FMoE)
     assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
     assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
-    assert system.uses_maps and system.needs == () and "fmoe" in runnable_systems()
+    assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "distance", "eviction", "scope", "transfer"),
+    [
+        ("on-demand", "none", 1, "lru", "global", "demand"),
+        ("deepspeed-index", "index", 1, "lru", "global", "asynchronous"),
+        ("brainstorm", "popularity", 1, "lfu", "global", "asynchronous"),
+        ("mixtral-offloading", "lookahead", 1, "lru", "layer", "synchronous"),
+        ("moe-infinity-lfu", "counts", 1, "lfu", "global", "synchronous"),
+    ],
+)
+def test_baselines_are_what_their_papers_say(
+    name: str, prediction: str, distance: int, eviction: str, scope: str, transfer: str
+) -> None:
+    found = SYSTEMS[name]
+    assert (found.prediction, found.distance) == (prediction, distance)
+    assert (found.eviction, found.scope, found.transfer) == (eviction, scope, transfer)
+
+
+def test_moe_infinity_is_the_papers() -> None:
+    system = get_system("moe-infinity")
+    control, predictor = system.controller(SHAPE, BUDGET), system.predictor(SHAPE)
+    assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
+    assert isinstance(predictor, EAM) and predictor.store.capacity == 120
+    assert isinstance(control.caches[0].policy, EAMEviction) and control.caches[0] is control.caches[3]
+    assert system.learns == "matrices"
 
 
 SPECS = {
+    "moe-infinity:capacity=0500:threshold=.25": "moe-infinity:capacity=500:threshold=0.25",
     "fmoe:semantic=no:select=top-k": "fmoe:semantic=no:select=top-k",
     "fmoe:select=top-k:semantic=off": "fmoe:semantic=no:select=top-k",
     " fmoe : distance=03 ": "fmoe:distance=3",
@@ -58,6 +91,19 @@ SPECS = {
     "lru:scope=global": "lru:scope=global",
     "belady:eviction=lfu": "belady:eviction=lfu",
     "lfu:admission=best": "lfu:admission=best",
+    "fmoe:transfer=synchronous:eviction=lru": "fmoe:eviction=lru:transfer=synchronous",
+    "fmoe:order=id:preemption=late": "fmoe:preemption=late:order=id",
+    "lru:preemption=late": "lru:preemption=late",
+    "lru:transfer=synchronous:prediction=lookahead": "lru:prediction=lookahead:transfer=synchronous",
+    "lru:allocation=adapmoe": "lru:allocation=adapmoe",
+    "lru:segments=04": "lru:segments=4",
+    "adapmoe:allocation=none": "adapmoe:allocation=none",
+    "lru:theta=.250:allocation=split": "lru:allocation=split:theta=0.25",
+    "moepic:tau=0500": "moepic:tau=500",
+    "moepic:width=6:zeta=.02:tau=9": "moepic:width=6:tau=9:zeta=0.02",
+    "moepic:prediction=random:tau=9:width=3": "moepic:prediction=random:width=3:tau=9",
+    "moepic:prediction=none": "moepic:prediction=none",
+    "moepic:allocation=split:eviction=random": "moepic:eviction=random:allocation=split",
 }
 
 
@@ -82,6 +128,46 @@ def test_other_parts_are_what_it_is_made_of() -> None:
     assert isinstance(best.caches[0].policy, Belady)
 
 
+def test_moepic_is_the_papers() -> None:
+    system, shape = get_system("moepic"), geometry(layers=4, experts=8, top_k=2, segments=4)
+    control = system.controller(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
+    assert (system.scope, system.eviction, system.prediction, system.distance) == ("layer", "lcp", "speculative", 1)
+    assert (system.ahead, system.transfer, system.segments) == ("ring", "asynchronous", 4)
+    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.keeper.tops} == {2}
+    assert "moepic" in runnable_systems()
+
+
+def test_options_of_a_preset_stay_until_their_part_is_replaced() -> None:
+    """Whatever else of it is changed."""
+    preset = replace(SYSTEMS["moepic"], options=(("width", "5"), ("tau", "70")))
+
+    def derived(*settings: str) -> tuple[tuple[str, str], ...]:
+        return _derived(preset, list(settings), "system=made up").options
+
+    assert derived("eviction=lru") == preset.options
+    assert derived("tau=9") == (("width", "5"), ("tau", "9"))
+    assert derived("prediction=speculative") == preset.options, "it is the same"
+    assert derived("prediction=random") == (("tau", "70"),)
+    assert derived("prediction=random", "width=3") == (("tau", "70"), ("width", "3"))
+    assert derived("prediction=none") == (("tau", "70"),)
+    assert derived("allocation=split", "theta=1") == (("width", "5"), ("theta", "1.0"))
+    assert preset.options_of("prediction") == {"width": "5"} and preset.options_of("allocation") == {"tau": "70"}
+
+
+def test_options_are_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        width: int = 1
+
+    shares = MakeAllocation(lambda shape, known, options: Uniform(shape), Options)
+    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", shares)
+    with pytest.raises(ConfigError, match="allocation='wide': its option 'width' is called as one of prediction='"):
+        get_system("lru:allocation=wide:prediction=counts")
+    assert get_system("lru:allocation=wide:width=3").options == (("width", "3"),)
+    with pytest.raises(ConfigError, match=r"option 'colour': unknown; accepted: none"):
+        replace(SYSTEMS["lru"], options=(("colour", "red"),))
+
+
 def test_what_a_system_needs_follows_from_its_parts() -> None:
     lookahead = get_system("lru:prediction=lookahead")
     assert lookahead.needs == ("lookahead",) and lookahead.transfer == "asynchronous"
@@ -93,7 +179,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
     assert get_system("modelled-lookahead:prediction=popularity").needs == ()
     assert replace(SYSTEMS["lru"], needs=("experts",)).needs == ("experts",)
     nothing = get_system("fmoe:prediction=none:eviction=lru")
-    assert nothing.transfer == "demand" and nothing.predictor(SHAPE) is None and not nothing.uses_maps
+    assert nothing.transfer == "demand" and nothing.predictor(SHAPE) is None and nothing.learns is None
 
 
 @pytest.mark.parametrize(
@@ -120,8 +206,30 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576 maps"),
         ("lru:prediction=counts:width=0", r"system='lru:prediction=counts:width=0': width=0: must be at least 1"),
         ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
+        ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),
+        ("lru:allocation=none:scope=global", r"scope=global: of no use where nothing is kept"),
+        ("lfu:allocation=none:admission=best", r"admission=best: of no use where nothing is kept"),
         ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
+        ("lru:transfer=synchronous", r"transfer=synchronous: of no use where nothing is predicted"),
+        ("fmoe:transfer=demand", r"transfer='demand': of a system that predicts; accepted: asynchronous, synchronous"),
+        ("fmoe:preemption=never", r"preemption='never': unknown; accepted: early, late"),
+        ("fmoe:order=size", r"order='size': unknown; accepted: resident, id"),
+        ("belady:order=id", r"order='id': one expert at a time leaves system 'belady.*' no choice; accepted: resident"),
+        ("lfu:admission=best:preemption=late", r"preemption='late': .*admission='best' no choice; .*preemption=early"),
         ("resident:scope=layer", r"'resident' keeps every expert"),
+        ("resident:allocation=adapmoe", r"'resident' keeps every expert"),
+        ("lru:allocation=fair", r"allocation='fair': unknown; accepted: uniform, none, adapmoe"),
+        ("fmoe:allocation=split", r"among layers, scope='global' does not; accepted: scope=layer"),
+        ("lcp:allocation=split:admission=best", r"parts of experts, admission='best' whole ones; .*admission=always"),
+        ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
+        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
+        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1 token"),
+        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0 and at most 1"),
+        ("lru:segments=0", r"segments=0: must be at least 1"),
+        ("lru:segments=half", r"segments='half': must be a whole number"),
+        ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),
+        ("static:allocation=adapmoe", r"by which eviction='static' goes; accepted: eviction=lru, lfu"),
+        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=ring"),
         ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
         ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
         ("lru:eviction=belady", r"eviction='belady' .*accepted: admission=best"),
@@ -150,3 +258,15 @@ def test_what_needs_the_future_does_not_run_without(spec: str) -> None:
     with pytest.raises(ConfigError, match="needs to know the demands to come"):
         get_system(spec).controller(SHAPE, BUDGET, Known())
         get_system(spec).predictor(SHAPE, Known())
+
+
+def test_how_a_layer_runs_is_a_part_and_order_can_be_asked_for() -> None:
+    lookahead = get_system("lru:prediction=lookahead:transfer=synchronous:preemption=late:order=id")
+    assert (lookahead.transfer, lookahead.preemption, lookahead.order) == ("synchronous", "late", "id")
+    control = lookahead.controller(SHAPE, BUDGET)
+    assert control.is_synchronous and control.finds_late
+    nothing = get_system("fmoe:prediction=none:eviction=lru:preemption=late")
+    assert nothing.transfer == "demand" and nothing.controller(SHAPE, BUDGET).finds_late
+    assert lookahead.ordered(None) == "id" and lookahead.ordered("resident") == "resident"
+    with pytest.raises(ConfigError, match="order='size': unknown; accepted: resident, id"):
+        get_system("lru").controller(SHAPE, BUDGET, order="size")

@@ -19,14 +19,20 @@ from expertly.control.journal import JournaledController, Replayed, read_header,
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.parts import System
-from expertly.systems import get_system
+from expertly.policies.known import Known
+from expertly.policies.moepic.plan import SplitPlan
+from expertly.systems import get_system, paths_in
 
 _SEALED = re.compile(r'(.*),(?:"crc32":)?"[0-9a-f]{8}"([\]}])\n', re.DOTALL)
 _END = '["end",null,null]'
+_MAX_SEGMENTS = 1 << 24
+"""Of a model that a file says was run: what is made for it before anything is replayed takes memory by their number."""
 _UNTIL_THERE = "all decisions up to there are the same"
 
 
-def header_of(system: System, geometry: Geometry, budget: Budget, order: str) -> dict[str, Any]:
+def header_of(
+    system: System, geometry: Geometry, budget: Budget, order: str, plan: SplitPlan | None = None
+) -> dict[str, Any]:
     """How a controller is made, as the first line of its journal."""
     return {
         "system": system.name,
@@ -34,6 +40,7 @@ def header_of(system: System, geometry: Geometry, budget: Budget, order: str) ->
         "segments": geometry.segments_per_expert,
         "layers": [asdict(layer) for layer in geometry.layers],
         "budget": asdict(budget),
+        **({} if plan is None else {"plan": plan.to_dict()}),
     }
 
 
@@ -78,16 +85,18 @@ class DecisionsFile:
         return ConfigError(f"decisions={str(self._path)!r}: cannot be written ({error.strerror})")
 
 
-def replay_file(path: Path) -> tuple[dict[str, Any], Replayed]:
-    """The header, and what a new controller makes of the observations.
+def replay_file(path: Path, *, may_import: bool = False) -> tuple[dict[str, Any], Replayed]:
+    """The header, and what a new controller makes of the observations. `may_import`: whether the file may name parts of
+    the system by their dotted paths, whose modules are imported, which runs their code.
 
-    Raises TraceError naming file, line and field where it cannot be read, was changed, or ends too early.
+    Raises TraceError naming file, line and field where it cannot be read, was changed, ends too early, or names a part
+    by its path and may not.
     """
     try:
         with path.open("rb") as file:
             lines = _unsealed(file, str(path))
             header = read_header(next(lines, ""), str(path))
-            return header, replay(lines, _controller(header, f"{path}, line 1"), str(path))
+            return header, replay(lines, _controller(header, f"{path}, line 1", may_import), str(path))
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -126,10 +135,23 @@ def _unsealed(lines: Iterator[bytes], where: str) -> Iterator[str]:
     raise TraceError(f"{where}, line {number + 1}: missing: the file was cut, or its writer killed; {_UNTIL_THERE}")
 
 
-def _controller(header: Mapping[str, Any], where: str) -> JournaledController:
+def _controller(header: Mapping[str, Any], where: str, may_import: bool) -> JournaledController:
     try:
-        system = get_system(header["system"])
+        spec = header["system"]
+        if not isinstance(spec, str):
+            raise TraceError(f"{where}: field 'system': {spec!r:.80}: must be a text")
+        if not may_import and (paths := paths_in(spec)):
+            raise TraceError(
+                f"{where}: field 'system': {', '.join(paths):.200}: a file does not say which code to run; accepted: "
+                f"parts that are installed, or any with --allow-imports, for who trusts that module"
+            )
+        system = get_system(spec)
         layers = tuple(LayerGeometry(**layer) for layer in header["layers"])
+        if not isinstance(header["segments"], int):
+            raise TraceError(f"{where}: field 'segments': {header['segments']!r:.80}: must be a whole number")
+        most = sum(layer.num_experts for layer in layers) * header["segments"]
+        if not most <= _MAX_SEGMENTS:
+            raise TraceError(f"{where}: fields 'layers', 'segments': {most} segments; accepted: up to {_MAX_SEGMENTS}")
         geometry = Geometry(layers, header["segments"])
         raw = header["budget"]
         budget = Budget(
@@ -141,7 +163,12 @@ def _controller(header: Mapping[str, Any], where: str) -> JournaledController:
             geometry.num_layers,
         ):
             raise TraceError(f"{where}: field 'budget': not of as many layers and sizes of experts as 'layers'")
-        return system.journaled_controller(geometry, budget, order=header["order"])
+        if not all(0 <= slots <= most for slots in (*budget.ring_slots, *budget.kept_slots)):
+            raise TraceError(f"{where}: field 'budget': {raw!r:.200}: accepted: 0 to {most} slots, all segments")
+        plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
+        if plan is not None:
+            plan.check_fits(geometry)
+        return system.journaled_controller(geometry, budget, Known(plan=plan), header["order"])
     except KeyError as error:
         raise TraceError(f"{where}: field {error}: missing") from None
     except (TypeError, ValueError, LookupError, OverflowError, ConfigError) as error:

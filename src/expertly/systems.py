@@ -8,16 +8,27 @@ from dataclasses import fields, replace
 from typing import Any
 
 from expertly.core.errors import ConfigError
-from expertly.parts import ACCEPTED, NUMBERS, OF_PREDICTION, PARTS, System
-from expertly.policies.options import option_names, option_text, parse_int
+from expertly.parts import (
+    ACCEPTED,
+    NUMBERS,
+    OF_KEEPING,
+    OF_PREDICTION,
+    PARTS,
+    REGISTRIES,
+    WITH_OPTIONS,
+    System,
+    names_of_options,
+    unknown,
+)
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.options import option_text, parse_int
 from expertly.policies.predictor import PREDICTORS
+from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.policies.registry import Registry
 
 DEFAULT_SYSTEM = "lru"
 
-ALL_LAYERS = 1 << 30
-"""A distance that no model has."""
-
-SYSTEMS: dict[str, System] = {
+_BUILT_IN = {
     system.name: system
     for system in (
         System(
@@ -45,6 +56,38 @@ SYSTEMS: dict[str, System] = {
             scope="global",
             transfer="at load",
             keeps_everything=True,
+        ),
+        System(
+            "deepspeed-index",
+            "loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)",
+            eviction="lru",
+            scope="global",
+            prediction="index",
+            transfer="asynchronous",
+        ),
+        System(
+            "brainstorm",
+            "counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)",
+            eviction="lfu",
+            scope="global",
+            prediction="popularity",
+            transfer="asynchronous",
+        ),
+        System(
+            "mixtral-offloading",
+            "LRU per layer; each layer waits for what the next one's router, asked early, makes it load",
+            eviction="lru",
+            scope="layer",
+            prediction="lookahead",
+            transfer="synchronous",
+        ),
+        System(
+            "moe-infinity-lfu",
+            "what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)",
+            eviction="lfu",
+            scope="global",
+            prediction="counts",
+            transfer="synchronous",
         ),
         System(
             "belady",
@@ -80,6 +123,16 @@ SYSTEMS: dict[str, System] = {
             transfer="asynchronous",
         ),
         System(
+            "adapmoe",
+            "LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)",
+            eviction="lru",
+            scope="layer",
+            allocation="adapmoe",
+            prediction="lookahead",
+            transfer="asynchronous",
+            ahead="ring",  # a layer that keeps nothing is loaded ahead, too
+        ),
+        System(
             "fmoe",
             "expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)",
             eviction="fmoe",
@@ -89,14 +142,62 @@ SYSTEMS: dict[str, System] = {
             transfer="asynchronous",
             distance=2,
         ),
+        System(
+            "promoe",
+            "LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)",
+            eviction="lru",
+            scope="layer",
+            prediction="learned",
+            transfer="asynchronous",
+            distance=4,
+            segments=4,
+        ),
+        System(
+            "pre-gated",
+            "keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)",
+            eviction="lru",
+            scope="layer",
+            allocation="none",
+            prediction="learned",
+            transfer="asynchronous",
+            ahead="ring",
+        ),
+        System(
+            "moepic",
+            "tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)",
+            eviction="lcp",
+            scope="layer",
+            allocation="moepic",
+            prediction="speculative",
+            transfer="asynchronous",
+            ahead="ring",
+            segments=4,
+        ),
+        System(
+            "moe-infinity",
+            "activation matrices of earlier requests predict and say what goes (MoE-Infinity)",
+            eviction="eam",
+            scope="global",
+            prediction="eam",
+            transfer="asynchronous",
+        ),
     )
 }
+
+SYSTEMS: Registry[System] = Registry(
+    "system",
+    "expertly.systems",
+    _BUILT_IN,
+    lambda one: isinstance(one, System),
+    "a System",
+    adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again
+)
 
 
 def get_system(spec: str) -> System:
     """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
-    options of its predictor; another `prediction` brings its own. The system's name is the spec with keys in a fixed
-    order and values as they are usually written: by it the same system can be had again.
+    options of its predictor and its allocation; another one brings its own. The system's name is the spec with keys in
+    a fixed order and values as they are usually written: by it the same system can be had again.
 
     Raises ConfigError naming the key and what is accepted.
     """
@@ -104,6 +205,15 @@ def get_system(spec: str) -> System:
     if name not in SYSTEMS:
         raise ConfigError(f"system={name!r:.200}: unknown; accepted: {', '.join(SYSTEMS)}")
     return _derived(SYSTEMS[name], settings, f"system={spec!r:.200}") if settings else SYSTEMS[name]
+
+
+def paths_in(spec: str) -> list[str]:
+    """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
+    name, *settings = spec.split(":")
+    named = [["system", name], *(setting.split("=", 1) for setting in settings if "=" in setting)]
+    registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
+    given = [(key.strip(), value.strip()) for key, value in named]
+    return [f"{key}={value}" for key, value in given if key in registries and registries[key].is_path(value)]
 
 
 def _derived(preset: System, settings: list[str], where: str) -> System:
@@ -121,34 +231,63 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         given[key] = value
     parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
     parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
-    options = {key: value for key, value in given.items() if key not in PARTS}
     prediction = parts.get("prediction", preset.prediction)
-    if prediction not in ACCEPTED["prediction"]:
-        accepted = ", ".join(ACCEPTED["prediction"])
-        raise ConfigError(f"{where}: prediction={prediction!r:.80}: unknown; accepted: {accepted}")
-    of_prediction = [] if prediction == "none" else option_names(PREDICTORS[prediction].options)
-    for key in options:
-        if key not in of_prediction:
-            accepted = ", ".join((*PARTS, *of_prediction))
-            raise ConfigError(f"{where}: {key!r:.80}: unknown; accepted with prediction={prediction}: {accepted}")
+    kept, options = _options(preset, parts, {key: given[key] for key in given if key not in PARTS}, where)
+    allocation = parts.get("allocation", preset.allocation)
+    if not ALLOCATIONS[allocation].keeps:
+        for key in OF_KEEPING:
+            if key in parts:
+                raise ConfigError(
+                    f"{where}: {key}={given[key]}: of no use where nothing is kept (allocation={allocation})"
+                )
     if prediction == "none":
         for key in OF_PREDICTION:
             if key in parts:
                 raise ConfigError(
                     f"{where}: {key}={given[key]}: of no use where nothing is predicted (prediction=none)"
                 )
-        parts |= {"transfer": "demand", **{key: _default(key) for key in OF_PREDICTION}}
+        parts |= {key: _default(key) for key in OF_PREDICTION}
     else:
-        parsed = PREDICTORS[prediction].parse(options, where)
-        options = {key: option_text(getattr(parsed, key)) for key in of_prediction if key in options}
         if "prediction" in parts:
-            parts["transfer"] = "asynchronous"
+            if preset.prediction == "none":
+                parts.setdefault("transfer", "asynchronous")
+            if PREDICTORS[prediction].distance is not None:
+                parts.setdefault("distance", PREDICTORS[prediction].distance)
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
     summary = f"{preset.name} with {', '.join(text)}"
-    return replace(
-        preset, name=":".join([preset.name, *text]), summary=summary, options=tuple(options.items()), needs=(), **parts
-    )
+    every = tuple((kept | options).items())
+    return replace(preset, name=":".join([preset.name, *text]), summary=summary, options=every, needs=(), **parts)
+
+
+def _options(
+    preset: System, parts: dict[str, Any], given: dict[str, str], where: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Of a preset with other `parts`: the options that it has of parts which stay, and those that are given, as they
+    are usually written.
+    """
+    kept: dict[str, str] = {}
+    said: dict[str, str] = {}
+    accepted, described = list(PARTS), []
+    for part, registry in WITH_OPTIONS.items():
+        name = parts.get(part, getattr(preset, part))
+        if name not in ACCEPTED[part]:
+            raise unknown(where, part, name)
+        names = names_of_options(part, name)
+        if name == getattr(preset, part):
+            kept |= preset.options_of(part)
+        if name in registry:
+            parsed = registry[name].parse({key: given[key] for key in names if key in given}, where)
+            said |= {key: option_text(getattr(parsed, key)) for key in names if key in given}
+        if names or part == "prediction":
+            described.append(f"{part}={name}")
+        accepted += names
+    for key in given:
+        if key not in said:
+            raise ConfigError(
+                f"{where}: {key!r:.80}: unknown; accepted with {', '.join(described)}: {', '.join(accepted)}"
+            )
+    return kept, said
 
 
 def _default(key: str) -> object:

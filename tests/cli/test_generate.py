@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from tests.families import make_checkpoint, make_tokenizer, reference_generate
+from tests.families import make_tokenizer, reference_generate
 
 PROMPT = "Once upon a time"
 KEYS = {
     "text", "tokens", "ttft_s", "tpot_s", "hit_rate", "stall_s", "bytes_loaded", "expert_bytes", "memory_bytes",
     "peak_rss_bytes", "system", "segments",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +69,24 @@ def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: pytest.Captu
     result = json.loads(capsys.readouterr().out)
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert sum(layer["decode"]["misses"] for layer in result["layers"]) == result["phases"]["decode"]["misses"]
+
+
+def test_shares_that_are_not_equal_are_shown(model: Path, capsys: pytest.CaptureFixture[str]):
+    system = "lru:allocation=adapmoe"
+    assert generate(model, "--memory", "50%", "--system", system, "--stats", "--max-new-tokens", "3") == 0
+    assert "[experts kept by layer 3 3 3 | allocation adapmoe | learned online, from 2 decoded tokens | moves 0]" in (
+        capsys.readouterr().out
+    )
+    assert generate(model, "--memory", "50%", "--system", system, "--json", "--max-new-tokens", "3") == 0
+    assert json.loads(capsys.readouterr().out)["allocation"] == {
+        "name": "adapmoe",
+        "experts": [3, 3, 3],
+        "learned": "online, from 2 decoded tokens",
+        "recall": None,
+        "moves": 0,
+    }
+    assert generate(model, "--memory", "50%", "--json", "--max-new-tokens", "3") == 0
+    assert json.loads(capsys.readouterr().out)["allocation"] is None
 
 
 def test_auto_says_what_it_chose(model: Path, capsys: pytest.CaptureFixture[str]):
@@ -183,6 +196,8 @@ def test_a_system_that_predicts_says_what_came_of_it(
     rows = [line.split("  ")[0] for line in out.splitlines()]
     for label in ("experts predicted", "experts loaded ahead", "misses that it spared", "needed, predicted 2 ahead"):
         assert label in rows
+    for label in ("there in time, predicted 1 ahead", "GOODPRED, predicted 1 ahead", "GOODPRED, predicted 2 ahead"):
+        assert label in rows
     assert f"maps file {maps} (0 maps at the start)" in out
     assert generate(model, *arguments, "--matcher", "inline", "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -194,7 +209,7 @@ def test_a_system_that_predicts_says_what_came_of_it(
 def test_maps_and_matcher_that_cannot_be(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, words in (
         (("--maps", str(tmp_path / "my.maps")), "system 'lru' has no maps"),
-        (("--matcher", "fast"), "accepted: thread, inline"),
+        (("--matcher", "fast"), "accepted: auto, thread, inline"),
         (("--system", "fmoe", "--maps", str(tmp_path / "no" / "my.maps")), "in a folder that exists"),
     ):
         assert generate(model, *arguments) == 2

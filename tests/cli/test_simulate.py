@@ -25,7 +25,8 @@ KEYS = {
     "prediction_accuracy", "fetch_rate", "goodpred", "coverage", "accuracy", "timeliness", "stall_share", "ttft_s",
     "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped", "recall", "similarity_correlation_semantic",
     "similarity_correlation_trajectory", "prefetched_bytes", "wasted_bytes", "history", "predictor",
-    "predictions_late", "contexts_dropped",
+    "predictions_late", "contexts_dropped", "accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance",
+    "layers",
 }  # fmt: skip
 RATES = ("hit_rate", "partial_hit_rate", "byte_hit_rate")
 BOUNDS = ["belady", "belady-global", "oracle", "resident"]
@@ -133,7 +134,7 @@ def test_a_system_that_needs_what_the_trace_lacks_is_skipped(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = replace(systems.SYSTEMS["lru"], name="clairvoyant", needs=("lookahead", "experts"))
-    monkeypatch.setitem(systems.SYSTEMS, "clairvoyant", fake)
+    monkeypatch.setitem(systems.SYSTEMS.built_in, "clairvoyant", fake)
     rows = simulate(capsys, trace, "--system", "clairvoyant,lru", "--memory", "40%")["results"]
     assert [row["system"] for row in rows] == ["clairvoyant", "lru", *BOUNDS]
     skipped = rows[0]
@@ -177,6 +178,16 @@ def test_systems_made_of_parts_are_rows_like_others(
     text = table(capsys, full, "--system", ",".join(names), *options)
     assert max(map(len, text.splitlines())) <= 120
     assert "r semantic" in text and "fmoe:distance=2:select=top-k" in text and "predicting takes no time" in text
+
+
+def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "P = 1, 2, on" in lines[0] and lines[2].split()[:3] == ["memory", "system", "P"]
+    told = [line.removeprefix("40%").split()[:2] for line in lines[3:] if line.strip()][1:]
+    assert told[:10] == [
+        ["lru", "1"], ["lru:segments=2", "2"], *([name, cut] for cut in "12" for name in BOUNDS)
+    ]  # fmt: skip
 
 
 def test_predicting_takes_the_time_of_the_machine(full: Path, capsys: pytest.CaptureFixture[str]) -> None:

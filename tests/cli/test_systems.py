@@ -24,7 +24,17 @@ def test_json_has_the_same(capsys):
     assert {"on-demand", "lru", "lfu", "lcp", "random", "static", "resident"} <= listed.keys()
     assert listed["lfu"].keys() == {
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer",
+        "preemption", "order", "admission", "ahead", "window", "segments",
     }  # fmt: skip
+    assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["pre-gated"]["ahead"]) == (None, 4, "ring")
+
+
+def test_says_what_else_a_system_has_unlike_others(capsys):
+    assert main(["systems"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"promoe: {SYSTEMS['promoe'].summary} [segments=4]" in lines
+    assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=ring]" in lines
+    assert f"lru: {SYSTEMS['lru'].summary}" in lines
 
 
 def test_says_how_far_and_in_which_order_a_system_predicts(capsys):
@@ -45,4 +55,5 @@ def test_says_how_systems_are_combined_and_what_it_names_exists(capsys):
     for key, accepted in listed["parts"].items():
         assert f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}" in out
     assert "proximity" in listed["parts"]["prefetch"] and "fmoe" in listed["parts"]["eviction"]
-    assert "semantic" in listed["options"]["fmoe"] and listed["options"]["counts"] == ["width"]
+    assert "semantic" in listed["options"]["prediction=fmoe"]
+    assert listed["options"]["prediction=counts"] == ["width"]

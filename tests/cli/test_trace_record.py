@@ -22,11 +22,6 @@ CATEGORIES = ("story", None, "math")
 NUM_NEW = 8
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "prompts.jsonl", *zip(PROMPTS, CATEGORIES, strict=True))
@@ -122,7 +117,7 @@ def test_it_leaves_maps_alone_unless_a_file_is_named(
     assert record(model, prompts, tmp_path / "third", "--maps", str(path)) == 2
     assert "my.maps" in capsys.readouterr().err
     assert record(model, prompts, tmp_path / "third", *fmoe[:2], "--matcher", "elsewhere") == 2
-    assert "matcher='elsewhere': unknown; accepted: thread, inline" in capsys.readouterr().err
+    assert "matcher='elsewhere': unknown; accepted: auto, thread, inline" in capsys.readouterr().err
 
 
 def test_json_full_and_a_share_of_the_prompts(

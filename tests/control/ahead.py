@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from expertly.control.counters import PhaseCounters
@@ -41,9 +41,9 @@ class RandomLink:
         self.submitted += pieces
         self.ahead += pieces
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        gone = [piece for piece in self.ahead if piece.layer == layer]
-        self.ahead = [piece for piece in self.ahead if piece.layer != layer]
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        gone = [one for one in self.ahead if one.layer == layer and (experts is None or one.expert in experts)]
+        self.ahead = [piece for piece in self.ahead if piece not in gone]
         self.withdrawn += gone
         return gone
 
@@ -88,7 +88,7 @@ class Seen:
     """A naive count of one layer in one phase."""
 
     numbers: Counter[str] = field(default_factory=Counter)
-    by_distance: dict[int, tuple[int, int]] = field(default_factory=dict)
+    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def agrees(self, counted: PhaseCounters) -> None:
         for name in ("loaded_nbytes", "prefetched_nbytes", "predicted", "predicted_needed", "predicted_resident"):
@@ -121,8 +121,11 @@ class CheckedController(JournaledController):
         self.asked: dict[Piece, bool] = {}  # in flight ahead -> was decode running?
         self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
         self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
+        self.settling: dict[int, int] = {}  # of the running layer: expert -> mask loaded ahead for it
+        self.was_asked: dict[Piece, bool] = {}  # joined by the running layer -> see `asked`
+        self.early: dict[Piece, None] = {}  # demanded before its turn, and not here
         self.was_decoding = True
-        self.num_joined = self.num_events = 0
+        self.num_joined = self.num_events = self.num_promoted = self.num_early = self.num_stale = 0
         return self
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -130,6 +133,7 @@ class CheckedController(JournaledController):
     def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
         layer, full, first = router.layer, self.residency.full, self.geometry.first_expert_id(router.layer)
         resident = list(self.residency.resident)
+        assert not withdrawn or not self.finds_late
         for piece in withdrawn:
             self._count_ahead(piece, self.asked.pop(piece), -1)
             self._forget(piece)
@@ -141,15 +145,18 @@ class CheckedController(JournaledController):
         self._count_router(router, resident)
         ahead = {e: m for e, m in self.ahead.items() if self.geometry.layer_of_expert(e) == layer}
         self.ahead = {e: m for e, m in self.ahead.items() if e not in ahead}
+        self.settling, self.resident = ahead, resident
         self.left = dict.fromkeys([first + e for e in router.experts], full)
+        if not self.finds_late:  # nothing of it is withdrawn any more
+            self._count_loaded_ahead(router)
         if self.future is not None:
             self.steps.append(self.future.step)
         step = super().begin_layer(router, withdrawn)
-        if not self._by_id:
+        if self._turns is None:
             here = {eid: sum(mask_of(p) for p in step.ready if self._eid(p) == eid) for eid in self.left}
             assert here == {eid: resident[eid] for eid in self.left}, "what is here is computed from here"
         self._demanded(step, held)
-        for eid in ahead:
+        for eid in dict(ahead):
             if eid not in self.left:
                 assert not self.keeper.unkept(layer, eid) & resident[eid], "a wrong guess frees its place"
         self._promises()
@@ -159,8 +166,9 @@ class CheckedController(JournaledController):
         is_awaited = super().loaded(piece)
         for slot in self._slots(piece):
             self.coming.remove(slot)
-        if piece in self.asked:
-            del self.asked[piece]
+        if piece in self.asked or piece in self.early:
+            self.asked.pop(piece, None)
+            self.early.pop(piece, None)
             assert not is_awaited
         self._promises()
         return is_awaited
@@ -178,9 +186,32 @@ class CheckedController(JournaledController):
         self._promises()
         return step
 
-    def end_layer(self) -> None:
+    def promote(self, pieces: Sequence[Piece]) -> None:
+        router = self._router
+        assert router is not None
+        for piece in pieces:
+            self._count_ahead(piece, self.was_asked.pop(piece), -1)
+            is_decode = router.is_decode[router.experts.index(piece.expert)]
+            nbytes = piece.num_segments * self.geometry.segment_nbytes(piece.layer)
+            self.seen[piece.layer][is_decode].numbers["loaded_nbytes"] += nbytes
+            self.settling[self._eid(piece)] &= ~mask_of(piece)
+            self.num_promoted += 1
+        super().promote(pieces)
+
+    def end_layer(self, withdrawn: Sequence[Piece] = ()) -> None:
         assert not any(self.left.values()), "everything needed has been computed"
-        super().end_layer()
+        assert not self.early, "and awaited"
+        router = self._router
+        assert router is not None
+        for piece in withdrawn:
+            assert piece.layer == router.layer and self._eid(piece) not in self.left
+            self._count_ahead(piece, self.asked.pop(piece), -1)
+            self._forget(piece)
+            self.settling[self._eid(piece)] &= ~mask_of(piece)
+            self.num_stale += 1
+        self._count_loaded_ahead(router)
+        super().end_layer(withdrawn)
+        self.was_asked.clear()
         self.check()
         self._promises()
 
@@ -205,8 +236,10 @@ class CheckedController(JournaledController):
         if not self._ahead_evicts or not self.was_decoding:  # guesses evict nothing
             for cache, before in zip(self.caches, kept, strict=True):
                 assert all(cache.kept.get(eid, 0) & mask == mask for eid, mask in before.items())
-        for before, now, ring in zip(passing, self.keeper.passing, self.budget.ring_slots, strict=True):
-            assert now == before or (not self._ahead_evicts and now <= ring - num_segments), "an expert's worth is free"
+        is_split, free = self.keeper.is_split, "an expert's worth is free, or a segment where others pass as well"
+        for before, now, ring in zip(passing, self.keeper.passing, self.keeper.ring, strict=True):
+            most = ring - (1 if is_split else num_segments)
+            assert now == before or ((is_split or not self._ahead_evicts) and now <= most), free
         self._promises()
         return pieces
 
@@ -216,6 +249,9 @@ class CheckedController(JournaledController):
         self.ahead.clear()
         self.asked.clear()
         self.left.clear()
+        self.settling.clear()
+        self.was_asked.clear()
+        self.early.clear()
         for said in self.said:
             said.clear()
         self.check()
@@ -231,16 +267,23 @@ class CheckedController(JournaledController):
             assert held[eid] & mask == mask, "what was loaded ahead stays until its layer has run"
         for eid, mask in self.left.items():
             passed = self.residency.full & ~mask & ~self.ahead.get(eid, 0)
-            assert self._by_id or not self.keeper.unkept(self._layer(eid), eid) & passed, "what has passed is free"
+            assert not self.keeper.unkept(self._layer(eid), eid) & passed, "what has passed is free"
 
     def _demanded(self, step: Step, held: list[int]) -> None:
         router = self._router
         assert router is not None
         for piece in step.joined:
-            assert self.asked.pop(piece) in (True, False), "a demand joins what is in flight"
+            if piece in self.early:
+                del self.early[piece]
+                continue
+            self.was_asked[piece] = self.asked.pop(piece)  # a demand joins what is in flight
             self.num_joined += 1
-        for piece in step.loads:
-            assert not held[self._eid(piece)] & mask_of(piece), "no segment is loaded twice"
+        for piece in step.asked:
+            self.early[piece] = None
+            self.num_early += 1
+        for piece in [*step.loads, *step.asked]:
+            is_held = self.residency.resident if piece in self.early else held  # it may have gone for the one before
+            assert not is_held[self._eid(piece)] & mask_of(piece), "no segment is loaded twice"
             self._takes_slots(piece)
             is_decode = router.is_decode[router.experts.index(piece.expert)]
             nbytes = piece.num_segments * self.geometry.segment_nbytes(piece.layer)
@@ -256,22 +299,30 @@ class CheckedController(JournaledController):
             numbers["predicted"] += len(experts)
             numbers["predicted_needed"] += len(right)
             numbers["predicted_of"] += len(needed)
-            numbers["predicted_resident"] += sum(resident[first + e] == full for e in experts)
-            before = seen.by_distance.get(distance, (0, 0))
-            seen.by_distance[distance] = (before[0] + len(experts), before[1] + len(right))
+            there = sum(resident[first + e] == full for e in experts)
+            numbers["predicted_resident"] += there
+            before = seen.by_distance.get(distance, (0, 0, 0))
+            seen.by_distance[distance] = (before[0] + len(experts), before[1] + len(right), before[2] + there)
         self.said[layer].clear()
-        for eid, mask in self.ahead.items():
-            if mask and self._layer(eid) == layer:
-                numbers["prefetched"] += 1
-                numbers["prefetched_needed"] += eid - first in needed
-                if eid - first not in needed:
-                    numbers["wasted_nbytes"] += mask.bit_count() * self.geometry.segment_nbytes(layer)
-                numbers["prefetched_in_time"] += eid - first in needed and resident[eid] == full
         for expert, num, is_decode in zip(router.experts, router.num_tokens, router.is_decode, strict=True):
             if num:
                 mask = resident[first + expert]
                 kind = "hits" if mask == full else "partial_hits" if mask else "misses"
                 self.seen[layer][is_decode].numbers[kind] += 1
+
+    def _count_loaded_ahead(self, router: RouterRan) -> None:
+        """What of it did come; it was in time if it was here when the router spoke."""
+        numbers = self.seen[router.layer][self.was_decoding].numbers
+        first = self.geometry.first_expert_id(router.layer)
+        needed = {first + e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
+        for eid, mask in self.settling.items():
+            if mask:
+                numbers["prefetched"] += 1
+                numbers["prefetched_needed"] += eid in needed
+                if eid not in needed:
+                    numbers["wasted_nbytes"] += mask.bit_count() * self.geometry.segment_nbytes(router.layer)
+                numbers["prefetched_in_time"] += eid in needed and self.resident[eid] == self.residency.full
+        self.settling = {}
 
     def counts_agree(self) -> None:
         """The counters are the naive count."""

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from expertly.control.budget import split_budget
 from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece, RouterRan
-from expertly.systems import get_system
+from expertly.systems import SYSTEMS, get_system, runnable_systems
+
+WAYS = [("resident", "early"), ("resident", "late"), ("id", "early"), ("id", "late")]
+"""(order, preemption): how a layer can run."""
+
+
+def control_planes() -> list[str]:
+    """A preset of each control plane: where nothing is predicted every other preset runs as one of these does."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in runnable_systems():
+        one = SYSTEMS[name]
+        if not one.keeps_everything:
+            found.setdefault((one.eviction, one.scope, one.allocation, one.admission), name)
+    return list(found.values())
 
 
 def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 1, width: int = 16) -> Geometry:
@@ -17,11 +30,17 @@ def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 
 
 
 def controller(
-    shape: Geometry, share: float, system: str = "lru", ring: int | None = None, order: str = "resident"
+    shape: Geometry,
+    share: float,
+    system: str = "lru",
+    ring: int | None = None,
+    order: str | None = None,
+    preemption: str = "early",
 ) -> Controller:
     """A controller whose whole budget is `share` of the experts."""
-    budget = split_budget(shape, int(shape.nbytes * share), ring)
-    return get_system(system).controller(shape, budget, order=order)
+    parts = replace(get_system(system), preemption=preemption)
+    budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), ring))
+    return parts.controller(shape, budget, order=order)
 
 
 @dataclass
@@ -32,6 +51,10 @@ class Ran:
     loaded: dict[int, int] = field(default_factory=dict)
     loads: list[Piece] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
+
+
+def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
+    return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
 
 
 def mask_of(piece: Piece) -> int:
@@ -55,23 +78,30 @@ def run_layer(
     step = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
     ready, loading = list(step.ready), list(step.loads)
     ran.hits = [p.expert for p in ready if p.num_segments == control.geometry.segments_per_expert]
-    ran.loads += step.loads
+    ran.loads += [*step.loads, *step.asked]
+    asked = list(step.asked)  # computed when a later step says so
     while ready or loading:
         take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
         source = loading if take_load else ready
         piece = source.pop(dice.randrange(len(source)) if dice else 0)
         if take_load:
-            control.loaded(piece)
+            assert control.loaded(piece)
             ran.loaded[piece.expert] = ran.loaded.get(piece.expert, 0) | mask_of(piece)
         assert not ran.computed.get(piece.expert, 0) & mask_of(piece), "no segment is computed twice"
         ran.computed[piece.expert] = ran.computed.get(piece.expert, 0) | mask_of(piece)
         following = control.computed(piece)
         if following is not None:
             ready += following.ready
-            loading += following.loads
-            ran.loads += following.loads
+            asked = [*(piece for piece in asked if piece not in following.joined), *following.asked]
+            loading += following.loads + following.joined
+            ran.loads += [*following.loads, *following.asked]
+        if asked and dice is not None and dice.random() < 0.5:
+            piece = asked.pop(dice.randrange(len(asked)))
+            assert not control.loaded(piece), "its turn has not come"
+            ran.loaded[piece.expert] = ran.loaded.get(piece.expert, 0) | mask_of(piece)
         if check:
             control.residency.check()
+    assert not asked
     control.end_layer()
     if check:
         control.check()

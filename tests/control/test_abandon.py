@@ -9,16 +9,13 @@ import pytest
 from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.systems import SYSTEMS, runnable_systems
-from tests.control.drive import controller, geometry, kept, run_layer
-
-DEMAND_SYSTEMS = [name for name in runnable_systems() if not SYSTEMS[name].keeps_everything]
+from tests.control.drive import WAYS, control_planes, controller, geometry, kept, run_layer
 
 
 def fail_after(control: Controller, router: RouterRan, num_events: int, dice: random.Random) -> bool:
     """Run a layer for so many events, then abandon it; False when it came to its end before."""
     step = control.begin_layer(router)
-    ready, loading = list(step.ready), list(step.loads)
+    ready, loading = list(step.ready), step.loads + step.joined
     for _ in range(num_events):
         if loading and (not ready or dice.random() < 0.5):
             piece = loading.pop(dice.randrange(len(loading)))
@@ -32,21 +29,21 @@ def fail_after(control: Controller, router: RouterRan, num_events: int, dice: ra
         following = control.computed(piece)
         if following is not None:
             ready += following.ready
-            loading += following.loads
+            loading += following.loads + following.joined
     control.abandon()
     control.check()
     return bool(ready or loading)
 
 
-@pytest.mark.parametrize("system", DEMAND_SYSTEMS)
-@pytest.mark.parametrize("order", ["resident", "id"])
-def test_any_layer_may_fail_at_any_event(system: str, order: str) -> None:
+@pytest.mark.parametrize("system", control_planes())
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_any_layer_may_fail_at_any_event(system: str, order: str, preemption: str) -> None:
     small, large = LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(10, 3, 4, 32, 3, 2)
     failures = 0
     for segments in (1, 2, 4):
         for ring, share in ((1, 0.1), (1, 0.6), (3, 0.5), (None, 0.4), (None, 0.9)):
             shape = Geometry((small, large, large), segments)
-            control = controller(shape, share, system, ring, order)
+            control = controller(shape, share, system, ring, order, preemption)
             dice = random.Random(f"{segments} {ring} {share}")
             for _ in range(40):
                 layer = dice.randrange(3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
 from expertly.core.observation import Began, Routed
 from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction.lru import LRU
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
 from tests.control.ahead import CheckedController, Failure, InstantLink, RandomLink
-from tests.control.drive import geometry
+from tests.control.drive import WAYS, geometry, one_token
 from tests.policies.futures import ListFuture
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
@@ -86,6 +89,8 @@ def soak(
     *,
     scope: str = "layer",
     order: str = "resident",
+    preemption: str = "early",
+    transfer: str = "asynchronous",
     admission: str = "always",
     ahead: str = "cache",
     eviction: str = "lru",
@@ -106,6 +111,8 @@ def soak(
         lambda capacity: EVICTIONS[eviction](shape, capacity, Known(future=future)),
         scope=scope,
         order=order,
+        preemption=preemption,
+        transfer=transfer,
         admission=admission,
         ahead=ahead,
         prefetch=prefetch,
@@ -119,6 +126,7 @@ def soak(
     link.fails = lambda: dice.random() < failures
 
     def compute(piece: Piece) -> None:
+        assert transfer == "asynchronous" or not control.speculation.num_in_flight, "what was predicted is there first"
         if dice.random() < failures:
             raise Failure
 
@@ -185,8 +193,54 @@ def test_whatever_is_guessed_every_promise_holds(
     assert joined, "demands met transfers in flight"
 
 
-def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
-    return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_however_a_layer_runs_every_promise_holds_and_is_kept_again(
+    order: str, preemption: str, transfer: str, ahead: str, segments: int
+) -> None:
+    """The same soak, and every decision is made again from what was said."""
+    seen: Counter[str] = Counter()
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
+    for share, ring in BUDGETS:
+        for scope, window, failures in (("layer", None, 0.0), ("global", 3, 0.02)):
+            lines: list[str] = []
+            control, link = soak(
+                f"{share} {scope}",
+                segments,
+                share,
+                ring,
+                scope=scope,
+                window=window,
+                failures=failures,
+                num_iterations=6,
+                write=lines.append,
+                **way,
+            )
+            again = JournaledController(
+                control.geometry, control.budget, lambda capacity: LRU(), scope=scope, window=window, **way
+            )
+            assert replay(lines[1:], again, "journal").difference is None
+            for one, other in zip(control.counters, again.counters, strict=True):
+                assert one.decode == other.decode and one.prefill == other.prefill
+            seen += Counter(
+                joined=control.num_joined,
+                promoted=control.num_promoted,
+                stale=control.num_stale,
+                asked=control.num_early,
+                withdrawn=len(link.withdrawn),
+            )
+            if not failures:
+                moved = sum(p.num_segments * control.geometry.segment_nbytes(p.layer) for p in link.submitted)
+                moved -= sum(p.num_segments * control.geometry.segment_nbytes(p.layer) for p in link.withdrawn)
+                both = [phase for one in control.counters for phase in (one.decode, one.prefill)]
+                assert moved == sum(phase.loaded_nbytes for phase in both)
+    is_late = preemption == "late"
+    assert bool(seen["asked"]) == (order == "id" and not is_late)
+    if transfer == "asynchronous":
+        assert seen["joined"] and seen["withdrawn"], "there were guesses on their way when their layers' routers spoke"
+        assert bool(seen["promoted"]) == bool(seen["stale"]) == is_late
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -22,11 +22,7 @@ from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
 from tests.control.ahead import CheckedController, InstantLink
-from tests.control.drive import geometry
-
-
-def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
-    return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
+from tests.control.drive import WAYS, geometry, one_token
 
 
 def prediction(layer: int, experts: list[int], distance: int = 1) -> Prediction:
@@ -99,7 +95,7 @@ def test_a_right_guess_that_comes_late_is_waited_for_and_not_loaded_again() -> N
     )
     assert counters.prefetched_nbytes == shape.layers[1].expert_nbytes
     assert counters.loaded_nbytes == 2 * shape.layers[1].expert_nbytes
-    assert (counters.predicted, counters.predicted_needed, counters.by_distance) == (2, 1, {1: (2, 1)})
+    assert (counters.predicted, counters.predicted_needed, counters.by_distance) == (2, 1, {1: (2, 1, 0)})
     assert counters.rates()["accuracy"] == 1 and counters.rates()["timeliness"] == 0
     control.counts_agree()
 
@@ -173,7 +169,7 @@ def test_the_newest_prediction_of_a_layer_counts() -> None:
     control.loaded(Piece(1, 4, 0, 1, 0))
     assert [piece.expert for piece in control.load_ahead()] == [6]
     run(control, one_token(1, [4, 5]), joined=0)
-    assert control.counters[1].decode.by_distance == {2: (2, 2), 1: (2, 0)}
+    assert control.counters[1].decode.by_distance == {2: (2, 2, 1), 1: (2, 0, 0)}
     assert control.load_ahead() == [], "its router has spoken"
 
 
@@ -308,6 +304,6 @@ def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
 
 
 def test_a_layer_that_nobody_chose_an_expert_in() -> None:
-    for order in ("resident", "id"):
-        control = made(geometry(), [2, 2], 2, order=order)
+    for order, preemption in WAYS:
+        control = made(geometry(), [2, 2], 2, order=order, preemption=preemption)
         assert run(control, RouterRan(0, [], [], [], 0)) == Step()

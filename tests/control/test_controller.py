@@ -7,10 +7,7 @@ import random
 import pytest
 
 from expertly.core.messages import RouterRan, Step
-from expertly.systems import SYSTEMS, runnable_systems
-from tests.control.drive import controller, geometry, kept, run_layer
-
-DEMAND_SYSTEMS = [name for name in runnable_systems() if not SYSTEMS[name].keeps_everything]
+from tests.control.drive import WAYS, control_planes, controller, geometry, kept, run_layer
 
 
 def test_a_demand_story_of_one_layer() -> None:
@@ -73,7 +70,7 @@ def test_experts_are_streamed_whole_where_the_ring_can_hold_one(ring: int, large
     assert ring not in (4, 8) or sizes == {4}
 
 
-@pytest.mark.parametrize("system", DEMAND_SYSTEMS)
+@pytest.mark.parametrize("system", [name for name in control_planes() if name != "moepic"])  # it keeps parts of experts
 def test_experts_stay_in_one_piece_through_prefill_and_decode(system: str) -> None:
     """Holes do not spread: a piece is a read and a product, so an expert in four pieces costs four of them."""
     shape = geometry(layers=6, experts=16, top_k=4, segments=4)
@@ -145,17 +142,18 @@ def test_a_partial_hit_loads_only_the_missing_segments() -> None:
 def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:
     """ProMoE's baseline: the experts a prefill still needs are evicted by those before them."""
     loaded = {}
-    for order in ("resident", "id"):
-        control = controller(geometry(layers=1, experts=8, top_k=2), 6 / 8, order=order)
+    for order, preemption in WAYS:
+        control = controller(geometry(layers=1, experts=8, top_k=2), 6 / 8, order=order, preemption=preemption)
         run_layer(control, 0, [4, 5])
         run_layer(control, 0, [6, 7])
         ran = run_layer(control, 0, list(range(8)), decode=False, check=True)
-        loaded[order] = len(ran.loads)
-    assert loaded == {"resident": 4, "id": 8}
+        loaded[order, preemption] = len(ran.loads)
+    assert loaded == {("resident", "early"): 4, ("resident", "late"): 4, ("id", "early"): 8, ("id", "late"): 8}
 
 
-def test_by_id_runs_one_expert_after_the_other() -> None:
-    control = controller(geometry(layers=1, experts=8, top_k=2, segments=2), 0.5, order="id")
+@pytest.mark.parametrize("preemption", ["early", "late"])
+def test_by_id_runs_one_expert_after_the_other(preemption: str) -> None:
+    control = controller(geometry(layers=1, experts=8, top_k=2, segments=2), 0.5, order="id", preemption=preemption)
     ran = run_layer(control, 0, [6, 2, 7, 0], check=True)
     assert [piece.expert for piece in ran.loads] == sorted(piece.expert for piece in ran.loads)
 
@@ -216,21 +214,21 @@ def test_hits_are_those_of_the_naive_cache(system: str, segments: int) -> None:
     }
 
 
-@pytest.mark.parametrize("system", DEMAND_SYSTEMS)
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+@pytest.mark.parametrize("system", control_planes())
 @pytest.mark.parametrize("segments", [1, 2, 4])
-def test_invariants_hold_whatever_happens(system: str, segments: int) -> None:
+def test_invariants_hold_whatever_happens(system: str, segments: int, order: str, preemption: str) -> None:
     """Random batches, rings down to one segment, any order of arrival: checked after every event."""
     for ring in (1, 3, None):
-        for order in ("resident", "id"):
-            for share in (0.2, 0.6, 1.0):
-                dice = random.Random(f"{ring} {order} {share}")
-                control = controller(geometry(3, 8, 2, segments), share, system, ring, order)
-                for _ in range(12):
-                    for layer in range(3):
-                        chosen = dice.sample(range(8), dice.choice([2, 2, 5, 8]))
-                        tokens = [dice.randint(0, 3) for _ in chosen]
-                        flags = [dice.random() < 0.6 for _ in chosen]
-                        run_layer(control, layer, chosen, tokens=tokens, decode=flags, dice=dice, check=True)
+        for share in (0.2, 0.6, 1.0):
+            dice = random.Random(f"{ring} {order} {share}")
+            control = controller(geometry(3, 8, 2, segments), share, system, ring, order, preemption)
+            for _ in range(12):
+                for layer in range(3):
+                    chosen = dice.sample(range(8), dice.choice([2, 2, 5, 8]))
+                    tokens = [dice.randint(0, 3) for _ in chosen]
+                    flags = [dice.random() < 0.6 for _ in chosen]
+                    run_layer(control, layer, chosen, tokens=tokens, decode=flags, dice=dice, check=True)
 
 
 @pytest.mark.parametrize("segments", [1, 4])

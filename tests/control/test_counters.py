@@ -71,9 +71,30 @@ def test_a_prediction_is_counted_against_what_was_needed() -> None:
     counters.count_prediction(predicted(3, 2, [4, 1, 6]), {4, 6, 7}, resident, 2)
     counters.count_prediction(predicted(3, 1, [5]), {4, 6, 7}, resident, 2)
     assert (counters.predicted, counters.predicted_needed, counters.predicted_resident) == (4, 2, 2)
-    assert counters.by_distance == {2: (3, 2), 1: (1, 0)}
+    assert counters.by_distance == {2: (3, 2, 1), 1: (1, 0, 1)}
     rates = counters.rates()
     assert (rates["prediction_accuracy"], rates["recall"]) == (2 / 4, 2 / 6)
+
+
+def test_goodpred_is_of_each_layer_and_distance() -> None:
+    """GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k) (ProMoE, section 4), worked out by hand."""
+    layer = LayerCounters()
+    resident = [expert in (4, 5) for expert in range(8)]
+    layer.decode.count_prediction(predicted(3, 10, [4, 1, 6, 2]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 1 there
+    layer.decode.count_prediction(predicted(3, 10, [4, 5, 7, 0]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 2 there
+    layer.decode.count_prediction(predicted(3, 2, [5, 7]), {4, 6, 7}, resident, 2)  # 1 of 2 right, 1 there
+    rates = layer.decode.goodpred()
+    assert rates["accuracy_by_distance"] == {"2": 1 / 2, "10": 4 / 8}
+    assert rates["fetch_rate_by_distance"] == {"2": 1 / 2, "10": 3 / 8}
+    assert rates["goodpred_by_distance"] == {"2": 1 / 4, "10": 4 / 8 * 3 / 8}
+    assert list(rates["goodpred_by_distance"]) == ["2", "10"], "by rising distance, not as texts are sorted"
+    assert (rates["prediction_accuracy"], rates["fetch_rate"], rates["goodpred"]) == (5 / 10, 4 / 10, 5 / 10 * 4 / 10)
+    both = PhaseCounters()
+    both.add(layer.decode)
+    both.add(layer.decode)
+    assert both.by_distance == {10: (16, 8, 6), 2: (4, 2, 2)}
+    assert both.rates_by_distance() == layer.decode.rates_by_distance()
+    assert set(PhaseCounters().goodpred().values()) == {None}, "nothing was predicted"
 
 
 def test_how_sure_it_was_is_set_against_how_right_its_surest_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from expertly.models.packing import pack
-from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
+from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
+from tests.weights import put_beside
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Cases:
         if family not in self._made:
             folder = make_checkpoint(family, self._folder / family / "checkpoint")
             pack(folder, self._folder / family / "store")
+            put_beside(self._folder / family / "store", HIDDEN_SIZE)
             self._made[family] = Case(folder, self._folder / family / "store")
         return self._made[family]
 
@@ -46,6 +49,13 @@ class Cases:
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return Cases(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture
+def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
+    """A case, and a copy of its store that may be damaged and has nothing beside it."""
+    case = cases["qwen3_moe"]
+    return case, Path(shutil.copytree(case.store, tmp_path / "store"))
 
 
 @pytest.fixture(scope="session", autouse=True)

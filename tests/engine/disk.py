@@ -35,6 +35,9 @@ class Disk:
     def layer_extent(self, layer: int) -> tuple[Path, int]:
         return Path(str(layer)), 0
 
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        return expert
+
     def open(self, path: Path) -> SimpleNamespace:
         def read_into(offset: int, buffers: Sequence[memoryview]) -> bool:
             return self._read(int(path.name), offset, buffers[0])

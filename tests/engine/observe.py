@@ -73,10 +73,12 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
 @contextmanager
 def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
     """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said."""
-    model, _ = expertly.load(str(store), **({"memory": "25%", "device": "cpu", "maps": "off"} | kwargs))
+    where = {} if "devices" in kwargs else {"device": "cpu"}
+    model, _ = expertly.load(str(store), **({"memory": "25%", "maps": "off"} | where | kwargs))
     try:
         yield model
-        handle(model).engine.controller.check()
+        for device in handle(model).engine.executor.devices:
+            device.controller.check()
     finally:
         expertly.unload(model)
 
@@ -121,3 +123,10 @@ def run_python(code: str, *args: str, limit: float = 60) -> subprocess.Completed
     environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
+
+
+def prediction(model: Any) -> dict[str, Any]:
+    """What `expertly.stats` says of predictions."""
+    found = expertly.stats(model).as_dict()["prediction"]
+    assert isinstance(found, dict)
+    return found

@@ -21,7 +21,7 @@ SYSTEM = "lru:prediction=popularity:distance=2"
 def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:
     """The system whose predictor `make` makes."""
     maker = MakePredictor("popularity", lambda geometry, known, distance, options: make(geometry))
-    monkeypatch.setitem(PREDICTORS, "popularity", maker)
+    monkeypatch.setitem(PREDICTORS.built_in, "popularity", maker)
     return SYSTEM
 
 

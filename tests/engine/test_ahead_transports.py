@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,14 @@ from tests.policies.futures import ListFuture
 pytestmark = pytest.mark.timeout(120)
 
 Mark = tuple[str, int]
+
+RUNS = [
+    (0.4, "resident", "early"),
+    (0.6, "resident", "early"),
+    (0.6, "id", "early"),
+    (0.5, "resident", "late"),
+    (0.6, "id", "late"),
+]
 
 
 class RandomStreams:
@@ -134,9 +142,9 @@ class Counted:
         self.num_ahead += len(pieces)
         self._backend.submit_ahead(pieces)
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        gone = self._backend.withdraw(layer)
-        assert all(piece.layer == layer for piece in gone)
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        gone = self._backend.withdraw(layer, experts)
+        assert all(piece.layer == layer and (experts is None or piece.expert in experts) for piece in gone)
         self.num_withdrawn += len(gone)
         return gone
 
@@ -149,23 +157,31 @@ def test_whatever_is_guessed_every_byte_is_right(
     kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: Counter[str] = Counter()
-    for share, order in ((0.4, "resident"), (0.6, "resident"), (0.6, "id")):
-        seen += soak(kind, segments, ahead, failures, share, order, monkeypatch)
+    for share, order, preemption in RUNS:
+        seen += soak(kind, segments, ahead, failures, share, order, preemption, monkeypatch)
     assert seen["ahead"] > 50 and seen["withdrawn"] + seen["joined"] > 5
     assert bool(seen["failed"]) == bool(failures)
 
 
 def soak(
-    kind: str, segments: int, ahead: str, failures: float, share: float, order: str, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    segments: int,
+    ahead: str,
+    failures: float,
+    share: float,
+    order: str,
+    preemption: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Counter[str]:
-    seed = f"{share} {order}"
+    seed = f"{share} {order} {preemption}"
     dice, bad_luck = random.Random(seed), random.Random(seed)
     shape = Geometry(LAYERS, segments)
     phases = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(20)]
     routers = [random_router(dice, layer, one, phase) for phase in phases for layer, one in enumerate(LAYERS)]
     future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
     budget = split_budget(shape, int(shape.nbytes * share))
-    control = CheckedController(shape, budget, lambda capacity: LRU(), order=order, ahead=ahead).watch(future)
+    way = {"order": order, "preemption": preemption, "ahead": ahead}
+    control = CheckedController(shape, budget, lambda capacity: LRU(), **way).watch(future)  # type: ignore[arg-type]
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
     monkeypatch.setattr(transfer, "ExpertFile", disk.open)

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,11 @@ from expertly.engine.engine import Engine
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
+from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
 from tests.engine.observe import assert_streamed, loaded
 from tests.families import generate, make_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
-    """A case and a copy of its store that may be damaged."""
-    case = cases["qwen3_moe"]
-    return case, Path(shutil.copytree(case.store, tmp_path / "store"))
 
 
 def check_nothing_moves(model: Any) -> None:
@@ -70,26 +63,6 @@ def test_a_deleted_file_goes_on_working(own: tuple[Case, Path]) -> None:
     with loaded(store) as model:
         shutil.rmtree(store)
         assert generate(model, case.prompts) == case.tokens
-
-
-class FailOnce:
-    """`ExpertFile.read_into` that fails at its `at`-th call, once."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.path: Path | None = None
-        self._lock = threading.Lock()
-        self._original = ExpertFile.read_into
-
-    def __call__(self, file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
-        with self._lock:
-            self.at -= 1
-            is_now = self.at == 0
-        if is_now:
-            self.path = file.path
-            error = OSError(errno.EIO, os.strerror(errno.EIO))
-            raise TransferError(f"{file.path}: reading at offset {offset} failed ({error.strerror})") from error
-        return self._original(file, offset, buffers)
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -211,83 +184,10 @@ def _raising(error: BaseException) -> Callable[..., Any]:
     return raises
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt before the `at`-th line that runs in the engine, the control plane or the policies."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        is_ours = "/expertly/engine/" in name or "/expertly/control/" in name or "/expertly/policies/" in name
-        return self._line if is_ours else None
-
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
-def interrupt_at_lines(case: Case, lines: Sequence[int], check: Callable[[Any], None], **settings: Any) -> None:
-    """Interrupt a model before each of these lines: mostly it works on and `check` passes; else it says it cannot."""
-    num_closed = 0
-    for at in lines:
-        model, _ = expertly.load(str(case.store), device="cpu", **settings)
-        try:
-            generate(model, case.prompts, 3)
-            sys.settrace(InterruptAt(at))
-            try:
-                with pytest.raises(KeyboardInterrupt):
-                    generate(model, case.prompts)
-            finally:
-                sys.settrace(None)
-            try:
-                assert generate(model, case.prompts) == case.tokens, f"line {at}"
-                check(model)
-            except EngineClosedError:
-                num_closed += 1
-        finally:
-            expertly.unload(model)
-    assert num_closed < len(lines) / 2, "mostly it works on"
-
-
 @pytest.mark.parametrize("system", ["lru", "fmoe"])
 def test_two_interrupts_while_a_disk_is_slow(system: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes while the first is waiting for the reads under way: they may take long, Ctrl-C must not."""
-    case = cases["qwen3_moe"]
-    may_read, waits = threading.Event(), threading.Event()
-    may_read.set()
-    read_into = ExpertFile.read_into
-
-    def wait_and_read(*args: Any) -> bool:
-        waits.set()
-        may_read.wait(30)
-        return read_into(*args)
-
-    def interrupt_twice() -> None:
-        waits.wait(30)
-        for _ in range(2):
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(ExpertFile, "read_into", wait_and_read)
-    with loaded(case.store, system=system) as model:
-        assert generate(model, case.prompts) == case.tokens
-        may_read.clear()
-        waits.clear()
-        user = threading.Thread(target=interrupt_twice)
-        user.start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                generate(model, case.prompts)
-        finally:
-            user.join()
-            may_read.set()
-        assert generate(model, case.prompts) == case.tokens
-        check_nothing_moves(model)
+    interrupt_twice(cases["qwen3_moe"], monkeypatch, check_nothing_moves, system=system)
 
 
 @pytest.mark.parametrize("segments", [1, 4])

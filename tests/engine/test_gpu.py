@@ -79,3 +79,28 @@ def test_loading_ahead_changes_no_token(segments: int, cases: Cases) -> None:
         assert engine.backend.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
         engine.controller.check()
         expertly.unload(model)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda:0,cuda:1"])
+def test_several_devices_change_no_token(devices: str, segments: int, cases: Cases) -> None:
+    """Also where the model runs on a stream of its own: what each thread queues is ordered by events alone."""
+    if devices.endswith("1") and torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    for family in ("qwen3_moe", "gpt_oss"):
+        case = cases[family]
+        reference = load_reference(case.folder).to("cuda:0")
+        tokens, logits = generate(reference, case.prompts, 40), logits_of(reference, case.prompts)
+        for system in ("lru", "fmoe"):
+            model, _ = expertly.load(
+                str(case.store), memory="60%", system=system, segments=segments, devices=devices, maps=None
+            )
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    assert generate(model, case.prompts, 40) == tokens, f"{family} {system}"
+                    torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
+            for device in handle(model).engine.executor.devices:
+                assert device.backend.stats()["copied_nbytes"] > 0
+                device.controller.check()
+            expertly.unload(model)

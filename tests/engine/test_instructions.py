@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_what_traps_is_switched_off(with_amx: Path) -> None:
 def test_what_works_stays_on(with_amx: Path, multiply) -> None:
     assert not keep_off_trapped_instructions(with_amx, multiply)
     assert VARIABLE not in os.environ
+
+
+def test_what_does_not_end_is_switched_off(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_PATIENCE_S", 0.2)
+    assert keep_off_trapped_instructions(with_amx, lambda: time.sleep(60))
+    assert os.environ.pop(VARIABLE) == WITHOUT_AMX
 
 
 def test_the_users_choice_stands(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:

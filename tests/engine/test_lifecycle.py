@@ -27,6 +27,7 @@ from expertly.core.errors import (
 )
 from expertly.decisions import replay_file
 from expertly.engine.api import handle
+from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
 from tests.families import generate, load_reference, logits_of
@@ -114,6 +115,40 @@ def test_unload_frees_threads_and_files_and_is_idempotent(cases: Cases) -> None:
     with pytest.raises(EngineClosedError):
         model(torch.tensor(case.prompts[:1]))
     assert expertly.stats(model).as_dict() == before, "the counters stay to be read"
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+def test_unload_while_another_thread_generates(devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that runs is told; neither thread waits for ever."""
+    case = cases["qwen3_moe"]
+    read_into = ExpertFile.read_into
+    reads, raised = threading.Semaphore(0), []
+
+    def slow(*args: Any) -> bool:
+        reads.release()
+        time.sleep(0.001)
+        return read_into(*args)
+
+    for number in range(5):
+        model, _ = expertly.load(str(case.store), memory="25%", devices=devices, segments=16)
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertFile, "read_into", slow)
+
+            def work(model: Any = model) -> None:
+                try:
+                    generate(model, case.prompts, 200)
+                except BaseException as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            for _ in range(7 * number + 1):
+                reads.acquire()
+            expertly.unload(model)
+            thread.join(10)
+            assert not thread.is_alive()
+        assert isinstance(raised.pop(), EngineClosedError)
+        assert not reader_threads() and not open_files(case.store)
 
 
 def test_del_does_the_same(cases: Cases) -> None:

@@ -62,7 +62,14 @@ def test_a_ring_of_one_segment_streams_a_whole_layer(family: str, cases: Cases) 
     expertly.unload(model)
 
 
-@pytest.mark.parametrize("system", ["lcp", "random", "static", "resident", "fmoe"])
+@pytest.mark.parametrize(
+    "system",
+    [
+        *("lcp", "random", "static", "resident", "fmoe", "promoe", "deepspeed-index", "brainstorm"),
+        *("mixtral-offloading", "moe-infinity-lfu", "lru:prediction=token-id", "moepic"),
+        "fmoe:scope=layer:allocation=split:theta=0.25",
+    ],
+)
 @pytest.mark.parametrize("segments", [1, 4])
 def test_the_other_systems_change_no_token_either(system: str, segments: int, cases: Cases) -> None:
     case = cases["qwen3_moe"]

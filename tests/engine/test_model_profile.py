@@ -62,6 +62,17 @@ def test_more_tokens_cost_more(profile: ModelProfile):
     assert profile.compute.parts_ns[-1] > 2 * profile.compute.parts_ns[0]
 
 
+def test_decode_steps_of_one_token_alone(cases: Cases):
+    """All that a configurator needs, in a fraction of the time."""
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru", segments=4)
+    found = measure_model(model, seconds=0, tokens=(1,))
+    expertly.unload(model)
+    assert found.compute.tokens == (1,)
+    for times_ns in (found.compute.dense_ns, found.compute.head_ns, found.compute.expert_ns):
+        assert len(times_ns) == 1 and times_ns[0] > 0
+    assert found.link.nbytes_per_s > 0 and found.compute.slowdown_while_loading >= 1
+
+
 def test_the_model_still_works_and_is_consistent(cases: Cases):
     case = cases["qwen2_moe"]
     model, _ = expertly.load(str(case.store), device="cpu", memory="60%", system="lfu")

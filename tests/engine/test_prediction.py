@@ -20,10 +20,10 @@ from expertly.engine.api import handle
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import loaded, reader_threads
+from tests.engine.failing import FailOnce, interrupt_at_lines
+from tests.engine.observe import loaded, prediction, reader_threads
 from tests.engine.predictors import Everything, Failing, Slow
 from tests.engine.test_batching import run_batch
-from tests.engine.test_failures import FailOnce, interrupt_at_lines
 from tests.families import generate, load_reference, logits_of, make_model, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,20 +35,18 @@ SPECS = (
     "fmoe:semantic=no:select=top-k:eviction=lru:scope=layer",
     "fmoe:trajectory=no:distance=1",
     "lru:prediction=lookahead:distance=2",
+    "lru:prediction=speculative",
+    "lcp:prediction=speculative:ahead=ring:distance=2:window=9",
     "lfu:prediction=counts:distance=2",
     "lcp:prediction=popularity:ahead=ring",
+    "moe-infinity",
+    "moe-infinity:distance=2:width=3:admission=best:eviction=fmoe",
 )
 
 
 def of_phases(model: Any, name: str) -> int:
     """A counter, over both phases."""
     return sum(int(phase[name]) for phase in expertly.stats(model).as_dict()["phases"].values())
-
-
-def prediction(model: Any) -> dict[str, Any]:
-    found = expertly.stats(model).as_dict()["prediction"]
-    assert isinstance(found, dict)
-    return found
 
 
 def assert_loaded_ahead(model: Any) -> None:
@@ -215,7 +213,7 @@ def test_inline_predicts_the_same_again(cases: Cases) -> None:
 
 
 @pytest.mark.parametrize("matcher", ["thread", "inline"])
-@pytest.mark.parametrize("system", ["fmoe", "lru:prediction=lookahead"])
+@pytest.mark.parametrize("system", ["fmoe", "lru:prediction=lookahead", "lru:prediction=speculative"])
 def test_decisions_replay(system: str, matcher: str, cases: Cases, tmp_path: Path) -> None:
     case, path = cases["qwen3_moe"], tmp_path / "decisions.jsonl"
     with loaded(case.store, system=system, matcher=matcher, segments=2, memory="50%", decisions=path) as model:
@@ -364,10 +362,30 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
         assert stats["prediction"]["collect_s"] > 0
         assert stats["prediction"]["maps_file"] is None
         assert stats["layers"][0]["decode"]["accuracy_by_distance"] is None, "nothing looks ahead to the first"
+        last = stats["layers"][-1]["decode"]
+        for k, goodpred in last["goodpred_by_distance"].items():
+            assert goodpred == last["accuracy_by_distance"][k] * last["fetch_rate_by_distance"][k]
+        assert last["goodpred"] == last["prediction_accuracy"] * last["fetch_rate"]
 
 
 def test_a_matcher_that_is_none(cases: Cases) -> None:
-    with pytest.raises(ConfigError, match="matcher='fast': unknown; accepted: thread, inline"):
+    with pytest.raises(ConfigError, match="matcher='fast': unknown; accepted: auto, thread, inline"):
         expertly.load(str(cases["qwen3_moe"].store), matcher="fast", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="matcher='inline': system 'lru' predicts nothing"):
         expertly.load(str(cases["qwen3_moe"].store), matcher="inline", device="cpu")
+    system = "lru:prediction=lookahead:transfer=synchronous"
+    with pytest.raises(ConfigError, match=r"matcher='thread': .*transfer=synchronous.*accepted: auto, inline"):
+        expertly.load(str(cases["qwen3_moe"].store), system=system, matcher="thread", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("system", "matcher", "runs"),
+    [
+        ("lru:prediction=lookahead", "auto", "thread"),
+        ("lru:prediction=lookahead:transfer=synchronous", "auto", "inline"),
+        ("lru:prediction=lookahead:transfer=synchronous", "inline", "inline"),
+    ],
+)
+def test_where_a_system_predicts(system: str, matcher: Any, runs: str, cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store, system=system, matcher=matcher) as model:
+        assert prediction(model)["matcher"] == runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,11 @@ from expertly.maps.file import MapsFile, load_maps, save_maps
 from expertly.policies.maps.store import MapShape, MapStore
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import loaded, reader_threads, run_python
+from tests.engine.observe import loaded, prediction, reader_threads, run_python
 from tests.families import generate
 from tests.store.mounts import tiny_disk
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
-    """A case, and a copy of its store that has no maps beside it."""
-    case = cases["qwen3_moe"]
-    return case, Path(shutil.copytree(case.store, tmp_path / "store"))
-
-
-def prediction(model: Any) -> dict[str, Any]:
-    found = expertly.stats(model).as_dict()["prediction"]
-    assert isinstance(found, dict)
-    return found
 
 
 def learn(store: Path, case: Case, **kwargs: Any) -> int:

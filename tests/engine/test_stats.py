@@ -152,3 +152,12 @@ def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
         assert phases["prefill"]["misses"] > 0, "but what it loaded was loaded"
         generate(model, case.prompts, 3)
         assert expertly.stats(model).as_dict()["phases"]["prefill"]["iterations"] == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "history"),
+    [("lru:prediction=popularity", "cold"), ("fmoe", "cold"), ("promoe", None), ("mixtral-offloading", None)],
+)
+def test_only_what_learns_has_a_history(system: str, history: str | None, cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store, system=system) as model:
+        assert expertly.stats(model).as_dict()["prediction"]["history"] == history

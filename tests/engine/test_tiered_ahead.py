@@ -212,6 +212,24 @@ def test_what_is_neither_read_nor_copied_is_withdrawn_wherever_it_waits(make: Ma
     assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
 
 
+def test_the_pieces_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: MakeBench) -> None:
+    bench = make(24)
+    backend, disk, streams = bench.backend, bench.disk, bench.streams
+    bench.in_host([piece(0), piece(1)])
+    backend.submit_ahead([again(0), again(1), piece(2), piece(3), piece(4)])
+    disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
+    assert backend.withdraw(0, [1, 2, 4]) == [again(1), piece(4)]
+    disk.let_all_end()
+    assert bench.check(backend.wait()) == piece(2), "it is a demand now, and goes before the others"
+    bench.arrived(1)
+    streams.let(len(streams.queue))
+    assert bench.check(backend.poll()) == again(0)
+    streams.let(len(streams.queue))
+    assert bench.check(backend.poll()) == piece(3)
+    assert backend.poll() is None and not streams.queue
+    backend.tier.check()
+
+
 def test_a_begun_read_of_the_running_layer_is_copied_as_a_demand_is(make: MakeBench) -> None:
     bench = make(24)
     backend, disk = bench.backend, bench.disk

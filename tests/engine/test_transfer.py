@@ -125,6 +125,17 @@ def test_withdrawn_is_what_no_reader_has_begun_of_the_layer(make: MakeBench) -> 
     assert readers.poll() is None
 
 
+def test_the_pieces_of_one_expert_are_withdrawn_alone(make: MakeBench) -> None:
+    bench = make(LARGE)
+    readers = bench.readers
+    readers.submit_ahead([piece(1), piece(2), piece(3), piece(3, layer=1)])
+    bench.disk.until_begun(4)
+    assert readers.withdraw(0, [1, 3]) == [piece(3)], "1 is under way, and the other 3 is another layer's"
+    bench.disk.let_all_end()
+    assert bench.wait(3) == [piece(1), piece(2), piece(3, layer=1)]
+    assert bench.disk.begun == [(0, 1)] * 4 + [(0, 2)] * 4 + [(1, 3)] * 4
+
+
 def test_what_was_withdrawn_may_be_demanded(make: MakeBench) -> None:
     bench = make(LARGE)
     bench.readers.submit_ahead([piece(1), piece(2)])

@@ -1,9 +1,17 @@
-"""Small map stores of known maps."""
+"""Small map stores of known maps, and files that lie."""
 
 from __future__ import annotations
 
+import random
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
+from expertly.core.headers import TensorSpec, safetensors_header
+from expertly.maps.sealed import without_checksum
 from expertly.policies.maps.store import NONE, MapShape, MapStore
 
 SHAPE = MapShape((8, 6, 8), (2, 3, 3))
@@ -45,6 +53,46 @@ def assert_same(found: MapStore, expected: MapStore) -> None:
     for name in one.keys() - {"requests"}:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
     np.testing.assert_array_equal(_groups(one["requests"]), _groups(other["requests"]))
+
+
+def forged(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str | None]) -> Path:
+    """A file of these tensors and this metadata, less what is None; its checksum is right where it has the digits 0."""
+    names = {"int64": "I64", "int32": "I32", "uint16": "U16", "float16": "F16", "float32": "F32"}
+    specs = [TensorSpec(name, names[str(array.dtype)], array.shape) for name, array in tensors.items()]
+    blank = safetensors_header(specs, {key: value for key, value in metadata.items() if value is not None})
+    data = b"".join(array.tobytes() for array in tensors.values())
+    path.write_bytes(_sealed(blank, data))
+    return path
+
+
+def setting(name: str, place: Any, value: Any) -> Any:
+    """What sets a number in a file's tensors."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name][place] = value
+
+    return change
+
+
+def mutations(whole: bytes, num: int) -> Iterator[bytes]:
+    """A file with one to three bytes changed, of its header and its tensors in turn, and the right checksum."""
+    start = 8 + int.from_bytes(whole[:8], "little")
+    used = len(whole[:start].rstrip())
+    dice = random.Random(0)
+    for number in range(num):
+        changed = bytearray(whole)
+        for _ in range(dice.choice((1, 1, 3))):
+            if number % 2:
+                changed[dice.randrange(start, len(whole))] = dice.randrange(256)
+            else:
+                changed[dice.randrange(8, used)] = dice.choice(b'0123456789"[]{},:.-eaF')
+        blank, _ = without_checksum(bytes(changed[:start]))
+        yield _sealed(blank, bytes(changed[start:]))
+
+
+def _sealed(header: bytes, data: bytes) -> bytes:
+    """With the right checksum in place of eight digits 0."""
+    return header.replace(b'"checksum":"00000000"', b'"checksum":"%08x"' % zlib.crc32(header + data)) + data
 
 
 def _groups(requests: np.ndarray) -> np.ndarray:

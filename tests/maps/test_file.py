@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
-from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.maps.file import DTYPES, MapsFile, load_maps, save_maps
-from expertly.maps.header import NO_CHECKSUM, MapsHeader, without_checksum
+from expertly.maps.header import MapsHeader
+from expertly.maps.sealed import NO_CHECKSUM
 from expertly.policies.maps.store import MapShape, MapStore
-from tests.maps.builders import IDENTITY, SHAPE, add_random, assert_same, make_store
+from tests.maps.builders import IDENTITY, SHAPE, add_random, assert_same, forged, make_store, mutations, setting
 from tests.store.mounts import tiny_disk
 
 HEADER = MapsHeader(IDENTITY, SHAPE, 20, 0.25, 0.5, {})
@@ -42,17 +41,8 @@ def tensors_of(store: MapStore) -> dict[str, np.ndarray]:
     return {name: store.state()[name].astype(numpy_names[dtype]) for name, dtype in DTYPES.items()}
 
 
-def forged(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, Any] | None = None) -> Path:
-    """A file of these tensors and this metadata, whose checksum is right."""
-    names = {"int64": "I64", "uint16": "U16", "float16": "F16", "float32": "F32"}
-    specs = [TensorSpec(name, names[str(array.dtype)], array.shape) for name, array in tensors.items()]
-    about = {k: v for k, v in {**HEADER.metadata(NO_CHECKSUM), **(metadata or {})}.items() if v is not None}
-    data = b"".join(array.tobytes() for array in tensors.values())
-    checksum = f"{zlib.crc32(safetensors_header(specs, about) + data):08x}"
-    if "checksum" not in (metadata or {}):
-        about["checksum"] = checksum
-    path.write_bytes(safetensors_header(specs, about) + data)
-    return path
+def forged_maps(folder: Path, tensors: dict[str, np.ndarray], **metadata: str | None) -> Path:
+    return forged(folder / "a.maps", tensors, HEADER.metadata(NO_CHECKSUM) | metadata)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +150,11 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
-    "format": ({"format": "pt"}, "format='pt': not a maps file"),
+    "format": ({"format": "pt"}, "format='pt': not a file of expert maps"),
     "no format": ({"format": None}, "format=None"),
     "version": ({"version": "2"}, "version='2': this version of expertly reads 1"),
     "no identity": ({"identity": ""}, "identity=''"),
-    "checksum": ({"checksum": "0" * 8}, "checksum='00000000': the file was damaged or altered"),
+    "checksum": ({"checksum": "1" * 8}, "checksum='11111111': the file was damaged or altered"),
     "no checksum": ({"checksum": None}, "checksum=None: must be eight"),
     "capacity": ({"capacity": "14"}, "15 maps, more than the capacity=14"),
     "no capacity": ({"capacity": "0"}, "capacity='0': must be a whole number from 1"),
@@ -188,36 +178,29 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_METADATA)
 def test_a_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
     metadata, expected = BAD_METADATA[name]
-    path = forged(tmp_path / "a.maps", tensors_of(make_store()), metadata)
+    path = forged_maps(tmp_path, tensors_of(make_store()), **metadata)
     assert re.search(expected, refusal(path, None, None))
 
 
 def test_a_forged_file_that_does_not_lie_is_accepted(tmp_path: Path) -> None:
     """So that the refusals above and below are for what they say."""
-    assert_same(load_maps(forged(tmp_path / "a.maps", tensors_of(make_store())), IDENTITY, SHAPE), make_store())
-
-
-def _with(name: str, place: Any, value: Any) -> Any:
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        tensors[name][place] = value
-
-    return change
+    assert_same(load_maps(forged_maps(tmp_path, tensors_of(make_store())), IDENTITY, SHAPE), make_store())
 
 
 BAD_TENSORS = {
-    "NaN": (_with("maps", (1, 3, 2), np.nan), "tensor 'maps': map 3, layer 1, expert 2: nan"),
-    "infinite": (_with("maps", (0, 0, 0), np.inf), "expert 0: inf; must be a probability"),
-    "above 1": (_with("maps", (2, 14, 7), 1.5), "map 14, layer 2, expert 7: 1.5"),
-    "below 0": (_with("maps", (2, 14, 7), -0.25), "expert 7: -0.25; must be a probability"),
-    "no such expert": (_with("maps", (1, 0, 6), 0.5), "layer 1, expert 6: 0.5; must be 0: there are 6 experts"),
-    "sum": (_with("maps", (0, 5), 0.75), "map 5, layer 0: probabilities sum to 6.000"),
-    "chosen": (_with("chosen", (2, 1, 0), 6), "tensor 'chosen': map 2, layer 1: \\[6, .*at most 3 of 6 experts"),
-    "chosen twice": (_with("chosen", (2, 0), [4, 4, 0xFFFF]), "map 2, layer 0: \\[4, 4, 65535\\]"),
-    "too many chosen": (_with("chosen", (2, 0), [4, 5, 6]), "at most 2 of 8 experts"),
-    "born twice": (_with("born", 1, 0), "tensor 'born'"),
-    "born before": (_with("born", 1, -4), "tensor 'born'"),
-    "long embedding": (_with("embeddings", (4, 0), 30), "tensor 'embeddings': map 4: of length 30"),
-    "endless embedding": (_with("embeddings", (4, 0), np.nan), "tensor 'embeddings': map 4: of length nan"),
+    "NaN": (setting("maps", (1, 3, 2), np.nan), "tensor 'maps': map 3, layer 1, expert 2: nan"),
+    "infinite": (setting("maps", (0, 0, 0), np.inf), "expert 0: inf; must be a probability"),
+    "above 1": (setting("maps", (2, 14, 7), 1.5), "map 14, layer 2, expert 7: 1.5"),
+    "below 0": (setting("maps", (2, 14, 7), -0.25), "expert 7: -0.25; must be a probability"),
+    "no such expert": (setting("maps", (1, 0, 6), 0.5), "layer 1, expert 6: 0.5; must be 0: there are 6 experts"),
+    "sum": (setting("maps", (0, 5), 0.75), "map 5, layer 0: probabilities sum to 6.000"),
+    "chosen": (setting("chosen", (2, 1, 0), 6), "tensor 'chosen': map 2, layer 1: \\[6, .*at most 3 of 6 experts"),
+    "chosen twice": (setting("chosen", (2, 0), [4, 4, 0xFFFF]), "map 2, layer 0: \\[4, 4, 65535\\]"),
+    "too many chosen": (setting("chosen", (2, 0), [4, 5, 6]), "at most 2 of 8 experts"),
+    "born twice": (setting("born", 1, 0), "tensor 'born'"),
+    "born before": (setting("born", 1, -4), "tensor 'born'"),
+    "long embedding": (setting("embeddings", (4, 0), 30), "tensor 'embeddings': map 4: of length 30"),
+    "endless embedding": (setting("embeddings", (4, 0), np.nan), "tensor 'embeddings': map 4: of length nan"),
     "short": (lambda t: t.update(requests=t["requests"][1:]), "tensor 'requests': I64 \\[14\\]; must be I64 \\[15\\]"),
     "missing": (lambda t: t.pop("chosen"), "tensor 'chosen': missing"),
     "no count": (lambda t: t.pop("born"), "tensor 'born': missing"),
@@ -232,28 +215,16 @@ def test_numbers_that_no_map_has_are_refused(tmp_path: Path, name: str) -> None:
     change, expected = BAD_TENSORS[name]
     tensors = tensors_of(make_store())
     change(tensors)
-    assert re.search(expected, refusal(forged(tmp_path / "a.maps", tensors)))
+    assert re.search(expected, refusal(forged_maps(tmp_path, tensors)))
 
 
 @pytest.mark.filterwarnings("error")
 def test_no_mutation_that_has_the_right_checksum_crashes(tmp_path: Path) -> None:
     """Whatever bytes change: the file is refused, or what is loaded can be used and saved."""
     path = saved(tmp_path)
-    whole = path.read_bytes()
-    start = 8 + int.from_bytes(whole[:8], "little")
-    used = len(whole[:start].rstrip())
-    dice = random.Random(0)
     num_loaded = 0
-    for number in range(600):
-        changed = bytearray(whole)
-        for _ in range(dice.choice((1, 1, 3))):
-            if number % 2:
-                changed[dice.randrange(start, len(whole))] = dice.randrange(256)
-            else:
-                changed[dice.randrange(8, used)] = dice.choice(b'0123456789"[]{},:.-eaF')
-        blank, _ = without_checksum(bytes(changed[:start]))
-        crc = zlib.crc32(blank + changed[start:])
-        path.write_bytes(blank.replace(b'"checksum":"00000000"', b'"checksum":"%08x"' % crc) + changed[start:])
+    for number, changed in enumerate(mutations(path.read_bytes(), 600)):
+        path.write_bytes(changed)
         try:
             store = load_maps(path)
         except StoreError:

@@ -14,6 +14,7 @@ from expertly.policies.eviction.lfu import LFU
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
+from expertly.testing import EVICTION_CHECKS
 from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
 
@@ -31,83 +32,10 @@ def admit(policy: EvictionPolicy, experts: list[int]) -> None:
         policy.used([expert], [1], 1)
 
 
-class TestConformance:
+@pytest.mark.parametrize("check", EVICTION_CHECKS, ids=lambda check: check.__name__)
+def test_conformance(make, check) -> None:
     """A new policy inherits these by being in EVICTIONS."""
-
-    def test_every_kept_expert_is_named_once_and_no_other(self, make) -> None:
-        policy = make(8)
-        admit(policy, [5, 1, 7, 3])
-        policy.removed(7)
-        policy.used([9], [4], 4)  # not kept
-        assert sorted(policy.victims(set())) == [1, 3, 5]
-
-    def test_what_is_protected_is_never_named(self, make) -> None:
-        policy = make(8)
-        admit(policy, list(range(8)))
-        assert not {2, 4} & set(policy.victims({2, 4}))
-
-    def test_naming_changes_nothing(self, make) -> None:
-        policy = make(8)
-        admit(policy, list(range(8)))
-        next(iter(policy.victims(set())))
-        assert sorted(policy.victims(set())) == list(range(8))
-
-    def test_protection_changes_no_order(self, make) -> None:
-        first, second = make(2), make(2)
-        for policy in (first, second):
-            admit(policy, [5, 1, 7, 3, 8, 2])
-            policy.used([7, 5], [2, 3], 4)
-        if isinstance(first, RandomEviction):
-            return  # its order is drawn anew each time
-        assert [e for e in first.victims(()) if e not in (1, 8)] == list(second.victims({1, 8}))
-
-    def test_an_expert_can_go_and_come_back(self, make) -> None:
-        policy = make(8)
-        for _ in range(3):
-            admit(policy, [4, 2])
-            policy.removed(4)
-            assert list(policy.victims(())) == [2]
-            policy.removed(2)
-            assert list(policy.victims(())) == []
-
-    def test_being_used_by_pads_alone_is_no_use(self, make) -> None:
-        used, unused = make(2), make(2)
-        for policy in (used, unused):
-            admit(policy, [3, 1, 2])
-        used.used([3, 1], [0, 0], 0)
-        assert list(used.victims(())) == list(unused.victims(()))
-
-    def test_probabilities_may_come_at_any_time_and_change_no_membership(self, make) -> None:
-        policy = make(8)
-        policy.predicted(0, [0.1] * 8)
-        admit(policy, [5, 1, 7, 3])
-        policy.predicted(0, [0.5, 0.4, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])
-        policy.removed(7)
-        policy.predicted(0, [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.9])
-        assert sorted(policy.victims(set())) == [1, 3, 5]
-
-    def test_an_empty_cache_has_no_victim(self, make) -> None:
-        assert list(make(4).victims(set())) == []
-
-    def test_equal_histories_give_equal_victims(self, make) -> None:
-        def run() -> list[list[int]]:
-            policy, dice, kept, seen = make(6), random.Random(3), [], []
-            for _ in range(300):
-                expert = dice.randrange(20)
-                if expert not in kept:
-                    if len(kept) == 6:
-                        victims = list(policy.victims({expert}))
-                        seen.append(victims)
-                        if not victims:
-                            continue
-                        kept.remove(victims[0])
-                        policy.removed(victims[0])
-                    kept.append(expert)
-                    policy.admitted(expert)
-                policy.used([expert], [1], 1)
-            return seen
-
-        assert run() == run()
+    check(make)
 
 
 def test_what_the_registry_says_of_a_policy_is_so() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
@@ -82,6 +83,57 @@ def test_lookahead_knows_how_many_experts_each_layer_has() -> None:
     ahead = PREDICTORS["lookahead"](Geometry((large, small)), Known(), 1)
     (prediction,) = ahead.router_ran(looks(0, [[0.2, 0.5, 0.3, 0, 0, 0]]))
     assert prediction.experts == [1] and prediction.probabilities == pytest.approx([0.2, 0.5, 0.3])
+
+
+def test_lookahead_past_the_last_layer_is_of_the_next_token() -> None:
+    ahead = predictor("lookahead", distance=2, next_token="yes")
+    assert list(ahead.begin_iteration(began(0))) == []
+    assert said(ahead.router_ran(looks(1, [NEXT, SECOND, THIRD]))) == {(3, 2): [0, 3]}
+    assert said(ahead.router_ran(looks(2, [NEXT, SECOND, THIRD]))) == {(0, 2): [0, 3]}
+    assert said(ahead.router_ran(looks(3, [NEXT, SECOND, THIRD]))) == {(1, 2): [0, 3]}
+    assert said(ahead.router_ran(looks(0, [NEXT, SECOND, THIRD]))) == {(1, 1): [1, 2], (2, 2): [0, 3]}, "anew"
+    assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6]))) == {}, "nothing is known of it: an older trace"
+
+
+def test_a_request_goes_on_from_its_last_row() -> None:
+    """A prompt of three tokens and two requests that decode: what the prompt's first tokens say is over."""
+    ahead = predictor("lookahead", next_token="yes")
+    rows = [[NEXT], [THIRD], [[0, 0, 0, 1.0, 0, 0]], [SECOND], [NEXT]]
+    list(ahead.begin_iteration(began(7, 7, 4, 7, 4)))
+    (inside,) = ahead.router_ran(looks(2, *rows))
+    assert (inside.layer, inside.experts) == (3, [3, 5, 0, 1, 2, 4][: len(inside.experts)]), "of all rows"
+    (after,) = ahead.router_ran(looks(3, *rows))
+    assert (after.layer, after.distance, after.experts) == (0, 1, [0, 1, 2, 3]), "SECOND and NEXT"
+    assert after.probabilities == pytest.approx([0.6, 0.5, 0.4, 0.4, 0, 0])
+    assert said(ahead.router_ran(looks(3, *rows[:2]))) == {}, "of rows that nobody announced"
+    assert said(ahead.router_ran(looks(3, [THIRD]))) == {(0, 1): [5, 4]}, "a single one is the last"
+
+
+def test_lookahead_goes_round_the_stack_that_runs() -> None:
+    """Layers 2 and 3 are a decoder: its last layer leads to its first. An encoder shows nothing past its last."""
+    ahead = predictor("lookahead", distance=3, next_token="yes")
+    decoder = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_), layers=range(2, 4))
+    list(ahead.begin_iteration(decoder))
+    assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6, [0] * 6]))) == {(3, 1): [1, 2]}
+    assert said(ahead.router_ran(looks(3, [THIRD, [0] * 6, [0] * 6]))) == {(2, 1): [5, 4]}
+    assert said(ahead.router_ran(looks(1, [NEXT]))) == {}, "no part of it"
+
+
+def test_speculative_names_all_experts_in_the_order_of_their_scores() -> None:
+    ahead = predictor("speculative")
+    (prediction,) = ahead.router_ran(looks(1, [[0.1, 0.3, 0.25, 0.2, 0.15, 0]]))
+    assert prediction.experts == [1, 2, 3, 4, 0] and prediction.layer == 2
+    assert prediction.probabilities == pytest.approx([0.1, 0.3, 0.25, 0.2, 0.15, 0])
+    assert said(ahead.router_ran(looks(3, [NEXT]))) == {(0, 1): [1, 2, 0]}, "the first layer, too"
+    assert said(predictor("speculative", width="2").router_ran(looks(1, [NEXT]))) == {(2, 1): [1, 2]}
+    assert said(predictor("speculative", next_token="no").router_ran(looks(3, [NEXT]))) == {}
+    (both,) = ahead.router_ran(looks(0, [NEXT], [THIRD]))
+    assert both.experts == [5, 1, 2, 4, 0], "the highest of either row first"
+
+
+def test_a_width_of_none_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prediction='speculative': width=0: must be at least 1"):
+        predictor("speculative", width="0")
 
 
 # -- popularity ------------------------------------------------------------------------------------------------
@@ -188,3 +240,23 @@ def test_rows_of_which_it_is_not_known_whose_they_are_are_no_requests() -> None:
     list(counts.router_ran(chose(0, [0, 1], [0, 2])))  # its pass began unseen
     assert said(counts.begin_iteration(began(1))) == {(0, 1): [3, 4]}
     assert said(counts.begin_iteration(began(2))) == {(0, 1): [0, 1]}, "but they are popular"
+
+
+# -- random --------------------------------------------------------------------------------------------------------
+
+
+def test_random_names_as_many_experts_as_a_layer_chooses_whatever_it_sees() -> None:
+    one, other = predictor("random"), predictor("random")
+    seen: set[int] = set()
+    for _ in range(40):
+        told = [*one.begin_iteration(began(0)), *one.router_ran(chose(0, [1, 2]))]
+        assert [(p.layer, p.distance) for p in told] == [(0, 1), (1, 1)] and {len(p.experts) for p in told} == {2}
+        assert all(p.probabilities is None and p.scores == sorted(p.scores, reverse=True) for p in told)
+        again = [*other.begin_iteration(began(0)), *other.router_ran(chose(0, [4, 5]))]
+        assert [p.experts for p in again] == [p.experts for p in told], "the same seed, whatever is asked for"
+        seen.update(expert for p in told for expert in p.experts)
+    assert seen == set(range(6))
+    assert list(one.router_ran(chose(3, [0, 1]))) == [], "nothing is past the last layer"
+    assert [p.experts for p in predictor("random", known=Known(seed=1)).begin_iteration(began(0))] != told
+    (wide,) = predictor("random", width="5").begin_iteration(began(0))
+    assert len(set(wide.experts)) == 5

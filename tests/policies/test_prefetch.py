@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from expertly.policies.prefetch import PREFETCHES
+from expertly.testing import check_prefetch
 
 
 @pytest.mark.parametrize("name", PREFETCHES)
-@pytest.mark.parametrize("layers_to_go", [1, 2, 7])
-def test_the_surer_of_a_layer_never_comes_later(name: str, layers_to_go: int) -> None:
+def test_conformance(name: str) -> None:
     """A new priority inherits this by being in PREFETCHES."""
-    priorities = [PREFETCHES[name](score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
-    assert priorities == sorted(priorities)
+    check_prefetch(PREFETCHES[name])
 
 
 def test_by_score_the_distance_is_nothing() -> None:

@@ -13,9 +13,11 @@ from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
+from expertly.systems import SYSTEMS
 from expertly.trace.reader import Trace
-from expertly.trace.schema import NO_EXPERT, TraceLayer, max_top_k, trace_field
+from expertly.trace.schema import NO_EXPERT, TraceLayer, max_experts, max_top_k, trace_field
 from expertly.trace.writer import TraceWriter
+from tests.weights import random_weights
 
 MAX_DISTANCE = 2
 """Of the lookahead of full traces."""
@@ -62,7 +64,7 @@ def make_trace(
     is_full: bool = False,
 ) -> Trace:
     """A trace of these forward passes. A full one has routing scores whose highest are the chosen, embeddings that say
-    what the first layer chooses, and a lookahead that is right.
+    what the first layer chooses, a lookahead that is right, and router inputs that are the scores.
     """
     of_trace = [TraceLayer.of(one) if isinstance(one, LayerGeometry) else one for one in layers]
     top_k = max_top_k(of_trace)
@@ -70,6 +72,7 @@ def make_trace(
         trace_field("probs", of_trace),
         trace_field("embedding", of_trace, hidden_size=of_trace[0].num_experts),
         trace_field("lookahead", of_trace, max_distance=MAX_DISTANCE),
+        trace_field("router_inputs", of_trace, hidden_size=max_experts(of_trace)),
     ]
     writer = TraceWriter(
         folder,
@@ -119,7 +122,7 @@ def full_fields(experts: npt.NDArray[np.uint16], layers: Sequence[TraceLayer]) -
     for distance in range(1, MAX_DISTANCE + 1):
         lookahead[:, : max(0, num_layers - distance), distance - 1] = scores[:, distance:]
     embedding = scores[:, 0, : layers[0].num_experts] + 0.01
-    fields = {"probs": scores, "embedding": embedding, "lookahead": lookahead}
+    fields = {"probs": scores, "embedding": embedding, "lookahead": lookahead, "router_inputs": scores}
     return {name: values.astype(np.float16) for name, values in fields.items()}
 
 
@@ -155,11 +158,17 @@ def random_passes(
 def make_study(
     trace: Trace, hardware: Hardware | None = None, *, selection: Selection | None = None, **settings: Any
 ) -> Study:
-    """A study of the trace's own sizes."""
+    """A study of the trace's own sizes; a learned predictor has weights of no training."""
+    settings.setdefault("learned", random_weights(trace.manifest.layers, max_experts(trace.manifest.layers)))
     layers = tuple(one.geometry() for one in trace.manifest.layers)
     known: Any = None if None in layers else layers
     schedule = make_schedule(trace, selection or Selection())
     return Study(trace, schedule, hardware or toy(), known, trace.manifest.dense, **settings)
+
+
+def can_run(trace: Trace) -> list[str]:
+    """The presets that this trace has what they need of."""
+    return [name for name, one in SYSTEMS.items() if all(need == "future" or trace.has(need) for need in one.needs)]
 
 
 def results(study: Study, systems: Sequence[str], *memories: str | int) -> dict[str, dict[str, Any]]:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from expertly.control.counters import PhaseCounters
-from expertly.sim.hardware import Link
+from expertly.core.errors import ConfigError
+from expertly.sim.hardware import Link, PredictorCosts
 from expertly.sim.simulator import Simulator
 from expertly.sim.study import Memory, Study
 from expertly.systems import SYSTEMS
 from expertly.trace import synth
 from expertly.trace.reader import Trace
-from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
+from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_passes, results, sized, toy
 
 DEMAND_ONLY = [name for name, system in SYSTEMS.items() if system.transfer == "demand"]
 ASYNCHRONOUS = [name for name, system in SYSTEMS.items() if system.prediction != "none"]
@@ -86,11 +87,12 @@ def test_with_room_for_the_working_set_there_are_cold_misses_only(segments: int,
 
 def test_all_of_the_memory_is_enough_for_every_system(tmp_path: Path) -> None:
     layers = sized(2, 8, 2)
-    trace = make_trace(tmp_path / "trace", random_passes(3, layers, 60, prompt=5), layers)
+    trace = make_trace(tmp_path / "trace", random_passes(3, layers, 60, prompt=5), layers, is_full=True)
     study = make_study(trace)
     distinct = sum(_distinct(trace)) * layers[0].expert_nbytes
-    for name, row in results(study, list(SYSTEMS), "100%").items():
-        assert row["bytes_loaded"] == (0 if name == "resident" else distinct) or name == "modelled-lookahead", name
+    others = ("modelled-lookahead", "pre-gated")  # one guesses wrong, one keeps nothing
+    for name, row in results(study, can_run(trace), "100%").items():
+        assert row["bytes_loaded"] == (0 if name == "resident" else distinct) or name in others, name
 
 
 def _distinct(trace: Trace) -> list[int]:
@@ -118,11 +120,13 @@ def test_belady_reaches_the_known_optimum_of_a_loop(share: float, tmp_path: Path
 def test_nothing_loads_fewer_bytes_than_global_belady(seed: int, prompt: int, segments: int, tmp_path: Path) -> None:
     layers = sized(3, 12, 2)
     passes = random_passes(seed, layers, 40, prompt=prompt, num_requests=2)
-    study = make_study(make_trace(tmp_path / "trace", passes, layers, num_requests=2), segments=segments)
+    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2, is_full=True)
+    study, systems = make_study(trace, segments=segments), can_run(trace)
+    assert {"fmoe", "adapmoe", "belady"} <= set(systems)
     for memory in ("10%", "30%", "60%"):
-        rows = results(study, list(SYSTEMS), memory)
+        rows = results(study, systems, memory)
         least = rows["belady-global"]["bytes_loaded"]
-        for name in (set(SYSTEMS) - {"resident"}) | {"belady"}:
+        for name in set(systems) - {"resident"}:
             assert rows[name]["bytes_loaded"] >= least, (name, memory)
 
 
@@ -157,10 +161,10 @@ def test_oracle_never_stalls_on_an_infinite_link(segments: int, tmp_path: Path) 
 @pytest.mark.parametrize("rate", [0.05e9, 0.5e9, 4e9])
 def test_no_system_beats_the_floor(rate: float, segments: int, tmp_path: Path) -> None:
     layers = sized(3, 12, 2)
-    trace = make_trace(tmp_path / "trace", random_passes(11, layers, 80), layers)
+    trace = make_trace(tmp_path / "trace", random_passes(11, layers, 80), layers, is_full=True)
     study = make_study(trace, toy(link=Link(rate, 7, 3)), segments=segments)
     for memory in ("15%", "40%"):
-        for name, row in results(study, list(SYSTEMS), memory).items():
+        for name, row in results(study, can_run(trace), memory).items():
             assert row["tpot_s"] >= row["floor_tpot_s"] > 0, (name, memory)
 
 
@@ -201,7 +205,7 @@ def test_stalls_and_computing_are_all_the_time_there_is(system: str, segments: i
         passes = metrics.num_prefill_iterations + metrics.num_decode_iterations
         experts_ns = counters.demands * (layers[0].expert_nbytes + 10)  # read once a pass, however many its tokens
         assert computing == experts_ns + passes * (2 * 100 + 1000)
-    fast = make_study(trace, replace(hardware, link=INFINITE), segments=segments)
+    fast = make_study(trace, replace(hardware, link=INFINITE), segments=segments, matcher="inline")
     assert ran(fast, system, "100%" if system == "resident" else "30%").metrics.stall_ns == 0
     assert metrics.stall_ns > 0 or system in ("resident", "oracle")
 
@@ -235,3 +239,51 @@ def test_without_sizes_hits_are_those_with_sizes(tmp_path: Path) -> None:
             assert without[name]["hit_rate"] == with_sizes[name]["hit_rate"] is not None
             assert without[name]["partial_hit_rate"] == with_sizes[name]["partial_hit_rate"]
             assert without[name]["tpot_s"] is without[name]["bytes_loaded"] is without[name]["memory_bytes"] is None
+
+
+def test_with_synchronous_transfer_a_layer_waits_for_the_prediction_and_for_what_it_loads(tmp_path: Path) -> None:
+    """Two layers, each of which needs one absent expert; the lookahead knows the second's. Predicting takes 20 ns.
+
+    0     layer 0: 100 ns of dense; its expert is asked for at 100 and there at 190.
+    Asynchronous: it is computed until 240; the prediction, which was made at 120, is taken then, and asked for at 240:
+          it is there at 240 + 7 + 83 = 330. Layer 1 begins its experts at 340, until 390; the head takes until 1390.
+    Synchronous: the prediction is waited for until 120, the first expert until 190, the second, which is behind it on
+          the link, until 273. Layer 0 is computed until 323, the dense part of layer 1 until 423; until 443 nothing is
+          predicted, until 493 its expert is computed; the head takes until 1493.
+    """
+    layers = sized(2, 4, 1, width=10)
+    trace = make_trace(tmp_path / "trace", [(0, False, [[[0], [1]]])], layers, is_full=True)
+    study = make_study(trace, toy(predictor=PredictorCosts(20, float("inf"), float("inf"))))
+    names = ["lru:prediction=lookahead", "lru:prediction=lookahead:transfer=synchronous"]
+    asynchronous, synchronous = (results(study, names, "100%")[name] for name in names)
+    assert asynchronous["tpot_s"] * 1e9 == pytest.approx(1390)
+    assert asynchronous["stall_share"] == pytest.approx(90 / 1390)
+    assert synchronous["tpot_s"] * 1e9 == pytest.approx(1493)
+    assert synchronous["stall_share"] == pytest.approx((20 + 70 + 83 + 20) / 1493)
+    for row in (asynchronous, synchronous):
+        assert (row["hit_rate"], row["timeliness"], row["predictions_late"]) == (1 / 2, 1.0, 0)
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_found_late_loads_take_the_sum_of_loads_and_computing(order: str, tmp_path: Path) -> None:
+    """Three absent experts: asked for together they are there at 190, 273 and 356, and the last is computed until 406.
+    One by one, each takes 90 to load and 50 to compute: 100 + 3 x 140. By id and early is as early."""
+    layers = sized(1, 4, 3, width=10)
+    study = make_study(make_trace(tmp_path / "trace", [(0, False, [[[2, 0, 1]]])], layers))
+    names = [f"lru:preemption=early:order={order}", f"lru:preemption=late:order={order}"]
+    early, late = (results(study, names, "100%")[name] for name in names)
+    assert early["tpot_s"] * 1e9 == pytest.approx(406 + 1000)
+    assert late["tpot_s"] * 1e9 == pytest.approx(100 + 3 * (90 + 50) + 1000)
+    assert late["stall_share"] == pytest.approx(3 * 90 / 1520)
+    assert early["bytes_loaded"] == late["bytes_loaded"] == 3 * 40
+
+
+def test_an_order_that_is_asked_for_is_that_of_the_systems_asked_for(tmp_path: Path) -> None:
+    """What is run beside them keeps its own; a system that cannot have it says so before anything runs."""
+    layers = sized(1, 4, 2, width=10)
+    trace = make_trace(tmp_path / "trace", [(0, True, [[[2, 3]], [[0, 1]]]), (0, False, [[[0, 1]]])], layers)
+    in_order = results(make_study(trace, order="id"), ["lru"], "75%")
+    assert in_order["lru"] == results(make_study(trace), ["lru:order=id"], "75%")["lru:order=id"] | {"system": "lru"}
+    assert in_order["belady"] == results(make_study(trace), ["lru"], "75%")["belady"]
+    with pytest.raises(ConfigError, match="order='id': one expert at a time leaves system 'belady' no choice"):
+        results(make_study(trace, order="id"), ["lru", "belady"], "75%")

@@ -25,7 +25,8 @@ from expertly.sim.study import Study
 from expertly.systems import SYSTEMS, get_system, runnable_systems
 from expertly.trace.reader import Trace
 from tests.engine.observe import loaded
-from tests.families import generate, make_checkpoint, make_prompts
+from tests.families import HIDDEN_SIZE, generate, make_checkpoint, make_prompts
+from tests.weights import put_beside, random_weights
 
 DEMAND_ONLY = [name for name in runnable_systems() if SYSTEMS[name].prediction == "none"]
 PREDICTING = (
@@ -33,8 +34,22 @@ PREDICTING = (
     "fmoe:scope=layer:semantic=no:select=top-k:distance=1",
     "fmoe:capacity=16:trajectory=no",
     "lru:prediction=lookahead:distance=2",
+    "lru:prediction=lookahead:distance=2:next_token=yes",
+    "lru:prediction=speculative",
+    "lcp:prediction=speculative:ahead=ring:window=9",
     "lfu:prediction=counts:distance=2",
     "lru:prediction=popularity",
+    "lru:prediction=token-id",
+    "lru:prediction=token-id:distance=2",
+    *("deepspeed-index", "brainstorm", "mixtral-offloading", "moe-infinity-lfu", "adapmoe", "pre-gated", "promoe"),
+    "lru:prediction=learned:distance=1:width=3",
+    "lru:prediction=lookahead:transfer=synchronous",
+    "lru:prediction=lookahead:preemption=late",
+    "lru:prediction=lookahead:order=id",
+    "lfu:prediction=counts:distance=2:transfer=synchronous:preemption=late:order=id",
+    "moepic",
+    "moepic:allocation=split:prediction=random",
+    "lru:allocation=split:prediction=lookahead:distance=2",
 )
 
 COUNTED = ("hits", "partial_hits", "misses", "demanded_nbytes", "hit_nbytes", "loaded_nbytes", "evicted_nbytes")
@@ -52,6 +67,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         make_checkpoint(family, folder / family / "checkpoint")
         pack(folder / family / "checkpoint", folder / family / "store")
         made[family] = folder / family / "store"
+        put_beside(made[family], HIDDEN_SIZE)
     return made
 
 
@@ -93,7 +109,7 @@ def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = Fa
             generate(model, [prompt], 8)
 
 
-def simulated(trace: Trace, system: str, model: Any, order: str = "resident") -> Simulator:
+def simulated(trace: Trace, system: str, model: Any, order: str | None = None) -> Simulator:
     """The same system and budget on a machine without a link."""
     engine = handle(model).engine.controller
     study = Study(
@@ -105,6 +121,7 @@ def simulated(trace: Trace, system: str, model: Any, order: str = "resident") ->
         segments=engine.geometry.segments_per_expert,
         order=order,
         matcher="inline",
+        learned=random_weights(engine.geometry.layers, HIDDEN_SIZE),
     )
     return study.simulate(get_system(system), engine.budget)
 
@@ -149,7 +166,11 @@ def test_experts_one_at_a_time_by_id_agree(stores: dict[str, Path], tmp_path: Pa
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize(
     ("system", "family"),
-    [*((system, "qwen3_moe") for system in PREDICTING), ("fmoe", "jamba"), ("fmoe", "switch_transformers")],
+    [
+        *((system, "qwen3_moe") for system in PREDICTING),
+        ("fmoe", "jamba"),
+        *((system, "switch_transformers") for system in ("fmoe", "lru:prediction=speculative")),
+    ],
 )
 def test_predictions_and_what_comes_of_them_agree(
     system: str, batch: bool, family: str, stores: dict[str, Path], tmp_path: Path

@@ -108,6 +108,17 @@ def test_withdrawn_is_what_has_not_begun_of_the_layer() -> None:
     assert link.busy_until_ns() == clock.now_ns == 7 + 2 * 43
 
 
+def test_the_pieces_of_one_expert_are_withdrawn_alone_and_may_be_demanded() -> None:
+    clock, link, _ = make()
+    link.submit_ahead([piece(0), piece(1), piece(2), piece(2, layer=1), piece(2, segment=1)])
+    clock.now_ns = 8
+    gone = link.withdraw(0, [0, 2])
+    assert gone == [piece(2), piece(2, segment=1)], "0 is under way, and the other 2 is another layer's"
+    link.submit(gone)
+    assert [link.wait() for _ in range(5)] == [piece(0), *gone, piece(1), piece(2, layer=1)]
+    assert clock.now_ns == 7 + 5 * 43
+
+
 def test_busy_until_counts_the_overhead_of_every_piece_and_what_has_begun_meanwhile() -> None:
     clock, link, _ = make()
     link.submit([piece(e) for e in range(3)])

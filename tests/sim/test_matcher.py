@@ -168,3 +168,21 @@ def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
     assert len(contexts) + channel.num_dropped == published
     assert num_taken == sum(1 if what == "begin" else 2 for what in contexts)
     assert channel.num_dropped > 0, "it was busy"
+
+
+def test_who_catches_up_waits_until_all_has_been_read() -> None:
+    predictor, clock = Notes(), Clock()
+    channel = VirtualChannel(predictor, clock, PredictorCosts(100, 1e9, float("inf")), Backlog(10))
+    channel.begin_iteration(-1, lambda: BEGAN)  # until 200
+    clock.now_ns = 50
+    publish(channel, 0, 0)  # until 500
+    channel.catch_up()
+    assert (clock.now_ns, channel.stall_ns) == (500, 450) and predictor.told == ["begin", 0]
+    assert taken(channel) == [(-1, 0), (0, 1), (0, 2)]
+    channel.catch_up()
+    clock.now_ns = 600
+    channel.catch_up()
+    assert (clock.now_ns, channel.stall_ns) == (600, 450), "nothing to wait for"
+    channel.end_iteration(True)
+    channel.catch_up()
+    assert (clock.now_ns, channel.stall_ns) == (1700, 1550), "learning, too"

@@ -18,7 +18,10 @@ from tests.sim.drive import INFINITE, Pass, make_study, make_trace, random_passe
 
 LAYERS = sized(4, 12, 2)
 NO_TIME = PredictorCosts(0, float("inf"), float("inf"))
-SYSTEMS = ("fmoe", "fmoe:eviction=lru:semantic=no", "lru:prediction=lookahead", "lru:prediction=counts:distance=2")
+SYSTEMS = (
+    *("fmoe", "fmoe:eviction=lru:semantic=no", "lru:prediction=lookahead", "lru:prediction=counts:distance=2"),
+    *("moe-infinity", "moe-infinity:distance=3:admission=best"),
+)
 
 
 def random_trace(folder: Path, *, num_passes: int = 40) -> Trace:
@@ -50,7 +53,7 @@ def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_pa
     inline = results(make_study(trace, matcher="inline", segments=2), SYSTEMS, "40%")
     virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), SYSTEMS, "40%")
     assert inline == virtual
-    for name in SYSTEMS:
+    for name in (get_system(spec).name for spec in SYSTEMS):
         assert inline[name]["prefetched_bytes"] > 0, name
         assert inline[name]["predictions_late"] == inline[name]["contexts_dropped"] == 0
 

@@ -30,6 +30,14 @@ def share(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value <= 1, "from 0 to 1"))
 
 
+def proper_share(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 < value < 1, "above 0 and below 1"))
+
+
+def seconds(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 <= value <= 3600, "seconds from 0 to 3600"))
+
+
 def exponent(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value <= 10, "from 0 to 10"))
 
@@ -40,6 +48,17 @@ def split(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two whole numbers from 1, for instance 7:3")
     return int(parts[0]), int(parts[1])
+
+
+def distances(text: str) -> tuple[int, ...]:
+    """Layers ahead: `1,2,4`."""
+    parts = [part.strip() for part in text.split(",")]
+    are_numbers = all(part.isascii() and part.isdecimal() and len(part) <= 4 for part in parts)
+    if not are_numbers or not all(1 <= int(part) <= 4096 for part in parts) or len(set(parts)) > 64:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be whole numbers from 1 to 4096 with commas between, for instance 1,2,4"
+        )
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:

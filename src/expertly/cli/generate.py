@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int, probability, seed, temperature
+from expertly.cli.device_table import device_table
 from expertly.cli.generation import generation_config
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import (
@@ -33,9 +34,7 @@ def add_parser(subparsers: Any) -> None:
     add("--prompt", required=True, metavar="TEXT", help='what to continue; "-" reads it from stdin')
     add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
     add("--ring", type=positive_int, metavar="N", help="slots for what is not kept (default: one token's experts)")
-    add(
-        "--order", default="resident", metavar="NAME", help="of computing: resident (default: what is here first) or id"
-    )
+    add("--order", metavar="NAME", help="of computing: resident (what is here first) or id (default: the system's)")
     add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
     add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
     add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
@@ -76,8 +75,12 @@ def run(args: argparse.Namespace) -> int:
         stdout.write(f"\n\n{_summary(result)}\n")
         if args.stats:
             stdout.write(f"\n{_stats_table(result)}\n")
+            if len(result["devices"]) > 1:
+                stdout.write(f"\n{device_table(result['devices'])}\n")
             if result["prediction"] is not None:
                 stdout.write(f"\n{_prediction_table(result)}\n")
+            if result["allocation"] is not None:
+                stdout.write(f"\n{_allocation_line(result['allocation'])}\n")
     return 0
 
 
@@ -174,11 +177,19 @@ _OF_PHASE = {
     "predicted": "experts predicted",
     "prediction_accuracy": "of these, needed",
     "fetch_rate": "of these, there in time",
+    "goodpred": "the product of both (GOODPRED)",
     "recall": "needed experts that it named",
     "prefetched": "experts loaded ahead",
     "accuracy": "of these, needed",
     "timeliness": "of these, in time",
     "coverage": "misses that it spared",
+}
+
+
+_OF_DISTANCE = {
+    "accuracy_by_distance": "needed",
+    "fetch_rate_by_distance": "there in time",
+    "goodpred_by_distance": "GOODPRED",
 }
 
 
@@ -189,9 +200,11 @@ def _prediction_table(result: dict[str, Any]) -> str:
     for key, label in _OF_PHASE.items():
         shown = [str(one[key]) if isinstance(one[key], int) else format_share(one[key]) for one in phases]
         rows.append((label, *shown))
-    of_distance = [one["accuracy_by_distance"] or {} for one in phases]
-    for distance in sorted({distance for one in of_distance for distance in one}, key=int):
-        rows.append((f"needed, predicted {distance} ahead", *(format_share(one.get(distance)) for one in of_distance)))
+    for key, label in _OF_DISTANCE.items():
+        of_distance = [one[key] or {} for one in phases]
+        for distance in sorted({distance for one in of_distance for distance in one}, key=int):
+            shares = [format_share(one.get(distance)) for one in of_distance]
+            rows.append((f"{label}, predicted {distance} ahead", *shares))
     facts = {
         "matcher": prediction["matcher"],
         "late": prediction["predictions_late"],
@@ -207,6 +220,13 @@ def _prediction_table(result: dict[str, Any]) -> str:
 
 def _fact(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _allocation_line(allocation: dict[str, Any]) -> str:
+    """The experts that each layer keeps, and what the allocation says of itself."""
+    experts = " ".join(f"{num:g}" for num in allocation["experts"])
+    told = [f"{name} {value}" for name, value in allocation.items() if name not in ("experts", "recall")]
+    return f"[experts kept by layer {experts} | allocation {' | '.join(told).removeprefix('name ')}]"
 
 
 def _stats_table(result: dict[str, Any]) -> str:

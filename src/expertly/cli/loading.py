@@ -7,7 +7,7 @@ from typing import Any
 
 from expertly.cli.arguments import positive_int
 from expertly.cli.output import progress_bar
-from expertly.systems import DEFAULT_SYSTEM, runnable_systems
+from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto", why: str = "") -> None:
@@ -15,30 +15,45 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
     `why` it is that.
     """
     add = parser.add_argument
+    shipped = [name for name, system in SYSTEMS.built_in.items() if "future" not in system.needs]
     add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
     add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
     add(
         "--system",
         default=DEFAULT_SYSTEM,
         metavar="NAME",
-        help=f"{', '.join(runnable_systems())} (default: {DEFAULT_SYSTEM}), or one of them with other parts, "
+        help=f"{', '.join(shipped)} (default: {DEFAULT_SYSTEM}) or what is installed, or one of them with other parts, "
         "name:key=value (see `expertly systems`)",
     )
-    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
+    add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
+    add("--devices", metavar="A,B", help="experts over several: cuda:0,cuda:1, or logical ones, cpu:0,cpu:1")
     add(
         "--maps",
         default=maps,
         metavar="FILE",
-        help='expert maps that a system with maps starts from and adds to: a file, "auto" (beside the packed store) or '
-        f'"off" (default: {maps}{why and ", " + why})',
+        help='expert maps or activation matrices that a system with them starts from and adds to: a file, "auto" '
+        f'(beside the packed store) or "off" (default: {maps}{why and ", " + why})',
+    )
+    add(
+        "--predictor",
+        default="auto",
+        metavar="FILE",
+        help='weights that a system with a learned predictor takes: a file made by `expertly train-predictor`, "auto" '
+        '(default: beside the packed store, or those of the demo model) or "off"',
+    )
+    add(
+        "--plan",
+        metavar="FILE",
+        help="splits that a system with split caching begins with: `expertly configure` makes it",
     )
     add(
         "--matcher",
-        default="thread",
+        default="auto",
         metavar="NAME",
-        help="where a system predicts: thread (default: beside the forward pass) or inline (within it, repeatable)",
+        help="where a system predicts: thread (beside the forward pass), inline (within it, repeatable) or auto "
+        "(default: inline where the system waits for its predictions, else thread)",
     )
 
 
@@ -54,7 +69,10 @@ def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
             segments=args.segments,
             dtype=args.dtype,
             device=args.device,
+            devices=args.devices,
             maps=args.maps,
+            predictor=args.predictor,
+            plan=args.plan,
             matcher=args.matcher,
             progress=progress,
             **others,

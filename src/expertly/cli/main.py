@@ -8,18 +8,19 @@ stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from expertly import __version__
 from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-COMMANDS = ("generate", "pack", "trace", "simulate", "maps", "doctor", "systems")
+COMMANDS = ("generate", "pack", "trace", "simulate", "maps", "train-predictor", "configure", "doctor", "systems")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"expertly {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        importlib.import_module(f"expertly.cli.{name}").add_parser(subparsers)
+        importlib.import_module(_module_of(name)).add_parser(subparsers)
     return parser
 
 
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
         quiet_libraries()
-        status: int = importlib.import_module(f"expertly.cli.{args.command}").run(args)
+        with _importable_folder():
+            status: int = importlib.import_module(_module_of(args.command)).run(args)
         sys.stdout.flush()
         return status
     except ExpertlyError as error:
@@ -63,6 +65,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit: let that go nowhere instead of failing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _module_of(command: str) -> str:
+    return f"expertly.cli.{command.replace('-', '_')}"
+
+
+@contextlib.contextmanager
+def _importable_folder() -> Iterator[None]:
+    """Parts of systems are found in the current folder, too, as `python -m` finds them; but behind what is installed,
+    so that no file there stands in for a library. `python -P` finds none.
+    """
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        folder = ""
+    if not folder or "" in sys.path or folder in sys.path or getattr(sys.flags, "safe_path", False):
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
 
 
 def _report(error: ExpertlyError, is_json: bool) -> int:

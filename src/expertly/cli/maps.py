@@ -1,4 +1,6 @@
-"""`expertly maps`: files of expert maps, by which fmoe predicts: made of traces, looked at, merged, cut."""
+"""`expertly maps`: files of expert maps, by which fmoe predicts, and of activation matrices, by which moe-infinity
+does: made of traces, looked at, merged, cut.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ MAPS_COMMANDS = ("build", "info", "merge", "trim", "export", "size")
 
 
 def add_parser(subparsers: Any) -> None:
-    add_group(subparsers, "maps", MAPS_COMMANDS, "files of expert maps, by which fmoe predicts", __doc__)
+    add_group(subparsers, "maps", MAPS_COMMANDS, "files of what fmoe and moe-infinity predict by", __doc__)
 
 
 def run(args: argparse.Namespace) -> int:

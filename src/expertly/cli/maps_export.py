@@ -1,4 +1,4 @@
-"""`expertly maps export`: the maps as plain NumPy arrays, for other programs."""
+"""`expertly maps export`: the maps, or activation matrices, as plain NumPy arrays, for other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from expertly.core.errors import ConfigError, StoreError
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("export", help="write the maps as NumPy arrays", description=__doc__)
+    parser = subparsers.add_parser("export", help="write what a file holds as NumPy arrays", description=__doc__)
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="a maps file")
-    add("out", type=Path, metavar="OUT", help="an .npz: maps [L, C, E], chosen [C, L, K], requests, born, embeddings")
+    add("file", type=Path, metavar="FILE", help="a file of maps or matrices")
+    add(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="an .npz: maps [L, C, E], chosen [C, L, K], requests, born, embeddings; or "
+        "prefill, decode [C, L, E], prefill_born, decode_born",
+    )
     add_json_flag(parser)
 
 
@@ -22,11 +28,12 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from expertly.core.files import disk_errors, replacing
+    from expertly.maps.any_file import read_any
     from expertly.maps.file import MapsFile
 
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
-    file = MapsFile.read(args.file)
+    file = read_any(args.file)
     shape = file.header.shape
     arrays: dict[str, Any] = {
         **file.store.state(),
@@ -41,5 +48,6 @@ def run(args: argparse.Namespace) -> int:
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         print_json({"file": str(args.file), "out": str(args.out), "bytes": nbytes, "arrays": shapes})
     else:
-        message(f"expertly: {args.out}: {file.store.num_maps} maps, {format_nbytes(nbytes)}")
+        what = f"{file.store.num_maps} maps" if isinstance(file, MapsFile) else f"{file.store.num_matrices} matrices"
+        message(f"expertly: {args.out}: {what}, {format_nbytes(nbytes)}")
     return 0

@@ -1,4 +1,6 @@
-"""What every `expertly maps` command says of a file, and how one that it makes is written."""
+"""What every `expertly maps` command says of a file, of maps or of activation matrices, and how one that it makes is
+written.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +8,33 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, print_json
+from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.maps.file import MapsFile
+    from expertly.maps.any_file import AnyFile, AnyStore
     from expertly.maps.header import Facts
     from expertly.policies.maps.store import MapStore
+    from expertly.policies.matrices.collection import Collection, Matrices
 
 
-def write_maps(out: Path, store: MapStore, identity: str, about: Facts, is_json: bool) -> None:
+def write_file(out: Path, store: AnyStore, identity: str, about: Facts, is_json: bool) -> None:
     """Write the file, read it back and print what it is."""
-    from expertly.maps.file import MapsFile, save_maps
+    from expertly.maps.any_file import read_any, save_any
 
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    save_maps(out, store, identity, {**about, "created": created})
-    file = MapsFile.read(out, identity, store.shape)
+    save_any(out, store, identity, {**about, "created": created})
+    file = read_any(out)
     if is_json:
-        print_json(maps_facts(file))
+        print_json(facts_of(file))
     else:
         print(headline(file))
 
 
-def maps_facts(file: MapsFile) -> dict[str, Any]:
-    """For --json. Bytes are those of the stored maps in memory, and of a full store."""
+def facts_of(file: AnyFile) -> dict[str, Any]:
+    """For --json. Bytes are those of what is stored in memory, and of what is full."""
+    from expertly.policies.matrices.collection import Matrices
+
     store, shape = file.store, file.header.shape
-    hidden_size = 0 if store.embeddings is None else store.embeddings.shape[1]
-    maps_nbytes, embeddings_nbytes = store.nbytes_of(shape, store.num_maps, hidden_size)
     return {
         "file": str(file.path),
         "identity": file.header.identity,
@@ -39,6 +42,37 @@ def maps_facts(file: MapsFile) -> dict[str, Any]:
         "num_layers": shape.num_layers,
         "num_experts": list(shape.num_experts),
         "top_k": list(shape.top_k),
+        **(_of_matrices(store) if isinstance(store, Matrices) else _of_maps(store)),
+        "file_bytes": file.nbytes,
+    }
+
+
+def headline(file: AnyFile) -> str:
+    """One line."""
+    from expertly.maps.header import describe
+
+    facts = facts_of(file)
+    counts: tuple[str, ...]
+    if "maps" in facts:
+        counts = (
+            f"{facts['maps']} of at most {facts['capacity']} maps",
+            f"{facts['requests']} requests",
+            "with embeddings" if facts["embedding_size"] else "without embeddings",
+        )
+    else:
+        counts = (
+            f"matrices of {facts['prefill_matrices']} prompts and {facts['decode_matrices']} answers",
+            f"at most {facts['capacity']} each",
+        )
+    model = printable(facts["about"].get("model") or facts["identity"][:16])
+    parts = [model, describe(file.header.shape), *counts, format_nbytes(facts["file_bytes"]), facts["file"]]
+    return "[" + " | ".join(parts) + "]"
+
+
+def _of_maps(store: MapStore) -> dict[str, Any]:
+    hidden_size = 0 if store.embeddings is None else store.embeddings.shape[1]
+    maps_nbytes, embeddings_nbytes = store.nbytes_of(store.shape, store.num_maps, hidden_size)
+    return {
         "embedding_size": hidden_size or None,
         "maps": store.num_maps,
         "capacity": store.capacity,
@@ -49,28 +83,23 @@ def maps_facts(file: MapsFile) -> dict[str, Any]:
         "embeddings_bytes": embeddings_nbytes,
         "full_maps_bytes": store.maps_nbytes,
         "full_embeddings_bytes": store.embeddings_nbytes,
-        "file_bytes": file.nbytes,
     }
 
 
-def headline(file: MapsFile) -> str:
-    """One line."""
-    from expertly.maps.header import describe
-
-    facts = maps_facts(file)
-    parts = [
-        printable(facts["about"].get("model") or facts["identity"][:16]),
-        describe(file.header.shape),
-        f"{facts['maps']} of at most {facts['capacity']} maps",
-        f"{facts['requests']} requests",
-        "with embeddings" if facts["embedding_size"] else "without embeddings",
-        format_nbytes(facts["file_bytes"]),
-        facts["file"],
-    ]
-    return "[" + " | ".join(parts) + "]"
+def _of_matrices(store: Matrices) -> dict[str, Any]:
+    nbytes_each = 8 * store.shape.num_layers * store.shape.max_experts
+    return {
+        "prefill_matrices": store.prefill.num_matrices,
+        "decode_matrices": store.decode.num_matrices,
+        "prefill_tokens": _num_tokens(store.prefill),
+        "decode_tokens": _num_tokens(store.decode),
+        "capacity": store.capacity,
+        "matrices_bytes": nbytes_each * store.num_matrices,
+        "full_matrices_bytes": nbytes_each * 2 * store.capacity,
+    }
 
 
-def printable(value: object) -> str:
-    """What a file says, so that a terminal shows it and does not obey it."""
-    text = str(value)
-    return text if text.isprintable() else repr(text)
+def _num_tokens(collection: Collection) -> int:
+    """That it counts: of a model of two stacks, in the layers that most of them ran."""
+    choices = collection.total.sum(axis=1).tolist()
+    return max(num // top_k for num, top_k in zip(choices, collection.shape.top_k, strict=True))

@@ -84,6 +84,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
+def printable(value: object) -> str:
+    """What a file says, so that a terminal shows it and does not obey it."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
 def format_nbytes(nbytes: float) -> str:
     """`1.50 GiB`; binary units, as --memory takes them."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
-from expertly.core.errors import ConfigError, TraceError
-from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
+from expertly.core.errors import ConfigError
+from expertly.parts import ORDERS
+from expertly.systems import DEFAULT_SYSTEM, SYSTEMS, get_system
 
 if TYPE_CHECKING:
+    from expertly.learned.file import PredictorFile
+    from expertly.policies.moepic.plan import SplitPlan
     from expertly.sim.study import Memory
 
 DEFAULT_MEMORY = "10%,25%,50%"
-ORDERS = ("resident", "id")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +30,8 @@ def add_parser(subparsers: Any) -> None:
         "--system",
         default=DEFAULT_SYSTEM,
         metavar="A,B",
-        help=f"of {', '.join(SYSTEMS)} (default: {DEFAULT_SYSTEM}); NAME:KEY=VALUE changes a part of one",
+        help=f"of {', '.join(SYSTEMS.built_in)} (default: {DEFAULT_SYSTEM}) or what `expertly systems` lists; "
+        "NAME:KEY=VALUE changes a part of one",
     )
     add(
         "--memory",
@@ -37,9 +40,11 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
     add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
+    add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
+    add("--plan", type=Path, metavar="FILE", help="for systems with split caching: `expertly configure` makes it")
     add("--matcher", default="virtual", metavar="NAME", help="virtual (default: predicting takes its time) or inline")
-    add("--segments", type=positive_int, default=1, metavar="P", help="parts an expert is cut into (default: 1)")
-    add("--order", default="resident", metavar="NAME", help="resident (default: what is here first) or id")
+    add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
+    add("--order", metavar="NAME", help="resident (what is here first) or id (default: each system's)")
     add(
         "--geometry",
         metavar="NAME",
@@ -65,6 +70,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from expertly.cli.figures import check_figure, save_figure
     from expertly.cli.simulate_report import about, report
+    from expertly.cli.trace_geometry import trace_geometry
     from expertly.sim.arrivals import read_arrivals
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     systems, memories = _names("system", args.system), _memories(args)
     if args.requests is not None and args.tokens is not None:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
-    if args.order not in ORDERS:
+    if args.order is not None and args.order not in ORDERS:
         raise ConfigError(f"order={args.order!r}: unknown; accepted: {', '.join(ORDERS)}")
     if args.matcher not in MATCHERS:
         raise ConfigError(f"matcher={args.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
@@ -83,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     selection = Selection(args.requests, args.tokens, args.split, args.seed)
     hardware = Hardware.read(args.hardware)
     trace = Trace.open(args.trace)
-    layers, dense, geometry_name = _geometry(trace, args.geometry)
+    predictor = _predictor(args.predictor, systems)
+    plan = _plan(args.plan, systems)
+    layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
     with _chrome_trace(args.chrome_trace) as chrome, progress_bar(unit="row") as progress:
@@ -98,11 +106,13 @@ def run(args: argparse.Namespace) -> int:
             is_queued=arrivals is not None,
             order=args.order,
             matcher=args.matcher,
+            learned=None if predictor is None else predictor.weights,
+            plan=plan,
             chrome=chrome,
             progress=progress,
         )
         results = list(study.results(systems, memories))
-    facts = about(args, study, systems, geometry_name)
+    facts = about(args, study, systems, geometry_name, predictor)
     if args.plot is not None:
         from expertly.cli.simulate_plot import draw
 
@@ -141,27 +151,26 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
     return memories
 
 
-def _geometry(trace: Any, name: str | None) -> tuple[Any, Any, str | None]:
-    """Layers and dense shape to simulate, and where they come from; None where nobody knows the sizes."""
-    from expertly.sim.geometry_file import read_geometry
+def _predictor(path: Path | None, systems: list[str]) -> PredictorFile | None:
+    """Raises ConfigError where none of the systems takes it."""
+    from expertly.learned.file import PredictorFile
 
-    manifest = trace.manifest
-    if name is None:
-        layers = tuple(layer.geometry() for layer in manifest.layers)
-        if any(layer is None for layer in layers):
-            return None, None, None
-        return layers, manifest.dense, "trace"
-    given = read_geometry(name)
-    routed = [(layer.num_experts, layer.top_k) for layer in manifest.layers]
-    if [(layer.num_experts, layer.top_k) for layer in given.layers] != routed:
-        raise TraceError(
-            f"geometry={name!r}: {_shape_of(given.layers)}, but {trace.folder} routes {_shape_of(manifest.layers)}"
-        )
-    return given.layers, given.dense, given.name
+    if path is None:
+        return None
+    if not any(get_system(name).takes_weights for name in systems):
+        raise ConfigError(f"predictor={str(path)!r}: no system of {', '.join(systems)} takes trained weights")
+    return PredictorFile.read(path)
 
 
-def _shape_of(layers: Any) -> str:
-    return f"{len(layers)} layers of {layers[0].num_experts} experts, top-{layers[0].top_k}"
+def _plan(path: Path | None, systems: list[str]) -> SplitPlan | None:
+    """Raises ConfigError where none of the systems takes it."""
+    from expertly.plans import read_plan
+
+    if path is None:
+        return None
+    if not any(get_system(name).takes_plan for name in systems):
+        raise ConfigError(f"plan={str(path)!r}: no system of {', '.join(systems)} begins with a plan")
+    return read_plan(path)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertly.cli.figures import new_figure
@@ -24,6 +24,7 @@ _PANELS = (
 
 def draw(facts: dict[str, Any], results: Sequence[Row]) -> Any:
     """A figure; panels of which nothing is known are left out."""
+    results, cuts = _with_cuts(results)
     panels = [panel for panel in _PANELS if any(row[panel[0]] is not None for row in results)]
     has_latency = any(row["latency_s"] for row in results)
     num_panels = max(1, len(panels) + has_latency)
@@ -32,7 +33,7 @@ def draw(facts: dict[str, Any], results: Sequence[Row]) -> Any:
     figure = new_figure(max(7.0, 4.4 * num_columns), 4.0 * num_rows + 1.1)
     axes = [axis for line in figure.subplots(num_rows, num_columns, squeeze=False) for axis in line]
     memories = list(dict.fromkeys(row["memory"] for row in results))
-    styles = _styles(list(dict.fromkeys(row["system"] for row in results)))
+    styles = _styles({row["label"]: row["system"] for row in results})
     for axis, (key, title, scale) in zip(axes, panels, strict=False):
         if len(memories) > 1:
             _draw_lines(axis, results, styles, key, scale)
@@ -56,7 +57,7 @@ def draw(facts: dict[str, Any], results: Sequence[Row]) -> Any:
     trace = facts["trace"]
     where = "" if trace["expert_bytes"] is None else f" on {facts['hardware']['name']}"
     budget = f", memory {memories[0]}" if len(memories) == 1 else ""
-    figure.suptitle(f"{trace['model']}{where}, P = {results[0]['segments']}{budget} (simulated)")
+    figure.suptitle(f"{trace['model']}{where}, P = {', '.join(map(str, cuts))}{budget} (simulated)")
     return figure
 
 
@@ -64,7 +65,7 @@ def _draw_lines(axis: Any, results: Sequence[Row], styles: dict[str, Row], key: 
     """One quantity against memory."""
     places = _places(list(dict.fromkeys(row["memory"] for row in results)))
     for name, style in styles.items():
-        known = [row for row in results if row["system"] == name and row[key] is not None]
+        known = [row for row in results if row["label"] == name and row[key] is not None]
         if known:
             points = [places[row["memory"]] for row in known], [scale * row[key] for row in known]
             axis.plot(*points, label=name, **style)
@@ -91,9 +92,11 @@ def _places(memories: Sequence[str]) -> dict[str, float]:
 def _draw_bars(axis: Any, results: Sequence[Row], styles: dict[str, Row], key: str, scale: float) -> None:
     """One quantity of one budget: a bar for each system, with its value."""
     known = [row for row in results if row[key] is not None]
-    names = [row["system"] for row in known]
+    names = [row["label"] for row in known]
+    bounds = [row["system"] in _BOUNDS for row in known]
     values = [scale * row[key] for row in known]
-    bars = axis.barh(names, values, color=[styles[name]["color"] if name not in _BOUNDS else "0.75" for name in names])
+    colors = ["0.75" if is_bound else styles[name]["color"] for name, is_bound in zip(names, bounds, strict=True)]
+    bars = axis.barh(names, values, color=colors)
     axis.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
     floor = next((row["floor_tpot_s"] for row in known if row["system"] == "belady-global"), None)
     if key == "tpot_s" and floor is not None:
@@ -111,23 +114,33 @@ def _draw_latencies(axis: Any, results: Sequence[Row], memory: str, styles: dict
         if row["memory"] == memory and row["latency_s"]:
             times = row["latency_s"]["sorted"]
             shares = [100 * (i + 1) / len(times) for i in range(len(times))]
-            style = styles[row["system"]] | {"marker": ""}
-            axis.step([0, *times], [0, *shares], where="post", label=row["system"], **style)
+            style = styles[row["label"]] | {"marker": ""}
+            axis.step([0, *times], [0, *shares], where="post", label=row["label"], **style)
     axis.set(title=f"requests done within a time (%), {memory}", xlabel="seconds from arrival to last token")
     axis.set_ylim(0, 101)
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
 
 
-def _styles(systems: Sequence[str]) -> dict[str, Row]:
-    """The systems asked for in colour, the bounds thin and grey behind them."""
+def _with_cuts(results: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Each row with the label of its line, and every P there is."""
+    cuts = sorted({row["segments"] for row in results})
+    several = len(cuts) > 1
+    return [
+        row | {"label": f"{row['system']}, P = {row['segments']}" if several else row["system"]} for row in results
+    ], cuts
+
+
+def _styles(systems: Mapping[str, str]) -> dict[str, Row]:
+    """Of lines by their label: the systems asked for in colour, the bounds thin and grey behind them."""
     styles: dict[str, Row] = {}
-    for name in systems:
-        if name in _BOUNDS:
-            line = {"linestyle": _BOUNDS[name], "marker": _MARKERS[name], "linewidth": 1.2, "markersize": 4}
+    number = -1
+    for name, system in systems.items():
+        if system in _BOUNDS:
+            line = {"linestyle": _BOUNDS[system], "marker": _MARKERS[system], "linewidth": 1.2, "markersize": 4}
             styles[name] = line | {"color": "0.35", "zorder": 1.5}
         else:
-            number = sum(other not in _BOUNDS for other in styles)
+            number += 1
             styles[name] = {"color": f"C{number % 10}", "linewidth": 2, "marker": "o", "markersize": 5}
             if number >= 10:
                 styles[name]["linestyle"] = "--"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, format_seconds, format_share, table
+from expertly.cli.output import format_nbytes, format_seconds, format_share, printable, table
 from expertly.systems import get_system
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from expertly.learned.file import PredictorFile
     from expertly.sim.study import Study
 
 
@@ -25,7 +26,13 @@ _PREDICTING = {
 }
 
 
-def about(args: argparse.Namespace, study: Study, systems: Sequence[str], geometry_name: str | None) -> dict[str, Any]:
+def about(
+    args: argparse.Namespace,
+    study: Study,
+    systems: Sequence[str],
+    geometry_name: str | None,
+    predictor: PredictorFile | None = None,
+) -> dict[str, Any]:
     """Everything but the results."""
     manifest = study.trace.manifest
     return {
@@ -44,8 +51,10 @@ def about(args: argparse.Namespace, study: Study, systems: Sequence[str], geomet
         "matcher": args.matcher,
         "seed": args.seed,
         "split": None if args.split is None else _parts(args.split),
+        "predictor": None if predictor is None else str(predictor.path),
+        "plan": None if args.plan is None else str(args.plan),
         "arrivals": None if args.arrivals is None else str(args.arrivals),
-        "notes": _notes(args, study, systems),
+        "notes": [*_notes(args, study, systems), *_notes_on_weights(args, study, predictor)],
     }
 
 
@@ -78,6 +87,22 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
     return notes
 
 
+def _notes_on_weights(args: argparse.Namespace, study: Study, predictor: PredictorFile | None) -> list[str]:
+    """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
+    if predictor is None:
+        return []
+
+    told = predictor.about
+    notes = [f"predictor: {printable(told.get('model', '?'))}, learned from {printable(told.get('source', '?'))}"]
+    own = (None if args.split is None else _parts(args.split), args.seed)
+    if told.get("trace") == study.trace.fingerprint and own != (told.get("split"), told.get("seed")):
+        notes.append(
+            "predictor: it learned from some of the requests that are simulated; accepted as a measurement: "
+            f"--split {printable(told.get('split'))} --seed {printable(told.get('seed'))}"
+        )
+    return notes
+
+
 def _notes_on_predicting(study: Study, systems: Sequence[str]) -> list[str]:
     """What predictors looked at that is not what it was in the model, and what they take."""
     asked, trace, notes = [get_system(name) for name in systems], study.trace, []
@@ -99,19 +124,25 @@ def _notes_on_predicting(study: Study, systems: Sequence[str]) -> list[str]:
 
 def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """For people: a headline, a table with a row for each system and budget, notes."""
-    trace, num_segments = facts["trace"], results[0]["segments"]
+    trace, cuts = facts["trace"], sorted({row["segments"] for row in results})
     size = "sizes unknown" if trace["expert_bytes"] is None else f"{format_nbytes(trace['expert_bytes'])} of experts"
+    where = "" if trace["expert_bytes"] is None else f", on {facts['hardware']['name']}"
     head = (
         f"{trace['model']}: {trace['layers']} layers of {trace['experts']} experts, top-{trace['top_k']}, {size}; "
-        f"P = {num_segments}" + ("" if trace["expert_bytes"] is None else f", on {facts['hardware']['name']}")
+        f"P = {', '.join(map(str, cuts))}{where}"
     )
-    parts = [head, _table(results, _columns(results))]
+    several = {"P": _getter("segments", str)} if len(cuts) > 1 else {}
+    parts = [head, _table(results, several | _columns(results))]
     predicting = [row for row in results if _predicts(row) and row["skipped"] is None]
     if predicting:
-        parts.append(_table(predicting, {header: _getter(key, format_share) for header, key in _PREDICTING.items()}))
+        rates = {header: _getter(key, format_share) for header, key in _PREDICTING.items()}
+        parts.append(_table(predicting, several | rates))
+    several_distances = [row for row in predicting if len(row["goodpred_by_distance"] or ()) > 1]
+    if several_distances:
+        parts.append(_table_by_distance(several_distances))
     matching = [row for row in predicting if _columns_of_matching([row])]
     if matching:
-        parts.append(_table(matching, _columns_of_matching(matching)))
+        parts.append(_table(matching, several | _columns_of_matching(matching)))
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
     return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
 
@@ -119,6 +150,16 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
 def _predicts(row: dict[str, Any]) -> bool:
     """What the oracle foretells is always right."""
     return get_system(row["system"]).prediction not in ("none", "perfect")
+
+
+def _table_by_distance(results: Sequence[dict[str, Any]]) -> str:
+    """ACCURACY x FETCHRATE = GOODPRED of predictions made k layers ahead (ProMoE, section 4)."""
+    rows = []
+    for row in results:
+        for k, accuracy in row["accuracy_by_distance"].items():
+            rates = (accuracy, row["fetch_rate_by_distance"][k], row["goodpred_by_distance"][k])
+            rows.append([row["memory"], row["system"], k, *map(format_share, rates)])
+    return table(["memory", "system", "layers ahead", "right", "there in time", "goodpred"], rows)
 
 
 def _table(results: Sequence[dict[str, Any]], columns: dict[str, Any]) -> str:
@@ -137,7 +178,7 @@ def _table(results: Sequence[dict[str, Any]], columns: dict[str, Any]) -> str:
 def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Those of which something is known."""
     shares = {"hit rate": "hit_rate"}
-    if results[0]["segments"] > 1:
+    if any(row["segments"] > 1 for row in results):
         shares["partial"] = "partial_hit_rate"
     if any(row["stall_share"] is not None for row in results):
         shares["stall"] = "stall_share"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
-from expertly.cli.output import add_json_flag, print_json, table
-from expertly.parts import ACCEPTED, PARTS, System
-from expertly.policies.options import option_names
-from expertly.policies.predictor import PREDICTORS
-from expertly.systems import ALL_LAYERS, SYSTEMS
+from expertly.cli.output import add_json_flag, message, print_json, table
+from expertly.parts import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
+from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.systems import SYSTEMS
 
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
-OF_PREDICTION = ("prefetch", "distance")
+_DEFAULTS = {field.name: field.default for field in fields(System)}
+OTHERS = tuple(part for part in PARTS if part not in SHOWN)
+OF_PREDICTION = ("prefetch", "ahead", "distance", "window")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,28 +23,35 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for problem in [problem for registry in (SYSTEMS, *REGISTRIES.values()) for problem in registry.problems()]:
+        message(f"expertly: note: {problem}")
     if args.json:
         systems = [_parts(system) | {"summary": system.summary} for system in SYSTEMS.values()]
         print_json({"systems": systems, "parts": _accepted(), "options": _options()})
         return 0
-    rows = [["-" if value is None else str(value) for value in _parts(system).values()] for system in SYSTEMS.values()]
+    rows = []
+    for system in SYSTEMS.values():
+        parts = _parts(system)
+        rows.append([system.name, *("-" if parts[key] is None else str(parts[key]) for key in SHOWN)])
     print(table(("system", *SHOWN), rows))
     print()
     for system in SYSTEMS.values():
-        print(f"{system.name}: {system.summary}")
+        others = ", ".join(f"{key}={getattr(system, key)}" for key in OTHERS if getattr(system, key) != _DEFAULTS[key])
+        print(f"{system.name}: {system.summary}{f' [{others}]' if others else ''}")
     print()
     print("Any but resident can be taken with other parts, NAME:KEY=VALUE:..., wherever a system is named:")
     print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
     for key, accepted in _accepted().items():
         print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
     for name, options in _options().items():
-        print(f"with prediction={name}: {', '.join(options)}")
+        print(f"with {name}: {', '.join(options)}")
+    print(f"{', '.join(REGISTRIES)}: or the dotted path of one of yours, KEY=MODULE.NAME (docs/extending.md)")
     return 0
 
 
 def _parts(system: System) -> dict[str, Any]:
     """By name, None where nothing is predicted."""
-    parts: dict[str, Any] = {"name": system.name, **{name: getattr(system, name) for name in SHOWN}}
+    parts: dict[str, Any] = {"name": system.name, **{name: getattr(system, name) for name in (*SHOWN, *OTHERS)}}
     if system.prediction == "none":
         parts |= dict.fromkeys(OF_PREDICTION)
     elif system.distance >= ALL_LAYERS:
@@ -56,5 +65,6 @@ def _accepted() -> dict[str, list[str]]:
 
 
 def _options() -> dict[str, list[str]]:
-    """Of each predictor that has any."""
-    return {name: names for name, one in PREDICTORS.items() if (names := option_names(one.options))}
+    """Of each predictor and allocation that has any, by "prediction=NAME" and "allocation=NAME"."""
+    every = [(part, name) for part, registry in WITH_OPTIONS.items() for name in registry]
+    return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}

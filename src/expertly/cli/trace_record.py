@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.cli.arguments import positive_int, seed, temperature
-from expertly.cli.generation import generation_config
+from expertly.cli.generation import generation_config, max_positions
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import (
     add_json_flag,
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_Request]:
     """The prompts that the model can be given; each of the others is named in a message."""
-    limit = _max_positions(model)
+    limit = max_positions(model)
     requests = []
     for prompt in prompts:
         token_ids = tokenizer(prompt.text, return_tensors="np", return_token_type_ids=False)["input_ids"][0]
@@ -137,11 +137,6 @@ def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_R
     if not requests:
         raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
     return requests
-
-
-def _max_positions(model: Any) -> int | None:
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
 
 
 def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) -> dict[str, Any]:
@@ -198,7 +193,7 @@ def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int,
     """Alone in its batch; no further than the model has positions."""
     import torch
 
-    limit = _max_positions(model)
+    limit = max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
         max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
     config = generation_config(model, max_new_tokens, temperature)

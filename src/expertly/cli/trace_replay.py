@@ -13,6 +13,11 @@ from expertly.core.errors import TraceError
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("replay", help="check recorded decisions", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="written by `expertly trace record --decisions FILE`")
+    parser.add_argument(
+        "--allow-imports",
+        action="store_true",
+        help="import the modules that the file names parts of its system by (MODULE.NAME), which runs their code",
+    )
     add_json_flag(parser)
 
 
@@ -21,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.decisions import replay_file
 
     path: Path = args.file
-    header, replayed = replay_file(path)
+    header, replayed = replay_file(path, may_import=args.allow_imports)
     if replayed.difference is not None:
         line, recorded, now = replayed.difference
         raise TraceError(f"{path}, line {line}: recorded {recorded:.200}, replayed {now:.200}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from expertly.core.errors import BudgetError
+from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
+from expertly.policies.allocation import Allocation
+from expertly.policies.allocation.uniform import uniform_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class Budget:
     memory_nbytes: int
     ring_slots: tuple[int, ...]
     kept_slots: tuple[int, ...]
-    layer_shares: tuple[int, ...]  # kept slots of each layer, when caches are per layer
+    layer_shares: tuple[int, ...]  # kept slots of each layer at the start, when caches are per layer
 
     def pool_slots(self) -> list[int]:
         return [ring + kept for ring, kept in zip(self.ring_slots, self.kept_slots, strict=True)]
@@ -43,31 +46,46 @@ def default_ring(geometry: Geometry) -> list[int]:
     return slots
 
 
+def least_nbytes(geometry: Geometry, ring: int | None = None) -> int:
+    """The least budget: the ring alone."""
+    return sum(slots * size for slots, size in zip(_rings(geometry, ring), class_segment_nbytes(geometry), strict=True))
+
+
 def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None) -> Budget:
     """Cut `memory_nbytes` into ring and kept slots, equal shares a layer, the remainder to the lowest layers.
 
     A budget that holds every expert keeps every expert and needs no ring. Raises BudgetError naming the least
     budget when it is below the ring.
     """
-    sizes = class_segment_nbytes(geometry)
-    totals = [0] * len(sizes)
-    for layer, size_class in enumerate(geometry.size_classes):
-        totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
+    sizes, totals = class_segment_nbytes(geometry), _class_segments(geometry)
     if memory_nbytes >= geometry.nbytes:
         shares = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
         return Budget(memory_nbytes, (0,) * len(sizes), tuple(totals), shares)
     if ring is not None and ring < 1:
         raise BudgetError(f"ring={ring}: must be at least 1 segment")
-    rings = default_ring(geometry) if ring is None else [ring] * len(sizes)
-    rings = [min(slots, total) for slots, total in zip(rings, totals, strict=True)]
-    least = sum(slots * size for slots, size in zip(rings, sizes, strict=True))
+    rings = _rings(geometry, ring)
+    least = least_nbytes(geometry, ring)
     if memory_nbytes < least:
         raise BudgetError(
             f"memory={memory_nbytes} bytes: below the ring through which experts are streamed; the least that works "
             f"is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
         )
     kept = _kept_slots(memory_nbytes - least, sizes, totals, rings)
-    return Budget(memory_nbytes, tuple(rings), tuple(kept), tuple(_uniform_shares(geometry, kept)))
+    return Budget(memory_nbytes, tuple(rings), tuple(kept), tuple(uniform_shares(geometry, kept)))
+
+
+def _class_segments(geometry: Geometry) -> list[int]:
+    """Segments of all experts of each size class."""
+    totals = [0] * geometry.num_size_classes
+    for layer, size_class in enumerate(geometry.size_classes):
+        totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
+    return totals
+
+
+def _rings(geometry: Geometry, ring: int | None) -> list[int]:
+    """Slots of the ring of each size class; `ring`: how many were asked for."""
+    rings = default_ring(geometry) if ring is None else [ring] * geometry.num_size_classes
+    return [min(slots, total) for slots, total in zip(rings, _class_segments(geometry), strict=True)]
 
 
 def _kept_slots(nbytes: int, sizes: list[int], totals: list[int], rings: list[int]) -> list[int]:
@@ -77,31 +95,31 @@ def _kept_slots(nbytes: int, sizes: list[int], totals: list[int], rings: list[in
     return [min(n, nbytes * n // all_nbytes) if all_nbytes else 0 for n in left]
 
 
-def _uniform_shares(geometry: Geometry, kept: list[int]) -> list[int]:
-    """Equal shares of each class's kept slots; a layer never gets more than its experts fill.
-
-    Whole experts are shared out, then what is left of one. A layer whose share ends within an expert keeps a part of
-    one, which leaves a hole in a frame; one such layer a class is harmless, one in every layer left the ring no frame
-    (3.5 pieces an expert instead of 1, at P = 4).
+def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budget:
+    """The same slots, with the shares that layers begin with; what no layer keeps is the ring's. Raises ConfigError
+    where an allocation gives what there is not.
     """
-    num_segments = geometry.segments_per_expert
-    shares = [0] * geometry.num_layers
-    for size_class, slots in enumerate(kept):
-        layers = [layer for layer, c in enumerate(geometry.size_classes) if c == size_class]
-        num_experts, rest = divmod(slots, num_segments)
-        open_layers = {layer: geometry.layers[layer].num_experts for layer in layers}
-        for layer in sorted(layers, key=open_layers.__getitem__):  # those that an equal share more than fills
-            if open_layers[layer] * len(open_layers) > num_experts:
-                break
-            shares[layer] = open_layers.pop(layer) * num_segments
-            num_experts -= shares[layer] // num_segments
-        for i, layer in enumerate(open_layers):
-            more = num_experts // len(open_layers) + (i < num_experts % len(open_layers))
-            shares[layer] = more * num_segments
-        if rest:
-            most = [geometry.layers[layer].num_experts * num_segments for layer in layers]
-            shares[next(layer for layer, n in zip(layers, most, strict=True) if shares[layer] < n)] += rest
-    return shares
+    shares = allocation.shares(budget.kept_slots)
+    kept = check_shares(geometry, shares)
+    rings = [pool - slots for pool, slots in zip(budget.pool_slots(), kept, strict=True)]
+    if any(ring < least for ring, least in zip(rings, budget.ring_slots, strict=True)):
+        raise ConfigError(f"allocation: keeps {kept} segments of each size; accepted: at most {budget.kept_slots}")
+    if allocation.tops(shares) is not None:  # the ring has what splits leave for now, and another plan may keep it
+        return replace(budget, layer_shares=tuple(shares))
+    return Budget(budget.memory_nbytes, tuple(rings), tuple(kept), tuple(shares))
+
+
+def check_shares(geometry: Geometry, shares: Sequence[int]) -> list[int]:
+    """Their sum in each size class. Raises ConfigError where a layer's cannot be."""
+    kept = [0] * geometry.num_size_classes
+    if len(shares) != geometry.num_layers:
+        raise ConfigError(f"allocation: {len(shares)} shares; must be one for each of {geometry.num_layers} layers")
+    for layer, (size_class, share) in enumerate(zip(geometry.size_classes, shares, strict=True)):
+        most = geometry.layers[layer].num_experts * geometry.segments_per_expert
+        if not 0 <= share <= most:
+            raise ConfigError(f"allocation: share={share} of layer {layer}: must be from 0 to its {most} segments")
+        kept[size_class] += share
+    return kept
 
 
 def _percent_up(part: int, whole: int) -> str:

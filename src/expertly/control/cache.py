@@ -48,7 +48,28 @@ class KeptCache:
         """
         if num_segments > self.used:
             return None
+        victims, missing = self._victims(num_segments, protected)
+        if missing:
+            return None
+        for expert, mask in victims:
+            self.drop(expert, mask)
+        return victims
+
+    def shrink(self, capacity: int, protected: Container[int]) -> list[tuple[int, int]]:
+        """Hold no more than `capacity` from now on, or as little more as experts outside `protected` allow; what went
+        for it, as `evict` has it.
+        """
+        victims, missing = self._victims(max(0, self.used - capacity), protected)
+        for expert, mask in victims:
+            self.drop(expert, mask)
+        self.capacity = capacity + missing
+        return victims
+
+    def _victims(self, num_segments: int, protected: Container[int]) -> tuple[list[tuple[int, int]], int]:
+        """What goes for so many segments, and how many are missing still. Changes nothing."""
         victims: list[tuple[int, int]] = []
+        if not num_segments:
+            return victims, 0
         missing = num_segments
         for expert in self.policy.victims(protected):
             mask = self.kept[expert]
@@ -60,8 +81,4 @@ class KeptCache:
             missing -= count
             if not missing:
                 break
-        if missing:
-            return None
-        for expert, mask in victims:
-            self.drop(expert, mask)
-        return victims
+        return victims, missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from expertly.control.correlation import Correlation
 from expertly.core.messages import Phase, Prediction, RouterRan
@@ -29,7 +30,7 @@ class PhaseCounters:
     prefetched_needed: int = 0
     prefetched_in_time: int = 0  # wholly resident when the router spoke
     wasted_nbytes: int = 0  # of what was loaded ahead, that of experts that were not needed
-    by_distance: dict[int, tuple[int, int]] = field(default_factory=dict)  # distance -> (predicted, needed of them)
+    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # predicted, needed of them, resident
     similarity_semantic: Correlation = field(default_factory=Correlation)  # see count_prediction
     similarity_trajectory: Correlation = field(default_factory=Correlation)
     stall_ns: int = 0
@@ -38,9 +39,8 @@ class PhaseCounters:
     def add(self, other: PhaseCounters) -> None:
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for distance, (predicted, needed) in other.by_distance.items():
-            before = self.by_distance.get(distance, (0, 0))
-            self.by_distance[distance] = (before[0] + predicted, before[1] + needed)
+        for distance, counted in other.by_distance.items():
+            self._count_distance(distance, *counted)
         self.similarity_semantic.merge(other.similarity_semantic)
         self.similarity_trajectory.merge(other.similarity_trajectory)
 
@@ -56,14 +56,18 @@ class PhaseCounters:
         right = len(needed.intersection(experts))
         self.predicted += len(experts)
         self.predicted_needed += right
-        self.predicted_resident += sum([is_resident[expert] for expert in experts])
+        there = sum([is_resident[expert] for expert in experts])
+        self.predicted_resident += there
         self.predicted_of += len(needed)
-        total, hits = self.by_distance.get(prediction.distance, (0, 0))
-        self.by_distance[prediction.distance] = (total + len(experts), hits + right)
+        self._count_distance(prediction.distance, len(experts), right, there)
         if prediction.confidence is not None and needed:
             is_first = prediction.distance == prediction.layer + 1
             similarity = self.similarity_semantic if is_first else self.similarity_trajectory
             similarity.add(prediction.confidence, len(needed.intersection(experts[:top_k])) / len(needed))
+
+    def _count_distance(self, distance: int, predicted: int, needed: int, resident: int) -> None:
+        before = self.by_distance.get(distance, (0, 0, 0))
+        self.by_distance[distance] = (before[0] + predicted, before[1] + needed, before[2] + resident)
 
     def count_ahead(self, num_segments: int, segment_nbytes: int) -> None:
         """So many segments are loaded ahead; fewer than 0: were taken back."""
@@ -73,6 +77,25 @@ class PhaseCounters:
     @property
     def demands(self) -> int:
         return self.hits + self.partial_hits + self.misses
+
+    def rates_by_distance(self) -> dict[str, dict[str, float] | None]:
+        """ACCURACY, FETCHRATE and GOODPRED of each distance k at which anything was predicted (ProMoE, section 4): by
+        the name of the rate, then by the distance as text, rising; None where nothing was.
+        """
+        counted = {k: counts for k, counts in sorted(self.by_distance.items()) if counts[0]}
+        accuracy = {str(k): needed / predicted for k, (predicted, needed, _) in counted.items()}
+        fetched = {str(k): resident / predicted for k, (predicted, _, resident) in counted.items()}
+        return {
+            "accuracy_by_distance": accuracy or None,
+            "fetch_rate_by_distance": fetched or None,
+            "goodpred_by_distance": {k: accuracy[k] * fetched[k] for k in accuracy} or None,
+        }
+
+    def goodpred(self) -> dict[str, Any]:
+        """The same rates, over all distances and of each."""
+        rates = self.rates()
+        names = ("prediction_accuracy", "fetch_rate", "goodpred")
+        return {name: rates[name] for name in names} | self.rates_by_distance()
 
     def rates(self) -> dict[str, float | None]:
         """Shares (docs/conventions.md); None where there is nothing to have a share of."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from expertly.control.controller import Controller
 from expertly.core.errors import TraceError
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 
 FORMAT = "expertly-decisions"
 VERSION = 1
@@ -47,9 +49,13 @@ class JournaledController(Controller):
         self._note("computed", piece, _step(step))
         return step
 
-    def end_layer(self) -> None:
-        super().end_layer()
-        self._note("end_layer", None, None)
+    def promote(self, pieces: Sequence[Piece]) -> None:
+        super().promote(pieces)
+        self._note("promote", list(pieces), None)
+
+    def end_layer(self, withdrawn: Sequence[Piece] = ()) -> None:
+        super().end_layer(withdrawn)
+        self._note("end_layer", list(withdrawn) or None, None)
 
     def predict(self, prediction: Prediction) -> None:
         super().predict(prediction)
@@ -68,6 +74,10 @@ class JournaledController(Controller):
         pieces = super().preload(layer, expert)
         self._note("preload", [layer, expert], pieces)
         return pieces
+
+    def configure(self, plan: SplitPlan) -> None:
+        super().configure(plan)
+        self._note("configure", [astuple(layer) for layer in plan.layers], None)
 
     def abandon(self) -> None:
         super().abandon()
@@ -121,26 +131,40 @@ def replay(lines: Iterable[str], controller: JournaledController, where: str) ->
 def _answer(controller: JournaledController, line: str, made: list[str], where: str) -> str:
     """The line that this controller makes of the observation of a line; it writes to `made`."""
     call = _parsed(line, where)
+    piece = partial(_piece, controller.geometry.segments_per_expert)
     try:
         name, observation, _ = call
         if name == "begin_layer":
             router, withdrawn = observation
-            controller.begin_layer(RouterRan(*router), [Piece(*piece) for piece in withdrawn])
+            controller.begin_layer(RouterRan(*router), list(map(piece, withdrawn)))
         elif name in ("loaded", "computed"):
-            getattr(controller, name)(Piece(*observation))
+            getattr(controller, name)(piece(observation))
         elif name in ("predict", "foresee"):
             getattr(controller, name)(Prediction(*observation))
+        elif name == "configure":
+            controller.configure(SplitPlan(controller.geometry, tuple(LayerSplit(*layer) for layer in observation)))
         elif name == "preload":
             controller.preload(*observation)
-        elif name in ("end_layer", "load_ahead", "abandon"):
+        elif name == "promote":
+            controller.promote(list(map(piece, observation)))
+        elif name == "end_layer":
+            controller.end_layer(list(map(piece, observation or ())))
+        elif name in ("load_ahead", "abandon"):
             getattr(controller, name)()
         else:
             raise TraceError(f"{where}: call {name!r}: unknown")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"{where}: {line:.80}: not a call of a controller ({error})") from None
     except (AssertionError, LookupError) as error:
         return _line([name, observation, f"impossible: {type(error).__name__}: {error}"])
     return made[0]
+
+
+def _piece(num_segments: int, values: Sequence[int]) -> Piece:
+    piece = Piece(*values)
+    if not 0 <= piece.segment < piece.segment + piece.num_segments <= num_segments:
+        raise ValueError(f"{piece}: of an expert of {num_segments} segments")
+    return piece
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -167,4 +191,6 @@ def _prediction(prediction: Prediction) -> list[Any]:
 
 
 def _step(step: Step | None) -> Any:
-    return None if step is None else [step.ready, step.loads, step.joined]
+    if step is None:
+        return None
+    return [step.ready, step.loads, step.joined, *([list(step.asked)] if step.asked else [])]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
-from expertly.control.budget import Budget
+from expertly.control.budget import Budget, check_shares
 from expertly.control.cache import KeptCache
 from expertly.control.counters import LayerCounters
 from expertly.control.residency import Residency, bits
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.policies.eviction import EvictionPolicy
@@ -25,19 +26,36 @@ class Keeper:
         make_policy: Callable[[int], EvictionPolicy],
         scope: str,
         counters: list[LayerCounters],
+        tops: Sequence[int] | None = None,
     ) -> None:
         self._geometry = geometry
         self._budget = budget
         self._counters = counters
-        self.residency = Residency(geometry, budget.pool_slots())
+        self.residency = Residency(geometry, budget.pool_slots(), in_parts=tops is not None)
         num_segments = geometry.segments_per_expert
+        self.is_split = tops is not None
+        """Whether layers keep parts of experts; what that leaves of their shares is the ring's."""
+        self.tops = [self.residency.full] * geometry.num_layers if tops is None else [top_mask(num) for num in tops]
+        """Of each layer, what is kept of an expert that is: the rest of it passes."""
+        self.shares = list(budget.layer_shares)  # of each layer, now: where caches are per layer, their capacities
+        if tops is not None:
+            assert scope == "layer", "a cache over all layers has no splits"
+            given = zip(self.shares, tops, strict=True)
+            self.shares = [whole_tops(geometry, layer, *one) for layer, one in enumerate(given)]
+        self.ring = list(budget.ring_slots)
+        """Slots of each size class that no share holds."""
+        self._find_ring()
         if scope == "layer":
-            self.caches = [KeptCache(share, make_policy(share // num_segments)) for share in budget.layer_shares]
+            self.caches = [
+                KeptCache(share, make_policy(share // top.bit_count()))
+                for share, top in zip(self.shares, self.tops, strict=True)
+            ]
         else:
             shared = [KeptCache(slots, make_policy(slots // num_segments)) for slots in budget.kept_slots]
             self.caches = [shared[c] for c in geometry.size_classes]
         self.distinct_caches = list({id(cache): cache for cache in self.caches}.values())
-        self._prefill_room = list(budget.layer_shares)  # of each layer, what its share lacks: negative above it
+        self.targets: list[int] | None = None  # the shares to come, where they are others
+        self._prefill_room = list(self.shares)  # of each layer, what its share lacks: negative above it
         self.passing = [0] * geometry.num_size_classes  # segments in slots that are not kept
         self._refused = _NOTHING_REFUSED  # segments that could not be evicted for this layer: so many cannot be now
         self.is_decoding = True  # the running layer, or the last: evictions are counted in its phase
@@ -63,7 +81,7 @@ class Keeper:
     def ring_room(self, layer: int) -> int:
         """Segments that may pass beside those that do."""
         size_class = self._geometry.size_classes[layer]
-        return max(0, self._budget.ring_slots[size_class] - self.passing[size_class])
+        return max(0, self.ring[size_class] - self.passing[size_class])
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
@@ -75,9 +93,10 @@ class Keeper:
         self._prefill_room[layer] -= mask.bit_count()
 
     def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
-        """The part of `mask` (which is not kept) that is kept from now on. Decode evicts what is not `protected`;
-        prefill (None) only fills what is empty of the layer's share.
+        """The part of `mask` (which is not kept) that is kept from now on, of the top that the layer keeps. Decode
+        evicts what is not `protected`; prefill (None) only fills what is empty of the layer's share.
         """
+        mask &= self.tops[layer]
         count = mask.bit_count()
         if protected is None:
             room = max(0, min(self.caches[layer].room, self._prefill_room[layer]))
@@ -114,34 +133,121 @@ class Keeper:
         self._pass(layer, mask.bit_count())
         self._count_evicted(layer, mask)
 
-    def has_room_ahead(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> bool:
-        """Find places for `mask`, which is loaded ahead. It is kept, evicting for it what is not `protected`; with None
-        it takes free places of the ring (an expert's worth stays free: a demand never waits for a guess), then of the
-        cache. False where there are none; nothing has changed then.
+    def has_room_ahead(
+        self, layer: int, eid: int, mask: int, protected: Container[int] | None, *, is_next: bool = False
+    ) -> bool:
+        """Find places for `mask`, which is loaded ahead. What the layer keeps of an expert is kept, evicting for it
+        what is not `protected`, and the rest takes free places of the ring. With None all does, or only that rest and
+        the cache has free places. False where there are none; nothing has changed then.
+
+        Of the ring an expert's worth stays free: a demand never waits for a guess. Where layers keep parts of experts
+        and the layer `is_next` to run, a segment does: those of its guesses that are wrong go when it is asked for.
         """
         count = mask.bit_count()
         pool, cache = self.residency.pool_of(layer), self.caches[layer]
         size_class = self._geometry.size_classes[layer]
+        ring = self.ring[size_class] - (1 if self.is_split and is_next else self._geometry.segments_per_expert)
+        top = mask & self.tops[layer]
+        num_kept = top.bit_count()
+        has_ring = num_kept == count or self.passing[size_class] + count - num_kept <= ring
         if protected is None:
-            ring = self._budget.ring_slots[size_class] - self._geometry.segments_per_expert
             if self.passing[size_class] + count <= ring and pool.num_free >= count:
                 return True
-            if cache.room < count or pool.num_free < count:
+            if not has_ring or cache.room < num_kept or pool.num_free < count:
                 return False
-            self.keep(layer, eid, mask)
-            return True
-        room = cache.room if self.is_decoding else min(cache.room, self._prefill_room[layer])
-        if room < count:
-            missing = count - cache.room
-            if not self.is_decoding or pool.num_free + missing < count:
+        else:
+            room = cache.room if self.is_decoding else min(cache.room, self._prefill_room[layer])
+            if not has_ring:
                 return False
-            self._refused = _NOTHING_REFUSED
-            if self.make_room(layer, count, protected) < count:
+            if room < num_kept:
+                missing = num_kept - cache.room
+                if not self.is_decoding or pool.num_free + missing < count:
+                    return False
+                self._refused = _NOTHING_REFUSED
+                if self.make_room(layer, num_kept, protected) < num_kept:
+                    return False
+            if pool.num_free < count:
                 return False
-        if pool.num_free < count:
-            return False
-        self.keep(layer, eid, mask)
+        if top:
+            self.keep(layer, eid, top)
         return True
+
+    # -- shares ------------------------------------------------------------------------------------------------
+
+    def resize(self, shares: Sequence[int], tops: Sequence[int] | None = None) -> None:
+        """Layers shall keep these shares, in segments, and of an expert as many as `tops` says. Without that, the sum
+        in each size class is what they have now; with it, no more than the budget keeps: the rest is the ring's.
+        `rearrange` gets there. Where there is one cache a layer.
+        """
+        assert len(self.distinct_caches) == len(self.caches), "a cache over all layers has no shares"
+        sums, most = check_shares(self._geometry, shares), self._budget.kept_slots
+        if tops is not None and any(num > accepted for num, accepted in zip(sums, most, strict=True)):
+            raise ConfigError(f"allocation: shares={list(shares)}: must be at most {list(most)} in each size class")
+        if tops is None and sums != check_shares(self._geometry, self.targets or self.shares):
+            raise ConfigError(
+                f"allocation: shares={list(shares)}: must have the sum of {self.shares} in each size class"
+            )
+        self.targets = list(shares)
+        if tops is not None:
+            self.is_split = True
+            self.tops = [top_mask(num) for num in tops]
+
+    def rearrange(self, protected: Container[int]) -> None:
+        """Between layers, once or until `targets` is None: what lies beyond the tops that layers keep goes, layers that
+        shrink evict by their policies, but nothing that is `protected`; those that grow, the lowest first, get the room
+        there is then. An expert of which less is kept than the top is filled when it is needed next.
+        """
+        if self.targets is None:
+            return
+        self._refused = _NOTHING_REFUSED
+        is_cut = not self.is_split or self._cut(protected)
+        for layer, (cache, target) in enumerate(zip(self.caches, self.targets, strict=True)):
+            if target < self.shares[layer]:
+                for victim, gone in cache.shrink(target, protected):
+                    assert not self.residency.loading[victim] & gone, "what is in flight is protected"
+                    self._evicted(victim, gone)
+                self._share(layer, cache.capacity)
+        num_segments = self._geometry.segments_per_expert
+        passing = [num and num + num_segments for num in self.passing]  # with room for a demand beside it
+        every = zip(self.residency.pools, self._budget.ring_slots, passing, self._kept_slots(), strict=True)
+        room = [pool.num_slots - max(ring, least) - kept for pool, ring, least, kept in every]
+        for layer, target in enumerate(self.targets):
+            size_class = self._geometry.size_classes[layer]
+            more = min(target - self.shares[layer], room[size_class])
+            if more > 0:
+                room[size_class] -= more
+                self.caches[layer].capacity += more
+                self._share(layer, self.caches[layer].capacity)
+        self._find_ring()
+        if is_cut and self.shares == self.targets:
+            self.targets = None
+
+    def _cut(self, protected: Container[int]) -> bool:
+        """Drop what is kept beyond the tops; whether nothing is left of it."""
+        is_cut = True
+        for cache, top in zip(self.caches, self.tops, strict=True):
+            for eid, mask in list(cache.kept.items()):
+                if mask & ~top and eid in protected:
+                    is_cut = False
+                elif mask & ~top:
+                    self.evict(eid, mask & ~top)
+        return is_cut
+
+    def _kept_slots(self) -> list[int]:
+        """Of each size class, the sum of the shares."""
+        kept = [0] * self._geometry.num_size_classes
+        for size_class, share in zip(self._geometry.size_classes, self.shares, strict=True):
+            kept[size_class] += share
+        return kept
+
+    def _find_ring(self) -> None:
+        if self.is_split:
+            pools = zip(self.residency.pools, self._kept_slots(), strict=True)
+            self.ring = [pool.num_slots - kept for pool, kept in pools]
+
+    def _share(self, layer: int, share: int) -> None:
+        self._prefill_room[layer] += share - self.shares[layer]
+        self.shares[layer] = share
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -196,15 +302,32 @@ class Keeper:
             assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
             kept.update(cache.kept)
         passing = [0] * geometry.num_size_classes
-        for layer, share in enumerate(self._budget.layer_shares):
+        is_cut = self.targets is None
+        is_shared = len(self.distinct_caches) < len(self.caches)
+        assert is_shared or self.shares == [cache.capacity for cache in self.caches]
+        given = [0] * geometry.num_size_classes
+        for layer, share in enumerate(self.shares):
+            given[geometry.size_classes[layer]] += share
             ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
             here = sum(kept.get(eid, 0).bit_count() for eid in ids)
             assert self._prefill_room[layer] == share - here, "what prefill may fill is what the share lacks"
             for eid in ids:
                 held = residency.resident[eid] | residency.loading[eid]
+                assert not (is_cut and kept.get(eid, 0) & ~self.tops[layer]), "only tops are kept"
                 assert not kept.get(eid, 0) & ~held, "what is kept has slots"
                 passing[geometry.size_classes[layer]] += (held & ~kept.get(eid, 0)).bit_count()
+        assert all(num <= most for num, most in zip(given, self._budget.kept_slots, strict=True)), "no share is lent"
         assert passing == self.passing, "what is not kept is passing"
+
+
+def whole_tops(geometry: Geometry, layer: int, share: int, top: int) -> int:
+    """Of a share of a layer, the segments that hold whole tops of so many segments each."""
+    return min(share // top, geometry.layers[layer].num_experts) * top
+
+
+def top_mask(num_segments: int) -> int:
+    """The first so many segments of an expert."""
+    return (1 << num_segments) - 1
 
 
 def mask_of(piece: Piece) -> int:

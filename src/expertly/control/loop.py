@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
-from expertly.control.channel import Channel
+from expertly.control.channel import Channel, Seen
 from expertly.control.controller import Controller
-from expertly.core.messages import Piece, RouterRan
+from expertly.core.messages import Piece, RouterRan, Step
 from expertly.core.observation import Began, Routed
 
 
@@ -36,22 +36,33 @@ class AheadTransport(Transport, Protocol):
         """Bring these, in this order, when no demand waits."""
         ...
 
-    def withdraw(self, layer: int) -> Sequence[Piece]:
-        """Pieces of `layer` submitted ahead that have not been begun; they will not come."""
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Piece]:
+        """Pieces of `layer`, or of these experts of it, submitted ahead and not begun; they will not come."""
         ...
 
 
 class Ahead:
     """Loads what is predicted, as predictions come. One that comes when its layer's router has spoken loads nothing;
     eviction is told its probabilities.
+
+    Where the controller is synchronous, experts do not begin before all that was published has been read and what was
+    predicted of it is there; what had no place by then is waited for when the layer has been computed. `catch_up`
+    returns when all has been read; None: the channel reads at once.
     """
 
-    def __init__(self, controller: Controller, transport: AheadTransport, channel: Channel) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        transport: AheadTransport,
+        channel: Channel,
+        catch_up: Callable[[], None] | None = None,
+    ) -> None:
         self.num_late = 0
         """Predictions that came too late."""
         self._controller = controller
         self._transport = transport
         self._channel = channel
+        self._catch_up = catch_up
         self._num_layers = controller.geometry.num_layers
         self._iteration = -1
         self._step = -1  # of the last router that has spoken
@@ -65,19 +76,35 @@ class Ahead:
         self.refill()
 
     def before_router(self, layer: int) -> Sequence[Piece]:
-        """Note what has arrived between layers, and take back what has not been begun of this one."""
+        """Note what has arrived between layers, and take back what has not been begun of this one: where an expert that
+        is missing is found late, nothing yet.
+        """
         while (piece := self._transport.poll()) is not None:
             is_awaited = self._controller.loaded(piece)
             assert not is_awaited, "between layers nobody waits"
         self._take()
         self._step = self._iteration * self._num_layers + layer
-        return self._transport.withdraw(layer)
+        return () if self._controller.finds_late else self._transport.withdraw(layer)
 
     def router_ran(self, routed: Callable[[], Routed]) -> None:
         """A router has spoken and its demands are on their way."""
         self._channel.router_ran(self._step, routed)
         self._take()
         self.refill()
+
+    def promote(self, joined: Sequence[Piece]) -> Sequence[Piece]:
+        """The layer waits for these: those that have not been begun are to be submitted as demands."""
+        if not joined or not self._controller.finds_late:
+            return ()
+        gone = self._transport.withdraw(joined[0].layer, {piece.expert for piece in joined})
+        if gone:
+            self._controller.promote(gone)
+        return gone
+
+    def experts_ended(self, layer: int) -> Sequence[Piece]:
+        """What the layer needed has been computed: take back what has not been begun of what it did not need."""
+        stale = self._controller.stale()
+        return self._transport.withdraw(layer, stale) if stale else ()
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""
@@ -89,9 +116,37 @@ class Ahead:
         self.refill()
 
     def advance(self) -> None:
-        """Take the predictions that are ready; if there are, load more where there is room."""
-        if self._take():
+        """Something has been computed. Take the predictions that are ready; if there are, or places were lacking, load
+        more where there is room.
+        """
+        controller = self._controller
+        if self._take() or (controller.is_short and not controller.is_synchronous):
             self.refill()
+
+    def arrived(self) -> None:
+        """Something is there that nobody waited for: load more where there is room."""
+        if not self._controller.is_synchronous:
+            self.refill()
+
+    def wait(self, transport: Transport) -> list[Piece]:
+        """With synchronous transfer: wait until all that was published has been read, and until nothing is in flight
+        that was predicted. What has arrived meanwhile of what the running layer waits for. `transport`: this one, as
+        who waits knows it.
+        """
+        awaited: list[Piece] = []
+        if not self._controller.is_synchronous:
+            return awaited
+        if self._catch_up is not None:
+            self._catch_up()
+        self._take()
+        self.refill()
+        while self._controller.speculation.num_in_flight:
+            piece = transport.wait()
+            if self._controller.loaded(piece):
+                awaited.append(piece)
+            else:
+                self.refill()
+        return awaited
 
     def refill(self) -> None:
         """Load more where there is room."""
@@ -103,7 +158,7 @@ class Ahead:
         has_new = False
         while (seen := self._channel.take()) is not None:
             prediction = seen.prediction
-            if seen.step + prediction.distance > self._step:
+            if self._due(seen) > self._step:
                 self._controller.predict(prediction)
                 has_new = True
             else:
@@ -111,6 +166,13 @@ class Ahead:
                 if prediction.probabilities is not None or prediction.outlook is not None:
                     self._controller.foresee(prediction)
         return has_new
+
+    def _due(self, seen: Seen) -> int:
+        """The step at which the predicted layer runs. A decoder's first layer is 1 ahead of its last, of the token
+        before; but steps count the encoder's layers, too, which do not run between the two.
+        """
+        step = seen.step + seen.prediction.distance
+        return step + (seen.prediction.layer - step) % self._num_layers
 
 
 def run_layer(
@@ -128,12 +190,14 @@ def run_layer(
     """
     withdrawn = () if ahead is None else ahead.before_router(router.layer)
     step = controller.begin_layer(router, withdrawn)
-    if step.loads:
-        transport.submit(step.loads)
-    if ahead is not None:
-        ahead.router_ran(routed or partial(Routed, router))
+    _submit(step, transport, ahead)
     ready = deque(step.ready)
     num_coming = len(step.loads) + len(step.joined)
+    if ahead is not None:
+        ahead.router_ran(routed or partial(Routed, router))
+        arrived = ahead.wait(transport)
+        ready.extendleft(reversed(arrived))
+        num_coming -= len(arrived)
     while ready or num_coming:
         piece = transport.poll() if num_coming else None
         if piece is None and ready:
@@ -142,8 +206,8 @@ def run_layer(
             if piece is None:
                 piece = transport.wait()
             if not controller.loaded(piece):
-                assert ahead is not None
-                ahead.refill()
+                if ahead is not None:
+                    ahead.arrived()
                 continue
             num_coming -= 1
         compute(piece)
@@ -153,8 +217,22 @@ def run_layer(
         if following is not None:
             ready.extend(following.ready)
             num_coming += len(following.loads) + len(following.joined)
-            if following.loads:
-                transport.submit(following.loads)
-    controller.end_layer()
-    if ahead is not None:
-        ahead.layer_ended()
+            _submit(following, transport, ahead)
+    if ahead is None:
+        controller.end_layer()
+        return
+    controller.end_layer(ahead.experts_ended(router.layer))
+    ahead.layer_ended()
+    awaited = ahead.wait(transport)
+    assert not awaited, "between layers nobody waits"
+
+
+def _submit(step: Step, transport: Transport, ahead: Ahead | None) -> None:
+    """Ask for what a step needs, in one: what goes on from what was loaded ahead, what is missing, what is to come."""
+    pieces: Sequence[Piece] = step.loads
+    if step.asked:
+        pieces = [*pieces, *step.asked]
+    if ahead is not None and step.joined:
+        pieces = [*ahead.promote(step.joined), *pieces]
+    if pieces:
+        transport.submit(pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from expertly.control.runs import RunPool
 from expertly.control.slots import SlotPool
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
@@ -24,11 +25,14 @@ class Residency:
     A segment owns exactly one slot from `allocate` to `release`; it is loading until `arrived`, then resident.
     """
 
-    def __init__(self, geometry: Geometry, slots_per_class: list[int]) -> None:
+    def __init__(self, geometry: Geometry, slots_per_class: list[int], *, in_parts: bool = False) -> None:
+        """`in_parts`: experts come and go in parts, so that a frame for each would leave holes."""
         self.geometry = geometry
         num_segments = geometry.segments_per_expert
         self.full = (1 << num_segments) - 1
-        self.pools = [SlotPool(num_slots, num_segments) for num_slots in slots_per_class]
+        self.pools: list[SlotPool | RunPool] = [
+            RunPool(num_slots) if in_parts else SlotPool(num_slots, num_segments) for num_slots in slots_per_class
+        ]
         self.resident = [0] * geometry.num_experts
         self.loading = [0] * geometry.num_experts
         self.whole: list[Piece | None] = [None] * geometry.num_experts  # resident in one frame: the fast path
@@ -36,7 +40,7 @@ class Residency:
         self._frame: dict[int, int] = {}  # first slot, of experts allocated whole
         self._num_segments = num_segments
 
-    def pool_of(self, layer: int) -> SlotPool:
+    def pool_of(self, layer: int) -> SlotPool | RunPool:
         return self.pools[self.geometry.size_classes[layer]]
 
     def allocate(self, layer: int, expert: int, mask: int) -> list[Piece]:
@@ -45,6 +49,8 @@ class Residency:
         eid = self.geometry.first_expert_id(layer) + expert
         assert not mask & (self.resident[eid] | self.loading[eid]), "a segment has one slot"
         self.loading[eid] |= mask
+        if isinstance(pool, RunPool):
+            return self._runs(layer, expert, self._take_runs(pool, eid, mask), mask)
         if mask == self.full:
             start = pool.take_frame()
             if start is not None:
@@ -58,6 +64,18 @@ class Residency:
             if home is None and slot % self._num_segments == segment:
                 home = slot - segment
         return self._runs(layer, expert, slots, mask)
+
+    def _take_runs(self, pool: RunPool, eid: int, mask: int) -> list[int | None]:
+        """Slots for `mask`, beside those that the expert has; all of its slots."""
+        slots = self._own_slots(eid)
+        segments = bits(mask)
+        while segments:
+            first = segments[0]
+            num = next((i for i, segment in enumerate(segments) if segment != first + i), len(segments))
+            before = slots[first - 1] if first else None
+            slots[first : first + num] = pool.take(num, None if before is None else before + 1)
+            del segments[:num]
+        return slots
 
     def arrived(self, piece: Piece) -> None:
         """A piece that was loading is resident."""
@@ -79,6 +97,7 @@ class Residency:
         self.loading[eid] &= ~mask
         self.whole[eid] = None
         if mask == self.full and eid in self._frame:
+            assert isinstance(pool, SlotPool)
             pool.give_frame(self._frame.pop(eid))
             return
         slots = self._own_slots(eid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
 from expertly.control.counters import PhaseCounters
@@ -12,6 +13,17 @@ from expertly.policies.prefetch import Priority, by_score
 
 _FEW = 64
 """Heads among which void ones are not looked for."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What was loaded ahead of an expert whose router has spoken."""
+
+    num_segments: int
+    segment_nbytes: int
+    is_needed: bool
+    is_in_time: bool
+
 
 _Wanted = tuple[float, int, int]  # (-score, order of arrival, expert)
 _Head = tuple[float, int, int]  # (-priority, order of arrival, layer)
@@ -30,6 +42,7 @@ class Speculation:
         self.num_in_flight = 0  # segments
         self.in_flight: dict[int, dict[Piece, bool]] = {}  # expert -> pieces: asked for by decode?
         self.waiting: dict[int, int] = {}  # expert whose layer has not run -> segments loaded ahead for it
+        self._settling: tuple[PhaseCounters, dict[int, _Loaded]] | None = None  # of the layer whose router spoke last
         self.likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
         self._priority = priority
         self._is_steady = priority is by_score  # the same whatever runs
@@ -131,13 +144,30 @@ class Speculation:
         """A piece will not come; whether decode had asked for it."""
         if expert in self.waiting:
             self.waiting[expert] -= piece.num_segments
+        else:
+            self.taken_back(expert, piece.num_segments)
         return self.ended(expert, piece)
 
-    def join(self, expert: int) -> list[Piece]:
-        """The pieces of an expert in flight; from now on a layer waits for them."""
-        pieces = list(self.in_flight.pop(expert, ()))
+    def taken_back(self, expert: int, num_segments: int) -> None:
+        """So many segments for the running layer were not loaded ahead after all."""
+        if self._settling is not None and expert in self._settling[1]:
+            self._settling[1][expert].num_segments -= num_segments
+
+    def join(self, expert: int) -> dict[Piece, bool]:
+        """The pieces of an expert in flight, and whether decode had asked for them; a layer waits for them now."""
+        pieces = self.in_flight.pop(expert, {})
         self.num_in_flight -= sum(piece.num_segments for piece in pieces)
         return pieces
+
+    def is_stale(self, expert: int) -> bool:
+        """Whether it is in flight for a layer whose router has spoken."""
+        return expert in self.in_flight and expert not in self.waiting
+
+    def guessed(self) -> set[int]:
+        """What is loaded ahead, came and was not used yet, or is here and predicted to be needed."""
+        if not self.is_used:
+            return set()
+        return {*self.waiting, *self.in_flight}.union(*self.likely.values())
 
     def clear(self) -> None:
         """Nothing is predicted, in flight or waiting."""
@@ -147,6 +177,7 @@ class Speculation:
         self.in_flight.clear()
         self.waiting.clear()
         self.likely.clear()
+        self._settling = None
         self.num_in_flight = 0
         for predicted in self._predicted:
             predicted.clear()
@@ -159,7 +190,8 @@ class Speculation:
         """The layer's router has spoken: were the predictions right (ProMoE, section 4), did loading ahead help?
 
         `is_resident` is of the whole layer, by expert. Experts that only pad tokens chose are not in `experts`. Nothing
-        is wanted of the layer any more and nothing waits for it; the experts that did.
+        is wanted of the layer any more and nothing waits for it; the experts that did. What was loaded ahead is counted
+        when `layer_ended`.
         """
         needed = set(experts)
         for prediction in self._predicted[layer].values():
@@ -170,12 +202,30 @@ class Speculation:
         first = self._geometry.first_expert_id(layer)
         end = first + self._geometry.layers[layer].num_experts
         waited = [expert for expert in self.waiting if first <= expert < end]
-        for expert in waited:
-            if num_segments := self.waiting.pop(expert):
-                counters.prefetched += 1
-                if expert - first in needed:
-                    counters.prefetched_needed += 1
-                    counters.prefetched_in_time += is_resident[expert - first]
-                else:
-                    counters.wasted_nbytes += num_segments * self._geometry.segment_nbytes(layer)
+        if waited:
+            nbytes = self._geometry.segment_nbytes(layer)
+            self._settling = (
+                counters,
+                {
+                    expert: _Loaded(
+                        self.waiting.pop(expert), nbytes, expert - first in needed, is_resident[expert - first]
+                    )
+                    for expert in waited
+                },
+            )
         return waited
+
+    def layer_ended(self) -> None:
+        """What is left of what was loaded ahead of the running layer was."""
+        if self._settling is None:
+            return
+        counters, of_experts = self._settling
+        self._settling = None
+        for loaded in of_experts.values():
+            if loaded.num_segments:
+                counters.prefetched += 1
+                if loaded.is_needed:
+                    counters.prefetched_needed += 1
+                    counters.prefetched_in_time += loaded.is_in_time
+                else:
+                    counters.wasted_nbytes += loaded.num_segments * loaded.segment_nbytes

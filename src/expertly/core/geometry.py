@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import NamedTuple
 
 from expertly.core.errors import ConfigError
@@ -145,3 +147,13 @@ class Geometry:
         expert_id, index = divmod(segment_id, self.segments_per_expert)
         layer = self.layer_of_expert(expert_id)
         return Segment(layer, expert_id - self._first_id[layer], index)
+
+
+def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:
+    """`wanted` where every layer's experts can be cut into so many segments, else the number nearest 3 that they can be
+    cut into (ProMoE, section 5, cuts them in 3; our choice), the lower of two.
+    """
+    width = gcd(*(layer.intermediate_size for layer in layers))
+    if not width % wanted:
+        return wanted
+    return min((num for num in range(1, 6) if not width % num), key=lambda num: (abs(num - 3), num))

@@ -1,4 +1,4 @@
-"""What one forward pass is: whose tokens its rows are, and in which phase."""
+"""What one forward pass is: whose tokens its rows are, in which phase, through which layers."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ class IterationInfo:
     sequences: npt.NDArray[np.int32] | None = None  # [T] row of the batch
     starts: npt.NDArray[np.int64] | None = None  # [sequences] position of the first row, where they are side by side
     layers: range | None = None  # the MoE layers of the stack that runs: an encoder and a decoder are two
+    decodes: bool = True  # whether the last token leads to a pass of the next one; an encoder's does not
+
+
+def layer_ahead(layer: int, distance: int, stack: range, decodes: bool) -> int | None:
+    """The layer that runs `distance` after `layer` of `stack`: past the last layer of one that decodes the first ones,
+    which the next token runs. None where there is none; every other layer is reached once, none by itself.
+    """
+    ahead = layer + distance
+    if ahead < stack.stop:
+        return ahead
+    return ahead - len(stack) if decodes and distance < len(stack) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -37,6 +38,12 @@ class RouterRan:
     num_tokens: list[int]
     is_decode: list[bool]
     batch_tokens: int  # real tokens of the forward pass
+    is_part_of_decode: bool = False  # one device's part of a layer that serves decode, here or elsewhere
+
+    @property
+    def serves_decode(self) -> bool:
+        """Whether the layer is decode's: what it needs is kept, and evicts."""
+        return self.is_part_of_decode or True in self.is_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +66,11 @@ class Prediction:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What can be done now: pieces to compute, pieces to load (compute them when they have arrived), and pieces that
-    are being loaded already because they were predicted (compute them when they have arrived, too).
+    are being loaded already because they were predicted or asked for (compute them when they have arrived, too).
+    `asked` is to be loaded behind `loads`, and not to be waited for: a later Step says that it is ready or joined.
     """
 
     ready: list[Piece] = field(default_factory=list)
     loads: list[Piece] = field(default_factory=list)
     joined: list[Piece] = field(default_factory=list)
+    asked: Sequence[Piece] = ()

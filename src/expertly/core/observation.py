@@ -41,6 +41,7 @@ class Routed:
     experts: Ids | None = None  # [T, K]
     scores: Floats | None = None  # [T, E]
     lookahead: Floats | None = None  # [T, D, E]: of the layers 1 to D after this one, asked about this one's input
+    # past the last layer of a stack that decodes, of its first ones for the next token; 0 where nothing is known
     inputs: Floats | None = None  # [T, H] what the router was asked about
 
     @property

@@ -1,10 +1,15 @@
-"""The demo model, shipped as package data."""
+"""The demo model and what ships with it, as package data."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from expertly.core.errors import ConfigError
+
+
+def demo_predictor() -> Path:
+    """The weights of a learned predictor that ship with the demo model. An installation may lack them."""
+    return Path(__file__).parent / "predictors" / "demo.safetensors"
 
 
 def demo_folder() -> Path:

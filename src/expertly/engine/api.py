@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,28 @@ from expertly.control.budget import Budget, split_budget
 from expertly.control.controller import Controller
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError, ModelUseError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, fitting_segments
+from expertly.core.placement import Placement
 from expertly.decisions import DecisionsFile, header_of
-from expertly.engine.backends import available_nbytes, make_backend
+from expertly.engine.backends import make_backend
+from expertly.engine.device import Device
+from expertly.engine.device_choice import choose_devices
+from expertly.engine.device_loading import choose_amounts, make_group, shares_of, split_over
 from expertly.engine.engine import Engine
+from expertly.engine.executor import Executor
 from expertly.engine.instructions import keep_off_trapped_instructions
-from expertly.engine.memory import choose_budget, kv_cache_nbytes
-from expertly.engine.prediction import MATCHERS, Matcher
+from expertly.engine.memory import kv_cache_nbytes
+from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.saved_maps import AUTO, maps_path
+from expertly.engine.saved_predictor import find_weights
 from expertly.engine.stats import Stats
+from expertly.models.context import between_passes
 from expertly.models.loading import experts_modules, load_dense, load_tokenizer
 from expertly.models.packing import pack_cached
 from expertly.parts import System
+from expertly.plans import check_plan, read_plan
+from expertly.policies.known import Known
 from expertly.store.packed import PackedStore
 from expertly.systems import DEFAULT_SYSTEM, get_system, runnable_systems
 
@@ -53,29 +62,39 @@ def load(
     *,
     memory: str | int | None = None,
     system: str = DEFAULT_SYSTEM,
-    segments: int = 1,
+    segments: int | None = None,
     device: str | None = None,
+    devices: str | Sequence[str] | None = None,
     dtype: str | None = None,
     ring: int | None = None,
-    order: str = "resident",
+    order: str | None = None,
     context: int | None = None,
     host_memory: str | int = "auto",
     decisions: str | Path | None = None,
     maps: str | Path | None = AUTO,
-    matcher: Matcher = "thread",
+    predictor: str | Path | None = AUTO,
+    plan: str | Path | None = None,
+    matcher: Matcher = "auto",
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
     """An ordinary transformers model whose experts live in `memory`, and its tokenizer (None where it has none).
 
     `model`: a folder, a packed store or a hub id; None is the demo model. `memory`: all expert slots on the device, a
-    share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and
-    the KV cache of `context` tokens. `segments`: P, the parts an expert is cut into. `ring`: slots of it through
-    which a layer streams what it does not keep (default: one token's experts). `order`: "resident" computes what is
-    here first, "id" one expert at a time. `host_memory`: pinned RAM for experts behind an accelerator. `decisions`: a
-    file that takes every observation and decision of the control plane, for `expertly trace replay`. `maps`: the file
-    that the expert maps of a system with maps are read from, where it is there, and written to about every minute and
-    at unload; "auto" is beside the packed store, "off" or None is nowhere. `matcher`: "thread" predicts beside the
-    forward pass, "inline" within it, so that a run can be repeated exactly.
+    share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and the
+    KV cache of `context` tokens. `segments`: P, the parts an expert is cut into (default: the system's). `ring`: slots
+    of it through which a layer streams what it does not keep (default: one token's experts, and all where the system
+    keeps none). `order`: instead of the system's; "resident" computes what is here first, "id" by rising id. `device`:
+    where the model runs (default: the accelerator, where there is one); `devices`: several, over which experts are
+    spread, "cuda:0,cuda:1" or logical ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each.
+    `host_memory`: pinned RAM for experts behind an accelerator. `decisions`: a file that takes every observation and
+    decision of the control plane, for `expertly trace replay`. `maps`: the file that the expert maps (activation
+    matrices) of a system with them are read from, where it is there, and written to about every minute and at unload;
+    "auto" is beside the packed store, "off" or None is nowhere. `predictor`: the file of trained weights that a system
+    with a learned predictor takes (`expertly train-predictor`); "auto" is beside the packed store, or what ships with
+    the demo model, "off" or None is none. `plan`: the file of a split plan (`expertly configure`) that a system with
+    split caching begins with; it is of this model, this P and no more memory than this. `matcher`: "auto" is "thread",
+    or "inline" where the system waits for its predictions; "thread" predicts beside the forward pass, "inline" within
+    it, so that a run can be repeated exactly.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
     parts = get_system(system)
@@ -84,23 +103,34 @@ def load(
         raise ConfigError(
             f"system={system!r}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
         )
-    if order not in ("resident", "id"):
-        raise ConfigError(f"order={order!r}: unknown; accepted: resident, id")
-    if matcher not in MATCHERS:
-        raise ConfigError(f"matcher={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
-    if matcher != MATCHERS[0] and parts.prediction == "none":
-        raise ConfigError(f"matcher={matcher!r}: system {system!r} predicts nothing; accepted: a system that does")
-    target = _device(device)
+    order = parts.ordered(order)
+    matcher = choose_matcher(parts, matcher)
+    targets = choose_devices(device, devices)
+    target = targets[0]
+    if len(targets) > 1 and decisions is not None:
+        raise ConfigError(f"decisions={str(decisions)!r}: {len(targets)} devices decide apart; accepted: one device")
     if target.type == "cpu":
         keep_off_trapped_instructions()
     store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
     path = maps_path(maps, parts, store)
-    geometry = store.geometry(segments)
-    budget, reason = _budget(store, geometry, parts, memory, ring, target, context)
+    weights = find_weights(predictor, parts, store)
+    geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
+    placement = Placement(geometry, len(targets))
+    geometries = [share.geometry for share in placement.shares]
+    budgets, reason = _budgets(store, geometries, parts, memory, ring, targets, context)
+    known = Known() if plan is None else _known_of(plan, parts, geometries, budgets)
+    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, budgets, strict=True)]
     torch_dtype = getattr(torch, store.manifest.dtype)
-    controller, journal = _controller(parts, geometry, budget, order, decisions)
-    backend = make_backend(target, store, geometry, budget.pool_slots(), torch_dtype, host_memory)
-    engine = Engine(controller, backend)
+    executor: Executor
+    journal: DecisionsFile | None = None
+    if len(targets) == 1:
+        controller, journal = _controller(parts, geometry, budgets[0], known, order, decisions)
+        backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
+        executor = Device(str(target), controller, backend)
+    else:
+        controllers = [parts.controller(*one, order=order) for one in zip(geometries, budgets, strict=True)]
+        executor = make_group(placement, targets, controllers, store, torch_dtype, host_memory, make_backend)
+    engine = Engine(executor)
 
     def close() -> None:
         try:
@@ -110,9 +140,12 @@ def load(
                 journal.close()
 
     try:
-        loaded = load_dense(store.folder, store.manifest, torch_dtype, target, engine)
-        engine.bind(experts_modules(loaded))
-        engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO)
+        home = executor.devices[0].backend.device
+        loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
+        executor.bind(experts_modules(loaded))
+        engine.prefetching = make_prefetching(
+            parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO, weights=weights
+        )
         tokenizer = load_tokenizer(store.folder)
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
@@ -120,7 +153,7 @@ def load(
         close()
         raise
     finalizer = weakref.finalize(loaded, close)
-    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts.name, reason), finalizer)
+    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, reason), finalizer)
     return loaded, tokenizer
 
 
@@ -130,8 +163,13 @@ def stats(model: Any) -> Stats:
 
 
 def unload(model: Any) -> None:
-    """Free the threads, files and memory behind a loaded model; it cannot run any more. Idempotent."""
-    handle(model).finalizer()
+    """Free the threads, files and memory behind a loaded model; it cannot run any more. Idempotent. A forward pass that
+    another thread runs raises EngineClosedError.
+    """
+    found = handle(model)
+    found.engine.stop()
+    with between_passes(model):
+        found.finalizer()
 
 
 def handle(model: Any) -> Handle:
@@ -142,63 +180,60 @@ def handle(model: Any) -> Handle:
     return found
 
 
+def _known_of(plan: str | Path, system: System, geometries: Sequence[Geometry], budgets: Sequence[Budget]) -> Known:
+    """With the plan in the file. Raises ConfigError where it cannot be read, or kept."""
+    if len(geometries) > 1:
+        raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
+    read = read_plan(plan)
+    check_plan(read, system, geometries[0], budgets[0])
+    return Known(plan=read)
+
+
 def _controller(
-    system: System, geometry: Geometry, budget: Budget, order: str, decisions: str | Path | None
+    system: System, geometry: Geometry, budget: Budget, known: Known, order: str, decisions: str | Path | None
 ) -> tuple[Controller, DecisionsFile | None]:
     """The system's control plane; with `decisions`, one that writes them to the file."""
     if decisions is None:
-        return system.controller(geometry, budget, order=order), None
-    controller = system.journaled_controller(geometry, budget, order=order)
+        return system.controller(geometry, budget, known, order), None
+    controller = system.journaled_controller(geometry, budget, known, order)
     file = DecisionsFile(Path(decisions))
-    controller.start_journal(header_of(system, geometry, budget, order), file.write)
+    controller.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
     return controller, file
 
 
-def _device(device: str | None) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    name = device or (accelerator.type if accelerator is not None else "cpu")
-    try:
-        target = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r}: unknown; accepted: cpu, cuda, cuda:N") from None
-    if target.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r}: no backend for it; accepted: cpu, cuda, cuda:N")
-    if target.type == "cuda" and (accelerator is None or accelerator.type != "cuda"):
-        raise ConfigError(f"device={name!r}: this machine (or this torch) has no CUDA device; accepted: cpu")
-    return target
-
-
-def _budget(
+def _budgets(
     store: PackedStore,
-    geometry: Geometry,
+    geometries: Sequence[Geometry],
     system: System,
     memory: str | int | None,
     ring: int | None,
-    device: torch.device,
+    targets: Sequence[torch.device],
     context: int | None,
-) -> tuple[Budget, str]:
-    """The slots and why so many. `resident` takes everything and accepts no less."""
+) -> tuple[list[Budget], str]:
+    """The slots of each device's share and why so many. `resident` takes everything and accepts no less."""
+    total_nbytes = sum(one.nbytes for one in geometries)
     if context is not None and context < 1:
         raise ConfigError(f"context={context}: must be at least 1 token")
     if context is not None and (system.keeps_everything or memory not in (None, "auto")):
         raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={memory!r}")
     if system.keeps_everything:
-        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, geometry.nbytes)
-        if nbytes is not None and nbytes < geometry.nbytes:
+        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, total_nbytes)
+        if nbytes is not None and nbytes < total_nbytes:
             raise ConfigError(
-                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {geometry.nbytes} bytes (100%)"
+                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
             )
-        return split_budget(geometry, geometry.nbytes), f"system {system.name}: all experts"
-    nbytes = parse_memory("auto" if memory is None else memory, geometry.nbytes)
+        return [split_budget(one, one.nbytes) for one in geometries], f"system {system.name}: all experts"
+    nbytes = parse_memory("auto" if memory is None else memory, total_nbytes)
     if nbytes is None:
         tokens = context or DEFAULT_CONTEXT
-        cache = kv_cache_nbytes(store.config, tokens, geometry.layers[0].itemsize)
-        chosen = choose_budget(available_nbytes(device), geometry.nbytes, store.dense_nbytes, cache, tokens)
+        cache = kv_cache_nbytes(store.config, tokens, geometries[0].layers[0].itemsize)
+        amounts, reason = choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens)
         try:
-            return split_budget(geometry, chosen.nbytes, ring), chosen.reason
+            return split_over(geometries, amounts, ring), reason
         except BudgetError as error:
-            raise BudgetError(f"{error}; {chosen.reason}") from None
-    return split_budget(geometry, nbytes, ring), f"memory {memory}"
+            raise BudgetError(f"{error}; {reason}") from None
+    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+    return split_over(geometries, shares_of(nbytes, geometries), ring), f"memory {memory}{over}"
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

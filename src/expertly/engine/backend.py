@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
 
 from expertly.core.messages import Piece
+from expertly.engine.numa import MemoryNode
 
 
 class Backend(Protocol):
@@ -18,6 +19,8 @@ class Backend(Protocol):
     """
 
     device: torch.device
+    node: MemoryNode | None
+    """Where its host memory lies, on a machine with several places for it."""
 
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, [S * I/P, M, H], on `device`."""
@@ -33,9 +36,9 @@ class Backend(Protocol):
         `wait` like others, and so do their errors.
         """
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        """Pieces of `layer` submitted ahead that have not been begun; they will not come. The others of this layer are
-        from now on moved like demands. `layer` is about to run.
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        """Pieces of `layer`, or of these experts of it, submitted ahead and not begun; they will not come. The others
+        of them are from now on moved like demands. `layer` is about to run, or runs.
         """
 
     def poll(self) -> Piece | None:

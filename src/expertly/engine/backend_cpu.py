@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from expertly.control.budget import class_segment_nbytes
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
+from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.transfer import ExtentSource, Readers
 
@@ -16,10 +17,18 @@ from expertly.engine.transfer import ExtentSource, Readers
 class CpuBackend:
     """The device tier is RAM; there is no host tier. See Backend."""
 
-    def __init__(self, store: ExtentSource, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        store: ExtentSource,
+        geometry: Geometry,
+        slots_per_class: list[int],
+        dtype: torch.dtype,
+        node: MemoryNode | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
-        self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
-        self._readers = Readers(store, geometry, self._buffer)
+        self.node = node
+        self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
+        self._readers = Readers(store, geometry, self._buffer, node=node)
 
     def _buffer(self, piece: Piece) -> memoryview:
         assert self._pool is not None
@@ -41,9 +50,9 @@ class CpuBackend:
         """Queue the reads behind all others."""
         self._readers.submit_ahead(pieces)
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        """Forget those of this layer that no reader has begun."""
-        return self._readers.withdraw(layer)
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        """Forget those of this layer, or of these experts of it, that no reader has begun."""
+        return self._readers.withdraw(layer, experts)
 
     def poll(self) -> Piece | None:
         """A piece that has been read, or None."""

@@ -83,6 +83,33 @@ class CudaStreams:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
 
+class CudaHandover:
+    """See device_group.Handover; `home` is the first device. Which stream is current is each thread's own."""
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+
+    def give(self) -> Any:
+        """An event on this thread's stream of the first device."""
+        return torch.cuda.current_stream(self._home).record_event()
+
+    def take(self, mark: Any, device: torch.device) -> None:
+        """Both streams wait for the event, whichever device it is of."""
+        for one in dict.fromkeys((self._home, device)):
+            torch.cuda.current_stream(one).wait_event(mark)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Its memory is used again only behind what this thread's stream has queued until it is freed."""
+        tensor.record_stream(torch.cuda.current_stream(self._home))
+
+
+def pci_address(device: torch.device) -> str | None:
+    """As sysfs spells it: domain:bus:device.function; None where torch does not say."""
+    found: Any = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    return None if None in (domain, bus, number) else f"{domain:04x}:{bus:02x}:{number:02x}.0"
+
+
 def available_device_nbytes(device: torch.device) -> int:
     """Device memory that is free now, what torch caches and does not use included."""
     free, _ = torch.cuda.mem_get_info(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from expertly.core.errors import ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.host_tier import HostTier
+from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import layer_view
 from expertly.engine.transfer import ExtentSource
 
@@ -77,8 +78,10 @@ class TieredBackend:
         slots_per_class: list[int],
         dtype: torch.dtype,
         host_nbytes: int,
+        node: MemoryNode | None = None,
     ) -> None:
         self.device = device
+        self.node = node
         self._streams = streams
         self._geometry = geometry
         sizes = class_segment_nbytes(geometry)
@@ -89,7 +92,7 @@ class TieredBackend:
         self._views = [layer_view(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
         self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
-        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle)
+        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node)
         self._unpin = [streams.register(memory) for memory in self.tier.pool.memory()]
         self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
         self._copying: deque[_Transfer] = deque()
@@ -122,19 +125,25 @@ class TieredBackend:
             self._ahead.append(_Transfer(piece, is_ahead=True))
         self._begin_ahead()
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        """Forget those of this layer that are neither being read nor copied; go on with the others as with demands."""
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        """Forget those of this layer, or of these experts of it, that are neither being read nor copied; go on with the
+        others of them as with demands.
+        """
+
+        def is_meant(transfer: _Transfer) -> bool:
+            return transfer.piece.layer == layer and (experts is None or transfer.piece.expert in experts)
+
         gone: list[Piece] = []
         for queue in (self._here, self._ahead):
-            gone += [transfer.piece for transfer in queue if transfer.piece.layer == layer]
-            left = [transfer for transfer in queue if transfer.piece.layer != layer]
+            gone += [transfer.piece for transfer in queue if is_meant(transfer)]
+            left = [transfer for transfer in queue if not is_meant(transfer)]
             queue.clear()
             queue.extend(left)
-        gone += [self._waiting.pop(host_piece).piece for host_piece in self.tier.withdraw(layer)]
+        gone += [self._waiting.pop(host_piece).piece for host_piece in self.tier.withdraw(layer, experts)]
         for transfer in self._waiting.values():
-            if transfer.piece.layer == layer:
+            if is_meant(transfer):
                 transfer.is_ahead = False
-        if self._ahead_copy is not None and self._ahead_copy.piece.layer == layer:
+        if self._ahead_copy is not None and is_meant(self._ahead_copy):
             self._promote_copy()
         return gone
 

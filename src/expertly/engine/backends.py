@@ -11,7 +11,8 @@ from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
-from expertly.store.packed import PackedStore
+from expertly.engine.numa import MemoryNode, node_of_cpu_device, node_of_pci_device
+from expertly.engine.transfer import ExtentSource
 
 
 def available_nbytes(device: torch.device) -> int:
@@ -25,20 +26,33 @@ def available_nbytes(device: torch.device) -> int:
 
 def make_backend(
     device: torch.device,
-    store: PackedStore,
+    store: ExtentSource,
     geometry: Geometry,
     slots_per_class: list[int],
     dtype: torch.dtype,
     host_memory: str | int,
 ) -> Backend:
-    """The backend of a device; `host_memory` is the pinned RAM for experts behind an accelerator."""
+    """The backend of a device; `host_memory` is the pinned RAM for experts behind an accelerator. A device cpu:i is a
+    logical one: slots and threads of its own.
+    """
     if device.type != "cuda":
         if host_memory != "auto":
             raise ConfigError(f"host_memory={host_memory!r}: there is no host tier behind {device}; accepted: auto")
-        return CpuBackend(store, geometry, slots_per_class, dtype)
+        return CpuBackend(store, geometry, slots_per_class, dtype, memory_node(device))
     from expertly.engine.backend_cuda import CudaStreams
 
     nbytes = parse_memory(host_memory, geometry.nbytes)
     if nbytes is None:
         nbytes = max(0, min(geometry.nbytes, available_host_nbytes() - WORKING_NBYTES))
-    return TieredBackend(device, CudaStreams(device), store, geometry, slots_per_class, dtype, nbytes)
+    node, streams = memory_node(device), CudaStreams(device)
+    return TieredBackend(device, streams, store, geometry, slots_per_class, dtype, nbytes, node)
+
+
+def memory_node(device: torch.device) -> MemoryNode | None:
+    """The node that a device's host memory belongs on; None where that makes no difference."""
+    if device.type == "cuda":
+        from expertly.engine.backend_cuda import pci_address
+
+        address = pci_address(device)
+        return None if address is None else node_of_pci_device(address)
+    return None if device.index is None else node_of_cpu_device(device.index)

@@ -16,7 +16,7 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.core.iteration import IterationInfo
+from expertly.core.iteration import IterationInfo, layer_ahead
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, Routed, Want
 from expertly.core.scores import scores_of_choices
@@ -105,8 +105,7 @@ class Collector:
             return None
         if seen is not None and len(seen[1]) != len(top_k_index):
             seen = None
-        end = len(self._layers) if self._info.layers is None else self._info.layers.stop
-        routed = partial(self._routed, demand, top_k_index, top_k_weights, seen, self._is_real, end)
+        routed = partial(self._routed, demand, top_k_index, top_k_weights, seen, self._is_real, self._info)
         self.collect_ns += perf_counter_ns() - start
         return routed
 
@@ -147,7 +146,7 @@ class Collector:
         top_k_weights: torch.Tensor,
         seen: tuple[torch.Tensor | None, torch.Tensor] | None,
         is_real: Mask | None,
-        end: int,
+        info: IterationInfo,
     ) -> Routed:
         wants = self._wants
         experts = scores = given = lookahead = None
@@ -160,7 +159,7 @@ class Collector:
             if "inputs" in wants:
                 given = saturated_half(inputs).astype(np.float32)
             if "lookahead" in wants:
-                lookahead = self._look_ahead(demand.layer, inputs, end)
+                lookahead = self._look_ahead(demand.layer, inputs, info)
         parts = (experts, scores, lookahead, given)
         return Routed(demand, *(None if one is None else _read_only(one) for one in parts))
 
@@ -172,12 +171,16 @@ class Collector:
         scores: Floats = _cut(tap.normalised(seen[1]).half().cpu().numpy(), is_real).astype(np.float32)
         return scores
 
-    def _look_ahead(self, layer: int, inputs: torch.Tensor, end: int) -> Floats:
-        """[T, D, E], 0 for layers from `end`, where the running stack ends, and for layers of another width."""
+    def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
+        """[T, D, E], 0 where no layer is so far ahead, and for layers of another width."""
+        stack = range(len(self._layers)) if info.layers is None else info.layers
         num_experts = max(one.num_experts for one in self._layers)
         lookahead = np.zeros((len(inputs), self._distance, num_experts), np.float32)
-        for distance in range(1, min(self._distance, end - 1 - layer) + 1):
-            tap = self._taps[layer + distance]
+        for distance in range(1, self._distance + 1):
+            ahead = layer_ahead(layer, distance, stack, info.decodes)
+            if ahead is None:
+                break
+            tap = self._taps[ahead]
             if tap is not None and tap.hidden_size == inputs.shape[-1]:
                 scores = tap.scores(inputs).half().cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores

@@ -7,7 +7,7 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,18 @@ _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
 class LayerCompute:
-    """Computes pieces of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment."""
+    """Computes pieces of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
+    the module's experts that these slots may hold, by their numbers there; None: all.
+    """
 
-    def __init__(self, module: nn.Module, geometry: LayerGeometry, num_segments: int, rows: torch.Tensor) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        geometry: LayerGeometry,
+        num_segments: int,
+        rows: torch.Tensor,
+        experts: Sequence[int] | None = None,
+    ) -> None:
         self._rows = rows
         self.neurons_per_segment = geometry.intermediate_size // num_segments
         self.num_segments = num_segments
@@ -35,7 +44,12 @@ class LayerCompute:
         self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
         self._doubled_of: torch.Tensor | None = None
         self.activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated)
-        self._in_bias, self.down_bias = _biases(module, self._is_gated)
+        in_bias, down_bias = _biases(module, self._is_gated)
+        if experts is not None and down_bias is not None:
+            of_experts = torch.tensor(experts, device=down_bias.device)
+            in_bias = None if in_bias is None else tuple(bias[of_experts].to(rows.device) for bias in in_bias)
+            down_bias = down_bias[of_experts].to(rows.device)
+        self._in_bias, self.down_bias = in_bias, down_bias
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 
 import torch
 
@@ -12,6 +12,7 @@ from expertly.control.residency import Residency
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
+from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.transfer import ExtentSource, Readers
 from expertly.policies.eviction.lru import LRU
@@ -32,6 +33,7 @@ class HostTier:
         dtype: torch.dtype,
         is_busy: Callable[[int], bool],
         wait_idle: Callable[[], None],
+        node: MemoryNode | None = None,
     ) -> None:
         try:
             budget = split_budget(geometry, memory_nbytes)
@@ -41,9 +43,9 @@ class HostTier:
         self._geometry = geometry
         self._residency = Residency(geometry, slots)
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
-        self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype)
+        self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype, node)
         self.readers = Readers(
-            store, geometry, lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments)
+            store, geometry, lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments), node=node
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
         self._loading: dict[Piece, None] = {}
@@ -84,9 +86,11 @@ class HostTier:
             return []
         return self._residency.pieces(wanted.layer, wanted.expert, mask)
 
-    def withdraw(self, layer: int | None = None) -> list[Piece]:
-        """Give up the host pieces of this layer, or of any, that were requested ahead and that no reader has begun."""
-        gone = self.readers.withdraw(layer)
+    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Piece]:
+        """Give up the host pieces of this layer, or of these experts of it, or of any, that were requested ahead and
+        that no reader has begun.
+        """
+        gone = self.readers.withdraw(layer, experts)
         for piece in gone:
             del self._loading[piece]
             self._release(piece)

@@ -88,6 +88,9 @@ class _OneExtent:
     def layer_extent(self, layer: int) -> tuple[Path, int]:
         return self.path, 0
 
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        return expert
+
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
     """Sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.

@@ -6,7 +6,7 @@ import inspect
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,15 +43,16 @@ class ModelProfile:
     compute: MeasuredCompute
 
 
-def measure_model(model: Any, seconds: float = 20.0) -> ModelProfile:
-    """Measure for about `seconds` a model that `expertly.load` loaded with part of its experts in memory.
+def measure_model(model: Any, seconds: float = 20.0, tokens: Sequence[int] = TOKENS) -> ModelProfile:
+    """Measure for about `seconds` a model that `expertly.load` loaded with part of its experts in memory; passes of
+    these numbers of `tokens`, which rise.
 
     Random tokens run through it, so its cache and its statistics are no longer what they were. Everything is measured
     in turn, again and again, and medians are taken, so that what else the machine does in some of that time is no
     part of it. Raises ConfigError where the memory budget leaves nothing to measure, ModelUseError for models whose
     layers' experts differ in shape and for encoder-decoder models.
     """
-    measurement = Measurement(model)
+    measurement = Measurement(model, tokens)
     start, count = time.monotonic(), 0
     with torch.no_grad():
         while not count or time.monotonic() - start < seconds:
@@ -77,8 +78,9 @@ class _Samples:
 class Measurement:
     """What has been measured of one model so far; run all `tasks` at least once before `profile`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tokens: Sequence[int] = TOKENS) -> None:
         self._model = model
+        self._tokens = tuple(tokens)
         self._handle = handle(model)
         self._engine = self._handle.engine
         self._controller = self._engine.controller
@@ -87,7 +89,7 @@ class Measurement:
         self._layer = self._geometry.layers[0]
         self._generator = torch.Generator().manual_seed(0)
         self._turn = 0
-        self._of_tokens = {tokens: _Samples() for tokens in TOKENS}
+        self._of_tokens = {num_tokens: _Samples() for num_tokens in tokens}
         self._shots: dict[tuple[int, int], list[int]] = defaultdict(list)  # by pieces and segments each
         self._alone: list[int] = []  # computing an expert
         self._loading: list[int] = []  # the same while pieces are on their way
@@ -99,12 +101,13 @@ class Measurement:
 
     def tasks(self) -> Iterator[Callable[[], None]]:
         """Each measures one thing a few times. To be run without gradients, in this order."""
-        for tokens in reversed(TOKENS):
+        for tokens in reversed(self._tokens):
             if tokens > MAX_BATCH:
                 yield partial(self._prompt, tokens)
-                yield from self._of_one_token()  # most of what a simulation adds up: it is measured most often
             else:
                 yield partial(self._decode, tokens)
+            if tokens > MAX_BATCH or tokens == self._tokens[-1]:
+                yield from self._of_one_token()  # most of what a simulation adds up: it is measured most often
             yield partial(self._resident_experts, tokens)
             yield partial(self._parts, tokens)
 
@@ -121,7 +124,7 @@ class Measurement:
 
     def profile(self) -> ModelProfile:
         """The medians of what the tasks have measured."""
-        samples = [self._of_tokens[tokens] for tokens in TOKENS]
+        samples = [self._of_tokens[tokens] for tokens in self._tokens]
         between = [_median(one.between) for one in samples]
         expert = [max(1, _median(one.each)) for one in samples]
         parts = [_parts_and_part(one.in_parts) for one in samples]
@@ -140,7 +143,7 @@ class Measurement:
             context=CONTEXT,
             num_layers=self._geometry.num_layers,
             layer=self._layer,
-            tokens=TOKENS,
+            tokens=self._tokens,
             dense_ns=tuple(b + more for b, more in zip(between, around_experts, strict=True)),
             head_ns=tuple(max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)),
             expert_ns=tuple(expert),

@@ -7,6 +7,7 @@ import mmap
 import torch
 
 from expertly.core.geometry import Geometry
+from expertly.engine.numa import MemoryNode
 
 
 def layer_view(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.dtype) -> torch.Tensor:
@@ -18,10 +19,18 @@ def layer_view(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.
 class HostPool:
     """Slots in RAM, readable and writable as bytes (for reads from disk) and as tensors (for computing).
 
-    Pages are taken by the process when they are first written, so a pool costs what has been loaded.
+    Pages are taken by the process when they are first written, so a pool costs what has been loaded; from `node`, where
+    one is given.
     """
 
-    def __init__(self, geometry: Geometry, slots_per_class: list[int], segment_nbytes: list[int], dtype: torch.dtype):
+    def __init__(
+        self,
+        geometry: Geometry,
+        slots_per_class: list[int],
+        segment_nbytes: list[int],
+        dtype: torch.dtype,
+        node: MemoryNode | None = None,
+    ) -> None:
         self._geometry = geometry
         self._segment_nbytes = segment_nbytes
         self._buffers: list[memoryview] = []
@@ -31,8 +40,11 @@ class HostPool:
             region = mmap.mmap(-1, max(num_slots * nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 region.madvise(mmap.MADV_HUGEPAGE)
+            flat = torch.frombuffer(region, dtype=torch.uint8, count=num_slots * nbytes or mmap.PAGESIZE)
+            if node is not None:
+                node.bind(flat.data_ptr(), len(region))
             self._buffers.append(memoryview(region))
-            self._flats.append(torch.frombuffer(region, dtype=torch.uint8, count=num_slots * nbytes or mmap.PAGESIZE))
+            self._flats.append(flat)
         for layer, size_class in enumerate(geometry.size_classes):
             used = slots_per_class[size_class] * segment_nbytes[size_class]
             self._views.append(layer_view(self._flats[size_class][:used], geometry, layer, dtype))

@@ -10,23 +10,42 @@ import torch
 
 from expertly.control.backlog import Backlog
 from expertly.control.channel import Channel, InlineChannel
-from expertly.control.controller import Controller
-from expertly.control.loop import Ahead
 from expertly.control.stack import StackChannel
+from expertly.core.errors import ConfigError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Routed
-from expertly.engine.backend import Backend
 from expertly.engine.collector import Collector
+from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel
 from expertly.engine.saved_maps import SavedMaps
+from expertly.parts import System
 from expertly.policies.predictor import Predictor
 
-Matcher = Literal["thread", "inline"]
-MATCHERS: tuple[Matcher, ...] = ("thread", "inline")
+Matcher = Literal["auto", "thread", "inline"]
+MATCHERS: tuple[Matcher, ...] = ("auto", "thread", "inline")
 
 SAVE_EVERY_S = 60.0
 """Maps that change are written about so often."""
+
+
+def choose_matcher(system: System, matcher: Matcher) -> Matcher:
+    """Where a system predicts; "auto" is beside the forward pass, unless that waits for what is predicted in any case.
+    Raises ConfigError naming what is accepted.
+    """
+    if matcher not in MATCHERS:
+        raise ConfigError(f"matcher={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+    is_synchronous = system.transfer == "synchronous"
+    if matcher == "auto":
+        return "inline" if is_synchronous else "thread"
+    if system.prediction == "none":
+        raise ConfigError(f"matcher={matcher!r}: system {system.name!r} predicts nothing; accepted: auto")
+    if matcher == "thread" and is_synchronous:
+        raise ConfigError(
+            f"matcher='thread': system {system.name!r} waits for what it predicts (transfer=synchronous); accepted: "
+            f"auto, inline"
+        )
+    return matcher
 
 
 class Prefetching:
@@ -38,8 +57,7 @@ class Prefetching:
 
     def __init__(
         self,
-        controller: Controller,
-        backend: Backend,
+        executor: Executor,
         predictor: Predictor,
         collector: Collector,
         matcher: Matcher = "thread",
@@ -54,15 +72,21 @@ class Prefetching:
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            backlog = Backlog.of_layers(controller.geometry.num_layers)
+            backlog = Backlog.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.write
-            device = backend.device
+            device = executor.devices[0].backend.device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
-        self._stack = StackChannel(channel, controller.geometry.num_layers)
-        self.ahead = Ahead(controller, backend, self._stack)
+        self._stack = StackChannel(channel, executor.geometry.num_layers)
+        self._executor = executor
+        executor.predict_from(self._stack)
         collector.attach()
+
+    @property
+    def num_late(self) -> int:
+        """Predictions that came too late; on several devices, once on each of them."""
+        return self._executor.num_late
 
     @property
     def num_dropped(self) -> int:
@@ -79,7 +103,7 @@ class Prefetching:
         began = self.collector.begin(info)
         if began is not None:
             self._stack.run(info.layers)
-            self.ahead.begin_iteration(began)
+            self._executor.begin_iteration(began)
 
     def router_ran(
         self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -93,7 +117,7 @@ class Prefetching:
         """The pass ended."""
         if self.collector.is_open:
             self.collector.end()
-            self.ahead.end_iteration(ok)
+            self._executor.end_iteration(ok)
 
     def close(self) -> None:
         """End the matcher and write the maps, unless predicting failed. Raises StoreError where a file that somebody

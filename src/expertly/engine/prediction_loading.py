@@ -10,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from expertly.core.errors import ConfigError
 from expertly.engine.collector import OF_ROUTERS, Collector, Embed
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Matcher, Prefetching
 from expertly.engine.saved_maps import SavedMaps
 from expertly.models.routers import RouterTap, find_routers
 from expertly.parts import System
+from expertly.policies.known import Known
+from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.store.packed import PackedStore
 
@@ -29,26 +33,39 @@ def make_prefetching(
     maps: Path | None,
     *,
     path_is_auto: bool,
+    weights: LearnedWeights | None = None,
 ) -> Prefetching | None:
-    """What predicts for a loaded model; None where the system does not. `maps`: see SavedMaps.
+    """What predicts for a loaded model; None where the system does not. `maps`: see SavedMaps. `weights`: of a learned
+    predictor.
 
     Where router scores are wanted, one forward pass shows where the routers are; the engine is not told of it. Raises
-    ConfigError where the model cannot show what the predictor must see, StoreError as SavedMaps.read.
+    ConfigError where the model cannot show what the predictor must see, or the weights are of another; StoreError as
+    SavedMaps.read.
     """
-    geometry = engine.controller.geometry
-    predictor = system.predictor(geometry)
+    geometry = engine.executor.geometry
+    predictor = system.predictor(geometry, Known(learned=weights))
     if predictor is None:
         return None
     taps: Sequence[RouterTap | None] = ()
     if predictor.wants & OF_ROUTERS:
         taps = find_routers(model, geometry.layers)
+    if weights is not None:
+        _check_width(weights, taps)
     collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
     saved = None
-    if maps is not None and isinstance(predictor, FMoE):
+    if maps is not None and isinstance(predictor, FMoE | EAM):
         manifest = store.manifest
         saved = SavedMaps(maps, path_is_auto, manifest.identity, manifest.source, predictor)
         saved.read(geometry, model.get_input_embeddings().weight.shape[1])
-    return Prefetching(engine.controller, engine.backend, predictor, collector, matcher, saved)
+    return Prefetching(engine.executor, predictor, collector, matcher, saved)
+
+
+def _check_width(weights: LearnedWeights, taps: Sequence[RouterTap | None]) -> None:
+    width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
+    if weights.mlps and width != weights.hidden_size:
+        raise ConfigError(
+            f"predictor: its weights are for router inputs of {weights.hidden_size} numbers; this model's have {width}"
+        )
 
 
 def embedder(model: Any) -> Embed:

@@ -57,7 +57,7 @@ class Recorder:
             return
         rows = self._rows(info, ran)
         if self._scores is not None:
-            rows |= self._scores.rows(rows["token"])
+            rows |= self._scores.rows(rows["token"], info)
         if info.is_pad is not None:
             is_real = ~info.is_pad
             rows = {name: column[is_real] for name, column in rows.items()}

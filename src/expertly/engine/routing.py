@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ import torch
 from expertly.core.demand import demand_of_rows
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
+from expertly.core.placement import Share
 
 
 @dataclass(slots=True)
@@ -18,9 +19,11 @@ class Dispatch:
 
     router: RouterRan
     top_k: int
+    num_rows: int  # of the outputs
     covers_all_rows: bool  # False where a choice is no expert: its row is zero
     rows: dict[int, torch.Tensor] | None  # expert -> rows [n]; None for a single token
     positions: dict[int, int] | None  # expert -> row, for a single token
+    places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
 
 
 def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
@@ -33,7 +36,7 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
             experts = list(positions)
             decode, real = _single(info)
             router = RouterRan(layer, experts, [real] * top_k, [decode] * top_k, real)
-            return Dispatch(router, top_k, True, None, positions)
+            return Dispatch(router, top_k, top_k, True, None, positions)
     return _dispatch_many(layer, top_k_index, num_experts, info)
 
 
@@ -54,4 +57,39 @@ def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info
     router, grouped = demand_of_rows(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
     order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
-    return Dispatch(router, top_k, int(bounds[-1] - bounds[0]) == num_tokens * top_k, rows, None)
+    num_rows = num_tokens * top_k
+    return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
+
+
+@dataclass(slots=True)
+class Part:
+    """What one device has to do of a layer: its outputs have only its own rows, side by side."""
+
+    work: Dispatch
+    rows: torch.Tensor  # [n] where they go in the outputs of the layer
+
+    def to(self, device: torch.device) -> Dispatch:
+        """With its rows on the device that reads them; the host does not wait."""
+        if self.work.places is None:
+            return self.work
+        rows = self.rows.to(device, non_blocking=True)
+        return replace(self.work, rows={expert: rows[place] for expert, place in self.work.places.items()})
+
+
+def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
+    """The part of the experts of `share`, with their numbers there; `device` is where the outputs are gathered."""
+    router = share.router(work.router)
+    held = share.experts[router.layer]
+    if work.positions is not None:
+        where = [work.positions[held[number]] for number in router.experts]
+        positions = {number: i for i, number in enumerate(router.experts)}
+        part = Dispatch(router, work.top_k, len(where), True, None, positions)
+        return Part(part, torch.tensor(where, dtype=torch.int64, device=device))
+    assert work.rows is not None
+    rows = [work.rows[held[number]] for number in router.experts]
+    places, end = {}, 0
+    for number, some in zip(router.experts, rows, strict=True):
+        places[number] = slice(end, end + len(some))
+        end += len(some)
+    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    return Part(Dispatch(router, work.top_k, end, True, {}, None, places), every)

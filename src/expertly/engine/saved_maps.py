@@ -1,4 +1,6 @@
-"""The maps of a loaded model in a file: read when it is loaded, written back as they change."""
+"""What a loaded model's predictor has learned in a file: read when it is loaded, written back as it changes. Where this
+says maps, activation matrices are as good.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from pathlib import Path
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
 from expertly.maps.file import load_maps, save_maps
+from expertly.maps.matrices_file import load_matrices, save_matrices
 from expertly.parts import System
 from expertly.policies.maps.store import MapShape
+from expertly.policies.matrices.collection import Matrices
+from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
-from expertly.store.cache import maps_beside
+from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore
 
 AUTO, OFF = "auto", "off"
@@ -28,8 +33,8 @@ def maps_path(maps: str | Path | None, system: System, store: PackedStore) -> Pa
     if maps is None or maps == OFF:
         return None
     if maps == AUTO:
-        return maps_beside(store.folder) if system.uses_maps else None
-    if not system.uses_maps:
+        return None if system.learns is None else learned_beside(store.folder, system.learns)
+    if system.learns is None:
         raise ConfigError(f"maps={str(maps)!r}: system {system.name!r} has no maps; accepted: {AUTO}, {OFF}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OSError):  # no path, or of a user that is not there
         path = Path(maps).expanduser()
@@ -47,7 +52,7 @@ def maps_path(maps: str | Path | None, system: System, store: PackedStore) -> Pa
 class SavedMaps:
     """The file of a predictor's maps. `is_auto`: nobody named it, so that it must not fail what was asked for."""
 
-    def __init__(self, path: Path, is_auto: bool, identity: str, source: str, predictor: FMoE) -> None:
+    def __init__(self, path: Path, is_auto: bool, identity: str, source: str, predictor: FMoE | EAM) -> None:
         self.path = path
         self.num_read = 0
         """Maps that the file had."""
@@ -70,25 +75,19 @@ class SavedMaps:
         if not self.path.exists():
             return
         try:
-            store = load_maps(self.path, self._identity, MapShape.of(geometry))
-            width = hidden_size if store.embeddings is None else store.embeddings.shape[1]
-            if width != hidden_size:
-                raise StoreError(
-                    f"{self.path}: tensor 'embeddings': {width} numbers each; this model's input embedding has "
-                    f"{hidden_size}"
-                )
+            num_needed = self._give(MapShape.of(geometry), hidden_size)
         except StoreError as error:
             if not self._is_auto:
                 raise
             self.problem = str(error)
-            warnings.warn(f"expertly: starting without maps, the file will be replaced: {error}", stacklevel=2)
+            what = _what(self._predictor)
+            warnings.warn(f"expertly: starting without {what}, the file will be replaced: {error}", stacklevel=2)
             return
-        self.num_read = store.num_maps
-        self._predictor.store = store
         capacity = self._predictor.store.capacity
-        if store.num_maps > capacity:
+        if num_needed > capacity:
             self._is_kept = True
-            self.problem = f"{self.path} has {store.num_maps} maps, capacity={capacity}: what is learned is not saved"
+            what = _what(self._predictor)
+            self.problem = f"{self.path} has {num_needed} {what}, capacity={capacity}: what is learned is not saved"
             warnings.warn(f"expertly: {self.problem}", stacklevel=2)
         self._saved = self._predictor.store.generation
 
@@ -100,16 +99,44 @@ class SavedMaps:
         if self._is_kept or store.generation == self._saved:
             return True
         try:
-            save_maps(self.path, store, self._identity, self._about)
+            if isinstance(store, Matrices):
+                save_matrices(self.path, store, self._identity, self._about)
+            else:
+                save_maps(self.path, store, self._identity, self._about)
         except StoreError as error:
             self.num_failed_writes += 1
             self.problem = str(error)
-            warnings.warn(f"expertly: the maps were not saved: {error}", stacklevel=2)
+            warnings.warn(f"expertly: the {_what(self._predictor)} were not saved: {error}", stacklevel=2)
             return False
         self._saved = store.generation
         return True
 
     def write_last(self) -> None:
-        """The same at the end. Raises StoreError where a file that somebody named could not be written."""
+        """The same at the end, when nothing runs any more. Raises StoreError where a file that somebody named could not
+        be written.
+        """
+        self._predictor.finish()
         if not self.write() and not self._is_auto:
             raise StoreError(f"maps={str(self.path)!r}: not saved: {self.problem}")
+
+    def _give(self, shape: MapShape, hidden_size: int) -> int:
+        """Give the predictor what the file has; the capacity that would hold it all. Raises as `load_maps`."""
+        predictor = self._predictor
+        if isinstance(predictor, EAM):
+            matrices = load_matrices(self.path, self._identity, shape)
+            self.num_read, predictor.store = matrices.num_matrices, matrices
+            return matrices.most_of_a_phase
+        maps = load_maps(self.path, self._identity, shape)
+        width = hidden_size if maps.embeddings is None else maps.embeddings.shape[1]
+        if width != hidden_size:
+            raise StoreError(
+                f"{self.path}: tensor 'embeddings': {width} numbers each; this model's input embedding has "
+                f"{hidden_size}"
+            )
+        self.num_read, predictor.store = maps.num_maps, maps
+        return maps.num_maps
+
+
+def _what(predictor: FMoE | EAM) -> str:
+    """What it learns, in messages."""
+    return "activation matrices" if isinstance(predictor, EAM) else "maps"

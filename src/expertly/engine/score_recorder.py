@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from expertly.core.iteration import IterationInfo, layer_ahead
 from expertly.engine.columns import Array, Columns
 from expertly.models.routers import RouterTap, attach_all, detach_all
 from expertly.models.tensors import saturated_half
@@ -20,7 +21,8 @@ from expertly.trace.schema import FieldInfo
 class ScoreRecorder:
     """Watches the routers between `attach` and `detach`. `fields` says which of the optional fields are wanted.
 
-    A layer that does not run in a pass has zeros, and so has what lies beyond the last layer of a lookahead.
+    A layer that does not run in a pass has zeros, and so has what no layer lies so far ahead of. Past the last layer a
+    lookahead is of the next token.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class ScoreRecorder:
         """A forward pass begins."""
         self._seen.clear()
 
-    def rows(self, token: npt.NDArray[np.int32]) -> dict[str, Array]:
+    def rows(self, token: npt.NDArray[np.int32], info: IterationInfo) -> dict[str, Array]:
         """The fields [T, ...] of the pass that has just ended, T tokens; good until the next call."""
         num_rows = len(token)
         rows = {name: self._columns.blank(name, num_rows) for name in self._fields}
@@ -61,22 +63,24 @@ class ScoreRecorder:
                 if "router_inputs" in rows:
                     rows["router_inputs"][:, layer, : inputs.shape[-1]] = saturated_half(inputs)
             if "lookahead" in rows:
-                for layer in seen:
-                    self._look_ahead(layer, seen, rows["lookahead"])
+                self._look_ahead({layer: inputs for layer, (inputs, _) in seen.items()}, info, rows["lookahead"])
         return rows
 
-    def _look_ahead(self, layer: int, seen: Mapping[int, tuple[torch.Tensor, torch.Tensor]], lookahead: Array) -> None:
-        """Ask the router of `layer` about the router inputs of all layers before it at once."""
-        tap = self._tap(layer)
-        earliest = layer - lookahead.shape[2]
-        before = [one for one in range(max(0, earliest), layer) if one in seen and self._width(one) == tap.hidden_size]
-        if not before:
-            return
+    def _look_ahead(self, inputs: Mapping[int, torch.Tensor], info: IterationInfo, lookahead: Array) -> None:
+        """Ask each router about the inputs [T, H] of all layers that it lies ahead of at once."""
+        stack = range(len(self._taps)) if info.layers is None else info.layers
+        asked: dict[int, list[tuple[int, int]]] = {}  # layer -> layers that it lies ahead of, and how far
+        for layer in inputs:
+            for distance in range(1, lookahead.shape[2] + 1):
+                ahead = layer_ahead(layer, distance, stack, info.decodes)
+                if ahead is not None and ahead in inputs and self._width(ahead) == self._width(layer):
+                    asked.setdefault(ahead, []).append((layer, distance))
         num_rows = len(lookahead)
-        scores = tap.scores(torch.cat([seen[one][0] for one in before]))  # [len(before) * T, E]
-        for i, one in enumerate(before):
-            mine = scores[i * num_rows : (i + 1) * num_rows]
-            lookahead[:, one, layer - one - 1, : scores.shape[-1]] = saturated_half(mine)
+        for ahead, behind in asked.items():
+            scores = self._tap(ahead).scores(torch.cat([inputs[layer] for layer, _ in behind]))  # [len(behind) * T, E]
+            for i, (layer, distance) in enumerate(behind):
+                mine = scores[i * num_rows : (i + 1) * num_rows]
+                lookahead[:, layer, distance - 1, : scores.shape[-1]] = saturated_half(mine)
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         self._seen[layer] = inputs.detach().clone(), logits.detach()

@@ -7,44 +7,48 @@ from typing import Any
 
 from expertly.control.counters import PhaseCounters
 from expertly.core.messages import Phase
+from expertly.engine.device_stats import allocation_over, moved_name, of_device
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
+from expertly.parts import System
+from expertly.policies.predictor import Predictor
 
 
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
-    def __init__(self, engine: Engine, system: str, memory_reason: str) -> None:
+    def __init__(self, engine: Engine, system: System, memory_reason: str) -> None:
         self._engine = engine
-        self.system = system
+        self._system = system
+        self.system = system.name
         self.memory_reason = memory_reason
 
     def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
         """A copy of the counters of one phase, of one layer or summed over all."""
-        total = PhaseCounters()
-        counters = self._engine.controller.counters
-        for one in counters if layer is None else [counters[layer]]:
-            total.add(one.of(Phase(phase)))
+        total, executor = PhaseCounters(), self._engine.executor
+        for number in range(executor.geometry.num_layers) if layer is None else [layer]:
+            total.add(executor.layer_counters(number).of(Phase(phase)))
         return total
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
-        engine, controller = self._engine, self._engine.controller
-        geometry, budget = controller.geometry, controller.budget
+        engine, executor = self._engine, self._engine.executor
+        geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
-        moved = engine.backend.stats()
+        devices = [of_device(device, self._system) for device in executor.devices]
+        moved = sorted({name for device in executor.devices for name in device.backend.stats()})
         return {
             "system": self.system,
             "segments": geometry.segments_per_expert,
-            "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
-            "kept_bytes": budget.kept_nbytes(geometry),
-            "ring_bytes": budget.ring_nbytes(geometry),
+            **{name: sum(one[name] for one in devices) for name in ("memory_bytes", "kept_bytes", "ring_bytes")},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
+            "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
-            **{f"bytes_{name.removesuffix('_nbytes')}": value for name, value in moved.items()},
+            **{name: sum(one.get(name, 0) for one in devices) for name in map(moved_name, moved)},
+            "devices": devices,
             "phases": {
                 "prefill": {
                     "iterations": engine.num_prefill_iterations,
@@ -59,7 +63,7 @@ class Stats:
             },
             "layers": [
                 {"layer": layer, "prefill": _as_dict(one.prefill), "decode": _as_dict(one.decode)}
-                for layer, one in enumerate(controller.counters)
+                for layer, one in enumerate(map(executor.layer_counters, range(geometry.num_layers)))
             ],
         }
 
@@ -70,16 +74,23 @@ def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
     return {
         "matcher": prefetching.matcher,
         "predictor": prefetching.predictor.facts(),
-        "predictions_late": prefetching.ahead.num_late,
+        "predictions_late": prefetching.num_late,
         "contexts_dropped": prefetching.num_dropped,
         "collect_s": prefetching.collector.collect_ns / 1e9,
         "failed": None if error is None else f"{type(error).__name__}: {error}",
-        "history": "warm" if maps is not None and maps.num_read else "cold",
+        "history": _history_of(prefetching),
         "maps_file": None if maps is None else str(maps.path),
         "maps_read": 0 if maps is None else maps.num_read,
         "maps_failed_writes": 0 if maps is None else maps.num_failed_writes,
         "maps_problem": None if maps is None else maps.problem,
     }
+
+
+def _history_of(prefetching: Prefetching) -> str | None:
+    """Whether it began with what earlier runs had learned; None where it learns nothing."""
+    if type(prefetching.predictor).learn is Predictor.learn:
+        return None
+    return "warm" if prefetching.maps is not None and prefetching.maps.num_read else "cold"
 
 
 def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
@@ -94,9 +105,4 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
         "experts_s": counters.expert_ns / 1e9,
         "compute_s": (counters.expert_ns - counters.stall_ns) / 1e9,
     }
-    accuracy = {
-        str(distance): needed / predicted
-        for distance, (predicted, needed) in sorted(counters.by_distance.items())
-        if predicted
-    }
-    return fields | counters.rates() | {"accuracy_by_distance": accuracy or None}
+    return fields | counters.rates() | counters.rates_by_distance()

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from expertly.core.errors import TransferError
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.core.messages import Piece
+from expertly.engine.numa import MemoryNode
 from expertly.store.reader import ExpertFile
 
 NUM_READERS = 4
 """Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
+
+_LOOK_EVERY_S = 1.0
+"""Whoever waits looks so often whether the readers still run."""
 
 MIN_READ_NBYTES = 1 << 20
 """A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
@@ -45,7 +50,10 @@ class ExtentSource(Protocol):
     """What readers need of a PackedStore."""
 
     def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file of a layer's experts and the offset of expert 0 in it."""
+        """The file of a layer's experts and the offset of the first of them in it."""
+
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        """The place of an expert in that file, from 0, where its number here is `expert`."""
 
 
 class Readers:
@@ -55,6 +63,7 @@ class Readers:
     or as many small ones as there are readers: that is all a demand may find before it (fMoE, section 4.5).
 
     The caller's thread takes no lock: an interrupt could come between taking and giving it back, and stop the readers.
+    A reader that ends, whatever ended it, is told of by `poll` and `wait`, and replaced by `drain`.
     """
 
     def __init__(
@@ -63,15 +72,21 @@ class Readers:
         geometry: Geometry,
         buffer_of: Callable[[Piece], memoryview],
         num_readers: int = NUM_READERS,
+        node: MemoryNode | None = None,
     ) -> None:
         extents = [store.layer_extent(layer) for layer in range(geometry.num_layers)]
         self._files = [ExpertFile(path) for path, _ in extents]
-        self._offsets = [offset for _, offset in extents]
+        self._offsets = [  # of each expert
+            [offset + store.expert_in_file(layer, e) * shape.expert_nbytes for e in range(shape.num_experts)]
+            for layer, ((_, offset), shape) in enumerate(zip(extents, geometry.layers, strict=True))
+        ]
         self._geometry = geometry
         self._buffer_of = buffer_of
         self._num_readers = num_readers
+        self._node = node
         self._jobs: SimpleQueue[list[_Read] | threading.Barrier | None] = SimpleQueue()  # of what has begun
-        self._done: SimpleQueue[_Ticket] = SimpleQueue()
+        self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
+        self._ended_by: BaseException | None = None  # what ended a reader
         self._ahead: deque[list[_Read]] = deque()  # pieces not begun; whoever removes one has it
         self._lock = threading.Lock()  # of the readers
         self._num_demanded = 0  # pieces; written by the caller
@@ -83,11 +98,7 @@ class Readers:
         """Of all pieces submitted and not withdrawn or dropped before they were begun."""
         self.buffered_nbytes = 0
         """What was read through the page cache."""
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"expertly-reader-{i}", daemon=True) for i in range(num_readers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._start(i) for i in range(num_readers)]
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Start reading; large pieces are cut over the readers, small ones travel together."""
@@ -118,12 +129,15 @@ class Readers:
         if self._num_demanded == self._num_served:  # else whoever serves the last demand looks for more, after this
             self._jobs.put([])
 
-    def withdraw(self, layer: int | None = None) -> list[Piece]:
-        """Take back what was submitted ahead of this layer, or of any, and has not been begun: it will not come."""
+    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Piece]:
+        """Take back what was submitted ahead of this layer, or of these experts of it, or of any, and not begun: it
+        will not come.
+        """
         gone: list[Piece] = []
         for reads in list(self._ahead):
             ticket = reads[0].ticket
-            if layer is None or ticket.piece.layer == layer:
+            is_of_layer = layer is None or ticket.piece.layer == layer
+            if is_of_layer and (experts is None or ticket.piece.expert in experts):
                 try:
                     self._ahead.remove(reads)
                 except ValueError:  # a reader was faster
@@ -143,27 +157,44 @@ class Readers:
     def wait(self) -> Piece:
         """The next piece to arrive. Raises what its read raised. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
-        return self._take(self._done.get())
+        while True:
+            try:
+                return self._take(self._done.get(timeout=_LOOK_EVERY_S))
+            except Empty:
+                if not all(thread.is_alive() for thread in self._threads):
+                    self._done.put(None)
 
     def drain(self) -> None:
-        """Drop what was submitted ahead and has not been begun, and wait for the rest; results and errors are dropped.
+        """Drop what was submitted ahead and has not been begun, and wait for the rest; results and errors are dropped,
+        and readers that have ended are started again.
 
         Counts nothing: an interrupt may have come between a count and what it counts. One that comes now leaves reads
         under way; drain again.
         """
         self.withdraw()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
-            gate = threading.Barrier(len(self._threads) + 1)
-            try:
-                for _ in self._threads:
-                    self._jobs.put(gate)  # a reader waits at it until all have: then every job before it is done
-                gate.wait()
-            except BaseException:
-                gate.abort()  # else the readers that are there would wait for ever
-                raise
+            while not self._gather():
+                pass
         while not self._done.empty():
             self._done.get()
         self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0
+
+    def _gather(self) -> bool:
+        """Wait until all readers have done every job before this; False where one had ended, and must be replaced."""
+        self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
+        all_there = threading.Event()
+        gate = threading.Barrier(len(self._threads), action=all_there.set)  # a reader waits at it until all have come
+        try:
+            for _ in self._threads:
+                self._jobs.put(gate)
+            while not all_there.wait(_LOOK_EVERY_S):
+                if not all(thread.is_alive() for thread in self._threads):
+                    gate.abort()
+                    return False
+        except BaseException:
+            gate.abort()  # else the readers that are there would wait for ever
+            raise
+        return True
 
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
@@ -177,16 +208,17 @@ class Readers:
             file.close()
         self._files = []
 
-    def _take(self, ticket: _Ticket) -> Piece:
+    def _take(self, ticket: _Ticket | None) -> Piece:
+        if ticket is None:
+            cause = "" if self._ended_by is None else f": {type(self._ended_by).__name__}: {self._ended_by}"
+            raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
         self.num_in_flight -= 1
         if ticket.error is not None:
             raise ticket.error
         return ticket.piece
 
     def _reads(self, piece: Piece, is_ahead: bool) -> list[_Read]:
-        layer = self._geometry.layers[piece.layer]
-        offset = self._offsets[piece.layer] + piece.expert * layer.expert_nbytes
-        offset += piece.segment * self._geometry.segment_nbytes(piece.layer)
+        offset = self._offsets[piece.layer][piece.expert] + piece.segment * self._geometry.segment_nbytes(piece.layer)
         buffer = self._buffer_of(piece)
         size = -(-len(buffer) // self._num_readers)
         size = max(MIN_READ_NBYTES, -(-size // PAGE_NBYTES) * PAGE_NBYTES)
@@ -196,7 +228,21 @@ class Readers:
         self.asked_nbytes += len(buffer)
         return [_Read(ticket, file, offset + start, buffer[start : start + size]) for start in starts]
 
+    def _start(self, number: int) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name=f"expertly-reader-{number}", daemon=True)
+        thread.start()
+        return thread
+
     # -- in the readers ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if self._node is not None:
+                self._node.pin_thread()
+            self._serve()
+        except BaseException as error:  # a thread's entry: the waiter raises it
+            self._ended_by = error
+            self._done.put(None)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

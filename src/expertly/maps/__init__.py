@@ -1,1 +1,3 @@
-"""Files of expert maps: written and read, merged, measured. Imports core and policies only."""
+"""Files of what was learned: expert maps and activation matrices, written, read, merged, measured; and what seals them.
+Imports core and policies only.
+"""

@@ -8,6 +8,7 @@ import numpy as np
 
 from expertly.core.errors import ConfigError
 from expertly.policies.maps.store import MapStore
+from expertly.policies.matrices.collection import Matrices
 
 
 def merged(stores: Sequence[MapStore], capacity: int) -> MapStore:
@@ -34,4 +35,16 @@ def merged(stores: Sequence[MapStore], capacity: int) -> MapStore:
             None if store.embeddings is None else store.embeddings[order],
         )
         num_requests += len(found)
+    return out
+
+
+def merged_matrices(stores: Sequence[Matrices], capacity: int) -> Matrices:
+    """The same of activation matrices: each given one after the other, the oldest first, and in a full collection each
+    replaces the nearest to it. Raises ConfigError where shapes differ.
+    """
+    out = Matrices(stores[0].shape, capacity)
+    for store in stores:
+        if store.shape != out.shape:
+            raise ConfigError("matrices of other layers, experts or top-k: not of one model")
+        out.extend(store)
     return out

@@ -53,14 +53,26 @@ def attach(model: PreTrainedModel, runtime: Runtime) -> None:
 @contextlib.contextmanager
 def unannounced(model: PreTrainedModel) -> Iterator[None]:
     """The runtime is told nothing of the forward passes in the block. Needs a model that was attached."""
-    stack: Any = next(module for module in model.modules() if hasattr(module, "_expertly_context"))
-    context: IterationContext = stack._expertly_context
+    context = _context_of(model)
     with context.lock:
         was_running, context.is_running = context.is_running, True
         try:
             yield
         finally:
             context.is_running = was_running
+
+
+@contextlib.contextmanager
+def between_passes(model: PreTrainedModel) -> Iterator[None]:
+    """No other thread runs a forward pass in the block. Needs a model that was attached."""
+    with _context_of(model).lock:
+        yield
+
+
+def _context_of(model: PreTrainedModel) -> IterationContext:
+    stack: Any = next(module for module in model.modules() if hasattr(module, "_expertly_context"))
+    context: IterationContext = stack._expertly_context
+    return context
 
 
 def _stack_of(model: PreTrainedModel, site: str) -> str:
@@ -139,7 +151,9 @@ class IterationContext:
         if rows is None or rows.dim() < 2:
             return None
         info = self._describe(role, rows.shape[0], rows.shape[1], inputs)
-        return _with_tokens(info, rows, inputs, layers) if self._runtime.wants_token_ids else info
+        if not self._runtime.wants_token_ids:
+            return info
+        return replace(_with_tokens(info, rows, inputs), layers=layers, decodes=role != "encoder")
 
     def _describe(self, role: Role, batch: int, length: int, inputs: Mapping[str, Any]) -> IterationInfo:
         if inputs.get("cu_seq_lens_q") is not None:
@@ -223,9 +237,7 @@ def _pads(attention_mask: Any, batch: int, length: int) -> Mask | None:
     return _frozen(is_pad) if is_pad.any() else None
 
 
-def _with_tokens(
-    info: IterationInfo, rows: torch.Tensor, inputs: Mapping[str, Any], layers: range | None
-) -> IterationInfo:
+def _with_tokens(info: IterationInfo, rows: torch.Tensor, inputs: Mapping[str, Any]) -> IterationInfo:
     """`info`, and which token of which sequence each row is; `rows` are ids [B, S] or embeddings [B, S, H]."""
     batch, length = rows.shape[0], rows.shape[1]
     bounds = inputs.get("cu_seq_lens_q")
@@ -248,7 +260,6 @@ def _with_tokens(
         embeddings=embeddings,
         sequences=_frozen(sequences),
         starts=starts,
-        layers=layers,
     )
 
 

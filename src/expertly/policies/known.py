@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from expertly.policies.learned import LearnedWeights
+from expertly.policies.moepic.plan import SplitPlan
+
 NEVER = 1 << 62
 """The step of a next use that does not come."""
 
@@ -25,9 +31,21 @@ class Future(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a training part shows of each layer's decode, for an allocation."""
+
+    misses: tuple[npt.NDArray[np.int64], ...]  # [E + 1] of each: demands that an LRU cache of s = 0..E experts misses
+    recall: tuple[float, ...]  # share of what a layer needed that the system's predictor named
+    origin: str  # in words
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """Given to the makers of policies and predictors; each takes what it needs and says so where it is missing."""
 
     popularity: Mapping[int, int] = field(default_factory=dict)  # tokens that each expert served in a training part
     seed: int = 0
     future: Future | None = None
+    learned: LearnedWeights | None = None  # of the predictor that was trained on a trace
+    usage: Usage | None = None  # of the layers in a training part; None: there is none
+    plan: SplitPlan | None = None  # what layers keep at the start, for an allocation that takes it

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Of a part that has none."""
+
+
+NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 _WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
@@ -59,7 +68,10 @@ def _parsed(kind: Any, text: str, what: str) -> object:
         return _WORDS[text]
     if kind is int:
         return parse_int(text, what)
-    assert kind is float, f"an option of type {kind}"
+    if kind is not float:
+        raise ConfigError(
+            f"{what}: an option of type {kind}; accepted: bool, int, float, Literal of str, or None besides"
+        )
     try:
         return float(text)
     except ValueError:

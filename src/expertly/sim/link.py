@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from expertly.core.geometry import Geometry
@@ -75,11 +75,11 @@ class VirtualLink:
         if pieces:
             self._submit(pieces, True)
 
-    def withdraw(self, layer: int) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
         """See AheadTransport. What is on its way from the disk to the link has not been begun."""
         self._begin_until(self._clock.now_ns)
-        gone = self._link.withdraw(layer)
-        return gone if self._host is None else gone + self._disk.withdraw(layer)
+        gone = self._link.withdraw(layer, experts)
+        return gone if self._host is None else gone + self._disk.withdraw(layer, experts)
 
     def poll(self) -> Piece | None:
         """See Transport."""

@@ -25,7 +25,7 @@ class MatcherWatcher(Protocol):
 
 class VirtualChannel:
     """A Channel whose other end is one thread, as the engine's: it reads one context after the other, in order; each
-    takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it.
+    takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it but `catch_up`.
 
     Of what is published, `backlog` says what waits and what goes. The predictor runs when the clock has come to where
     the thread begins: it never sees what was dropped. With costs of 0 this is an InlineChannel.
@@ -41,6 +41,8 @@ class VirtualChannel:
     ) -> None:
         self.busy_ns = 0
         """Time that the thread was not idle."""
+        self.stall_ns = 0
+        """Time that `catch_up` took."""
         self._predictor = predictor
         self._clock = clock
         self._costs = costs
@@ -75,6 +77,14 @@ class VirtualChannel:
         if self._ready and self._ready[0][0] <= now:
             return self._ready.popleft()[1]
         return None
+
+    def catch_up(self) -> None:
+        """Move the clock to where the thread has read all that was published."""
+        now = self._clock.now_ns
+        self._read_until(NEVER_NS)
+        if self._free_at_ns > now:
+            self.stall_ns += self._free_at_ns - now
+            self._clock.now_ns = self._free_at_ns
 
     def close(self) -> None:
         """Read all that is left: nothing else will be published."""

@@ -45,7 +45,7 @@ def make_schedule(trace: Trace, selection: Selection, arrivals: Arrivals | None 
     reasons = {"split": selection.split, "requests": selection.num_requests, "arrivals": arrivals}
     reason = next((name for name, value in reasons.items() if value is not None), None)
     if reason is None:
-        return Schedule([], _limit([Span(None, 0, trace.num_rows)], selection.num_tokens))
+        return Schedule([], first_rows([Span(None, 0, trace.num_rows)], selection.num_tokens))
     requests = _apart(trace, reason)
     training: list[Span] = []
     if selection.split is not None:
@@ -53,11 +53,11 @@ def make_schedule(trace: Trace, selection: Selection, arrivals: Arrivals | None 
         training = [_span(request) for request in first]
     requests = requests[: selection.num_requests]
     if arrivals is None:
-        return Schedule(training, _limit([_span(request) for request in requests], selection.num_tokens))
+        return Schedule(training, first_rows([_span(request) for request in requests], selection.num_tokens))
     spans, num_cut = _arriving(trace, requests, arrivals)
     if not spans:
         raise ConfigError("arrivals: the requests that arrive have no tokens; nothing is left to simulate")
-    return Schedule(training, _limit(spans, selection.num_tokens), num_cut)
+    return Schedule(training, first_rows(spans, selection.num_tokens), num_cut)
 
 
 def _apart(trace: Trace, reason: str) -> list[TraceRequest]:
@@ -109,8 +109,8 @@ def _span(request: TraceRequest) -> Span:
     return Span(request.number, request.first_row, request.num_rows)
 
 
-def _limit(spans: list[Span], num_tokens: int | None) -> list[Span]:
-    """The first `num_tokens` rows."""
+def first_rows(spans: list[Span], num_tokens: int | None) -> list[Span]:
+    """Of these spans the first `num_tokens` rows; None: all."""
     if num_tokens is None:
         return spans
     kept: list[Span] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 
 from expertly.core.costs import Link
@@ -59,12 +60,16 @@ class Server:
         self._find_next()
         return piece, is_ahead, begin, self._free_at_ns
 
-    def withdraw(self, layer: int) -> list[Piece]:
-        """Forget what was submitted ahead of this layer and has not begun."""
-        gone = [entry for entry in self._ahead if entry[2].layer == layer]
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+        """Forget what was submitted ahead of this layer, or of these experts of it, and has not begun."""
+        ahead: list[_Entry] = []
+        gone: list[_Entry] = []
+        for entry in self._ahead:
+            is_meant = entry[2].layer == layer and (experts is None or entry[2].expert in experts)
+            (gone if is_meant else ahead).append(entry)
         if gone:
             self._waiting_ns -= sum(entry[3] for entry in gone)
-            self._ahead = [entry for entry in self._ahead if entry[2].layer != layer]
+            self._ahead = ahead
             heapify(self._ahead)
             self._find_next()
         return [entry[2] for entry in sorted(gone)]

@@ -13,6 +13,7 @@ from expertly.control.loop import Ahead, run_layer
 from expertly.control.stack import StackChannel
 from expertly.core.messages import Piece, RouterRan
 from expertly.core.observation import Want
+from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
@@ -34,7 +35,8 @@ class Watcher(MatcherWatcher, Protocol):
 class Simulator:
     """One device, one request at a time or the batches of the trace. `run` may be called once.
 
-    Predicting takes what `costs` say, beside the device; without them it takes no time.
+    Predicting takes what `costs` say, beside the device; without them it takes no time. What is worked out from `times`
+    (those of a decode step) takes none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Simulator:
         costs: PredictorCosts | None = None,
         future: TraceFuture | None = None,
         watcher: Watcher | None = None,
+        times: Timing | None = None,
     ) -> None:
         self.controller = controller
         self.metrics = Metrics()
@@ -62,15 +65,18 @@ class Simulator:
         if predictor is not None:
             num_layers = controller.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
+            catch_up = None
             if costs is not None:
                 backlog = Backlog.of_layers(num_layers)
                 channel = self._matcher = VirtualChannel(predictor, clock, costs, backlog, watcher)
+                catch_up = self._matcher.catch_up
             if future is None:  # who knows the future looks beyond the pass
                 channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(controller, link, channel)
+            self._ahead = Ahead(controller, link, channel, catch_up)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
+        self._times = times
         self._slowdown = compute.slowdown_while_loading
         self._tokens: dict[int, int] = {}  # of the running layer's experts
 
@@ -94,10 +100,12 @@ class Simulator:
 
     def run(self, iterations: Iterable[Iteration], progress: Callable[[int], None] | None = None) -> None:
         """Run them all; `progress(rows done)` now and then."""
-        clock, link, future = self._clock, self._link, self._future
+        clock, future = self._clock, self._future
         for iteration in iterations:
             clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-            begin, stalled, (hits, demands) = clock.now_ns, link.stall_ns, self._decoded()
+            if self._times is not None and (job := self.controller.configuration_due()) is not None:
+                self.controller.configure(job(self._times).plan)
+            begin, stalled, (hits, demands) = clock.now_ns, self._stall_ns, self._decoded()
             if self._stack is not None:
                 self._stack.run(iteration.stack)
             if self._ahead is not None:
@@ -111,12 +119,17 @@ class Simulator:
             self._spend("head", -1, self._compute.head_ns(iteration.num_tokens))
             now_hits, now_demands = self._decoded()
             self.metrics.add(
-                iteration, begin, clock.now_ns, link.stall_ns - stalled, now_hits - hits, now_demands - demands
+                iteration, begin, clock.now_ns, self._stall_ns - stalled, now_hits - hits, now_demands - demands
             )
             if progress is not None and not iteration.index % 256:
                 progress(iteration.first_row)
         if self._matcher is not None:
             self._matcher.close()
+
+    @property
+    def _stall_ns(self) -> int:
+        """Time waited for transfers so far, and for predictions where their transfer is synchronous."""
+        return self._link.stall_ns + (0 if self._matcher is None else self._matcher.stall_ns)
 
     def _decoded(self) -> tuple[int, int]:
         """Hits and demands of decode so far."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,13 @@ from expertly.control.budget import Budget, class_segment_nbytes, default_ring, 
 from expertly.control.counters import PhaseCounters
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
+from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
 from expertly.parts import System
+from expertly.plans import check_plan
 from expertly.policies.known import Known
+from expertly.policies.learned import LearnedWeights
+from expertly.policies.moepic.plan import SplitPlan
 from expertly.sim.chrome import ChromeTrace
 from expertly.sim.compute import compute_model
 from expertly.sim.future import NextUses, TraceFuture
@@ -25,7 +28,9 @@ from expertly.sim.link import Clock, VirtualLink
 from expertly.sim.metrics import percentile
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
+from expertly.sim.step_times import step_times
 from expertly.sim.training import Training
+from expertly.sim.usage import UsageOfTraining
 from expertly.sim.workload import Workload
 from expertly.systems import SYSTEMS, get_system
 from expertly.trace.reader import Trace
@@ -117,35 +122,34 @@ class Study:
     hardware: Hardware
     layers: tuple[LayerGeometry, ...] | None
     dense: DenseShape | None
-    segments: int = 1
+    segments: int | None = None  # P; None: each system's own
     seed: int = 0
     is_queued: bool = False
-    order: str = "resident"
+    order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
     matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
+    learned: LearnedWeights | None = None  # of a predictor that was trained before
+    plan: SplitPlan | None = None  # of the systems that take one
     chrome: ChromeTrace | None = None
     progress: Progress | None = None
     wants: set[Want] = field(init=False, default_factory=set)
     """What the predictors of systems that ran so far looked at."""
     _workload: Workload = field(init=False)
-    _geometry: Geometry = field(init=False)
+    _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
+    _usage: UsageOfTraining = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _training: Training = field(init=False)
     _next_uses: NextUses | None = field(init=False, default=None)
-    _resident: _Outcome | None = field(init=False, default=None)
+    _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
 
     def __post_init__(self) -> None:
         self._workload = Workload(self.trace, self.schedule.test)
-        layers = self.layers
-        if layers is None:  # any size will do, if every P divides it
-            layers = tuple(
-                LayerGeometry(layer.num_experts, layer.top_k, 1, self.segments, 2, 1)
-                for layer in self.trace.manifest.layers
-            )
-        self._geometry = Geometry(layers, self.segments)
         self._training = Training(self.trace, self.schedule.training)
-        self._popularity = popularity(self.trace, self.schedule, self._geometry)
+        self._usage = UsageOfTraining(self.trace, self.schedule.training)
+        self._popularity = popularity(self.trace, self.schedule, self.geometry)
         if self.layers is not None:
-            compute_model(self.hardware, self._geometry, self.dense)  # does it know this geometry?
+            compute_model(self.hardware, self.geometry, self.dense)  # does it know this geometry?
+        elif self.plan is not None:
+            raise ConfigError("plan: the trace does not know its experts' sizes, as a plan does; give a geometry, too")
         elif self.chrome is not None:
             raise ConfigError(
                 "chrome_trace: the trace does not know its experts' sizes: no times; give a geometry, too"
@@ -153,59 +157,113 @@ class Study:
 
     @property
     def geometry(self) -> Geometry:
-        return self._geometry
+        """In whole experts, or the segments that were asked for."""
+        return self._cut(self.segments or 1)
+
+    def geometry_of(self, system: System) -> Geometry:
+        """In the segments that were asked for, or the system's own."""
+        return self._cut(self._num_segments(system))
+
+    def _num_segments(self, system: System) -> int:
+        if self.segments is not None:
+            return self.segments
+        return system.segments if self.layers is None else fitting_segments(self.layers, system.segments)
+
+    def _cut(self, num_segments: int) -> Geometry:
+        """Raises ConfigError where experts cannot be cut so."""
+        if num_segments not in self._geometries:
+            layers = self.layers
+            if layers is None:  # any size will do, if P divides it
+                layers = tuple(
+                    LayerGeometry(layer.num_experts, layer.top_k, 1, num_segments, 2, 1)
+                    for layer in self.trace.manifest.layers
+                )
+            self._geometries[num_segments] = Geometry(layers, num_segments)
+        return self._geometries[num_segments]
 
     def results(self, systems: Sequence[str], memories: Sequence[Memory]) -> Iterator[dict[str, Any]]:
-        """A row for each system and budget, those of BOUNDS behind the systems asked for.
+        """A row for each system and budget, those of BOUNDS behind the systems asked for, for each P that these have.
 
         Raises ConfigError for a system that does not exist or a budget that cannot be, before anything runs.
         """
-        asked = list({system.name: system for system in map(get_system, systems)}.values())
-        bounds = [SYSTEMS[name] for name in BOUNDS if name not in {system.name for system in asked}]
-        scopes = {system.scope for system in asked if not system.keeps_everything}
-        if scopes == {"global"}:
-            bounds = [replace(system, scope="global") if system.name == "belady" else system for system in bounds]
-        budgets = [memory.budget(self._geometry, self.layers is not None) for memory in memories]
-        for memory, budget in zip(memories, budgets, strict=True):
-            outcomes: dict[str, _Outcome] = {}
-            for system in (*asked, *bounds):
-                outcomes[system.name] = self._outcome(system, memory, budget)
-            floor = self._floor_tpot_s(outcomes["resident"], outcomes["belady-global"])
-            for name, outcome in outcomes.items():
+        asked = {(system.name, self._num_segments(system)): system for system in map(get_system, systems)}
+        for system in asked.values():
+            system.ordered(self.order)
+        runs = asked | self._bounds(asked)
+        cuts = dict.fromkeys(num_segments for _, num_segments in runs)
+        for memory in memories:
+            for num_segments in cuts:
+                memory.budget(self._cut(num_segments), self.layers is not None)
+            for system in asked.values():
+                self._check_plan(system, memory)
+        for memory in memories:
+            label = dict.fromkeys(cuts, memory.label)
+            if len(cuts) > 1:
+                label = {num_segments: f"{memory.label}, P = {num_segments}" for num_segments in cuts}
+            outcomes: dict[tuple[str, int], _Outcome] = {}
+            for (name, num_segments), system in runs.items():
+                outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label[num_segments])
+            for (name, num_segments), outcome in outcomes.items():
                 if outcome.row["skipped"] is None:
-                    outcome.row["floor_tpot_s"] = outcome.row["tpot_s"] if name == "resident" else floor
+                    floor = outcome.row["tpot_s"]
+                    if name != "resident":
+                        of_cut = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
+                        floor = self._floor_tpot_s(*of_cut)
+                    outcome.row["floor_tpot_s"] = floor
                 yield outcome.row
+
+    def _check_plan(self, system: System, memory: Memory) -> None:
+        if self.plan is not None and system.takes_plan:
+            geometry = self.geometry_of(system)
+            check_plan(self.plan, system, geometry, memory.budget(geometry, self.layers is not None))
+
+    def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
+        """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
+        bounds: dict[tuple[str, int], System] = {}
+        for num_segments in dict.fromkeys(num_segments for _, num_segments in asked):
+            beside = [system for (_, num), system in asked.items() if num == num_segments]
+            scopes = {system.scope for system in beside if not system.keeps_everything}
+            for name in BOUNDS:
+                if (name, num_segments) not in asked:
+                    is_global = name == "belady" and scopes == {"global"}
+                    bound = replace(SYSTEMS[name], scope="global") if is_global else SYSTEMS[name]
+                    bounds[name, num_segments] = bound
+        return bounds
 
     def row(self, system: System, memory: Memory) -> dict[str, Any]:
         """The row of one system and budget alone: nothing says how far from the best it is. Raises as `results`."""
-        return self._outcome(system, memory, memory.budget(self._geometry, self.layers is not None)).row
+        self._check_plan(system, memory)
+        return self._outcome(system, memory, self._num_segments(system), memory.label).row
 
-    def _outcome(self, system: System, memory: Memory, budget: Budget) -> _Outcome:
+    def _outcome(self, system: System, memory: Memory, num_segments: int, label: str) -> _Outcome:
+        geometry = self._cut(num_segments)
         if not system.keeps_everything:
-            return self._simulated(system, memory, budget)
-        if self._resident is None:  # whatever memory is asked for
-            budget = split_budget(self._geometry, self._geometry.nbytes)
-            self._resident = self._simulated(system, memory, budget)
-        return replace(self._resident, row=self._resident.row | {"memory": memory.label})
+            budget = memory.budget(geometry, self.layers is not None)
+            return self._simulated(system, memory, geometry, budget, label)
+        if num_segments not in self._resident:  # whatever memory is asked for
+            budget = split_budget(geometry, geometry.nbytes)
+            self._resident[num_segments] = self._simulated(system, memory, geometry, budget, label)
+        resident = self._resident[num_segments]
+        return replace(resident, row=resident.row | {"memory": memory.label})
 
-    def _simulated(self, system: System, memory: Memory, budget: Budget) -> _Outcome:
+    def _simulated(self, system: System, memory: Memory, geometry: Geometry, budget: Budget, label: str) -> _Outcome:
         row: dict[str, Any] = {
             "system": system.name,
             "scope": system.scope,
             "memory": memory.label,
             "memory_bytes": None,
-            "segments": self.segments,
+            "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
             **dict.fromkeys(("prefetched_bytes", "wasted_bytes")),
-            **dict.fromkeys(("history", "predictor", "predictions_late", "contexts_dropped")),
+            **dict.fromkeys(("history", "predictor", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
-            **dict.fromkeys(("latency_s", "accuracy_by_distance", "requests", "tokens", "hit_rate_by_request")),
+            **PhaseCounters().rates_by_distance(),
+            **dict.fromkeys(("latency_s", "layers", "requests", "tokens", "hit_rate_by_request")),
         }
         if row["skipped"] is not None:
             return _Outcome(row)
-        geometry = self._geometry
-        simulator = self.simulate(system, budget, memory.label)
+        simulator = self.simulate(system, budget, label, geometry)
         metrics = simulator.metrics
         prefill, decode = PhaseCounters(), PhaseCounters()
         for counters in simulator.controller.counters:
@@ -218,12 +276,10 @@ class Study:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
-        if decode.by_distance:
-            row["accuracy_by_distance"] = {
-                str(distance): needed / predicted
-                for distance, (predicted, needed) in sorted(decode.by_distance.items())
-                if predicted
-            }
+            by_layer = enumerate(simulator.controller.counters)
+            row["layers"] = [{"layer": layer, **one.decode.goodpred()} for layer, one in by_layer]
+        row |= decode.rates_by_distance()
+        row["allocation"] = system.sharing(simulator.controller)
         if self.layers is not None:
             row["memory_bytes"] = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
@@ -236,21 +292,32 @@ class Study:
         return _Outcome(row, decode.loaded_nbytes, metrics.num_decode_iterations)
 
     def _missing(self, system: System) -> str | None:
-        lacking = [name for name in system.needs if name != "future" and not self.trace.has(name)]
-        if not lacking:
-            return None
-        has = ", ".join(self.trace.manifest.fields)
-        return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"
+        fields = self.trace.manifest.fields
+        lacking = [name for name in system.needs if name != "future" and name not in fields]
+        not_real = [fields[name] for name in system.needs if name in fields and not fields[name].is_real]
+        made_up = [f"{one.name} ({one.note or 'made up'})" for one in not_real]
+        if lacking:
+            has = ", ".join(fields)
+            return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"
+        if made_up:
+            return f"system {system.name!r} needs what this trace does not really have: {', '.join(made_up)}"
+        if system.takes_weights and self.learned is None:
+            return f"system {system.name!r} needs --predictor FILE, which `expertly train-predictor` makes"
+        return None
 
-    def simulate(self, system: System, budget: Budget, label: str = "") -> Simulator:
-        """Run one system from an empty cache to the end. `label` names the budget in progress and timelines."""
-        geometry, future = self._geometry, None
+    def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:
+        """Run one system from an empty cache to the end. `label` names the budget in progress and timelines. `budget`
+        is of `geometry`, by default the system's.
+        """
+        geometry, future = geometry or self.geometry_of(system), None
         hardware = self.hardware if self.layers is not None else _NO_TIME
         if "future" in system.needs:
             self._next_uses = self._next_uses or NextUses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
-        known = Known(self._popularity, self.seed, future)
-        controller = system.controller(geometry, budget, known, self.order)
+        known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
+        order = None if system.name in BOUNDS else self.order
+        known = replace(known, usage=self._usage.of(system, geometry, known))
+        controller = system.controller(geometry, system.budget(geometry, budget, known), known, order)
         compute = compute_model(hardware, geometry, self.dense)
         clock = Clock()
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
@@ -263,7 +330,15 @@ class Study:
             self.wants |= predictor.wants
         costs = hardware.predictor if self.matcher == "virtual" and future is None else None
         simulator = Simulator(
-            controller, compute, clock, link, predictor=predictor, costs=costs, future=future, watcher=run
+            controller,
+            compute,
+            clock,
+            link,
+            predictor=predictor,
+            costs=costs,
+            future=future,
+            watcher=run,
+            times=step_times(geometry, hardware.link, compute),
         )
         if system.keeps_everything:
             simulator.preload()

@@ -39,7 +39,7 @@ class Training:
         predictor = system.predictor(geometry, known)
         if predictor is None or not self._spans or not learns(predictor):
             return predictor
-        key = (system.prediction, system.distance, system.options)
+        key = (system.prediction, system.distance, tuple(system.options_of("prediction").items()))
         if key not in self._filled:
             total = sum(span.num_rows for span in self._spans)
             num_rows = 0

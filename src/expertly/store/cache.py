@@ -39,10 +39,15 @@ def entry_folder(model_type: str, identity: str, dtype: str, cache_dir: Path | N
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}"
 
 
-def maps_beside(folder: Path) -> Path:
-    """The file of what was learned about the model of a store: its expert maps. It may not exist."""
+LEARNED = ("maps", "matrices", "predictor")
+"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, a predictor."""
+
+
+def learned_beside(folder: Path, kind: str) -> Path:
+    """The file of what was learned about the model of a store, of a kind of LEARNED. It may not exist."""
+    assert kind in LEARNED
     folder = folder.absolute()
-    return folder.with_name(f"{folder.name}.maps")
+    return folder.with_name(f"{folder.name}.{kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
-    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and its maps.
+    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and what was learned.
 
     A store that a model has open goes on working until it is closed. Raises ConfigError where none or several
     match, StoreError where another process is packing it or it cannot be removed.
@@ -94,7 +99,8 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
                     shutil.rmtree(doomed)
                 entry.folder.rename(doomed)
             shutil.rmtree(doomed)
-            maps_beside(entry.folder).unlink(missing_ok=True)
+            for kind in LEARNED:
+                learned_beside(entry.folder, kind).unlink(missing_ok=True)
     finally:
         if lock >= 0:
             os.close(lock)

@@ -78,6 +78,10 @@ class PackedStore:
         """The file, and the offset in it of expert 0 (a multiple of 4096); expert e is e * expert_nbytes further."""
         return self.extents[layer]
 
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        """All are there, in their order."""
+        return expert
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json."""

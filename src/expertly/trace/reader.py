@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,13 @@ class Trace:
     def nbytes(self) -> int:
         """Bytes of the rows on disk."""
         return sum(part.nbytes for part in self._parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """By which a recording is known again, wherever its folder is."""
+        manifest = self.manifest
+        text = repr((manifest.model, manifest.created, manifest.command, self.num_rows, self.num_iterations))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def requests(self) -> list[TraceRequest]:

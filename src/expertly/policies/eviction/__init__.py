@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from expertly.core.geometry import Geometry
 from expertly.policies.eviction.base import EvictionPolicy
 from expertly.policies.eviction.belady import Belady
+from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lcp import LCP
 from expertly.policies.eviction.lfu import LFU
@@ -15,6 +16,7 @@ from expertly.policies.eviction.lru import LRU
 from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
 from expertly.policies.known import Known
+from expertly.policies.registry import Registry
 
 _NOTHING = Known()
 
@@ -27,20 +29,28 @@ class MakeEviction:
     is_scored: bool = False  # a ScoredPolicy, which the admission `best` needs
     needs_future: bool = False
     needs_probabilities: bool = False  # predicted ones, without which it is another policy
+    is_sized: bool = False  # goes by the capacity that it was made for: its cache cannot change
 
     def __call__(self, geometry: Geometry, capacity: int, known: Known = _NOTHING) -> EvictionPolicy:
         """Raises ConfigError where `known` lacks what the policy needs."""
         return self.make(geometry, capacity, known)
 
 
-EVICTIONS: dict[str, MakeEviction] = {
+_BUILT_IN = {
     "lru": MakeEviction(lambda geometry, capacity, known: LRU()),
     "lfu": MakeEviction(lambda geometry, capacity, known: LFU(), is_scored=True),
     "lcp": MakeEviction(lambda geometry, capacity, known: LCP(), is_scored=True),
     "random": MakeEviction(lambda geometry, capacity, known: RandomEviction(known.seed)),
-    "static": MakeEviction(lambda geometry, capacity, known: Static(capacity, known.popularity)),
+    "static": MakeEviction(lambda geometry, capacity, known: Static(capacity, known.popularity), is_sized=True),
     "belady": MakeEviction(lambda geometry, capacity, known: Belady(known.future), is_scored=True, needs_future=True),
     "fmoe": MakeEviction(lambda geometry, capacity, known: FMoEEviction(), is_scored=True, needs_probabilities=True),
+    "eam": MakeEviction(
+        lambda geometry, capacity, known: EAMEviction(geometry), is_scored=True, needs_probabilities=True
+    ),
 }
+
+EVICTIONS: Registry[MakeEviction] = Registry(
+    "eviction", "expertly.evictions", _BUILT_IN, lambda one: isinstance(one, MakeEviction), "a MakeEviction"
+)
 
 __all__ = ["EVICTIONS", "EvictionPolicy", "MakeEviction"]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from expertly.core.geometry import Geometry
 from expertly.policies.known import Known
-from expertly.policies.options import parse_options
+from expertly.policies.options import NO_OPTIONS, NoOptions, parse_options
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.counts import Counts
+from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from expertly.policies.predictor.lookahead import Lookahead
+from expertly.policies.predictor.index import Index, IndexOptions
+from expertly.policies.predictor.learned import Learned
+from expertly.policies.predictor.lookahead import Lookahead, LookaheadOptions
 from expertly.policies.predictor.modelled import ModelledLookahead
 from expertly.policies.predictor.perfect import Perfect
 from expertly.policies.predictor.popularity import Popularity
-from expertly.policies.predictor.ranking import WidthOptions
-
-
-@dataclass(frozen=True, slots=True)
-class NoOptions:
-    """Of a predictor that has none."""
-
-
-_NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
+from expertly.policies.predictor.random import RandomExperts
+from expertly.policies.predictor.ranking import ALL_LAYERS, WidthOptions
+from expertly.policies.predictor.speculative import Speculative, SpeculativeOptions
+from expertly.policies.predictor.token_id import TokenId, TokenIdOptions
+from expertly.policies.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,13 @@ class MakePredictor:
     make: Callable[[Geometry, Known, int, Any], Predictor]
     options: type[Any] = NoOptions  # a dataclass (policies.options)
     needs: tuple[str, ...] = ()  # "future", which only simulations have; else fields that a trace must have
-    gives_probabilities: bool = True  # of every expert of a layer: scores are p, and eviction is told
+    gives_probabilities: bool = True  # of every expert of a layer: scores go by p, and eviction is told
+    distance: int | None = None  # layers ahead, where a system takes it and says nothing of them; None: as it was
+    learns: str | None = None  # an FMoE keeps its "maps" in a file, an EAM its "matrices"
+    takes_weights: bool = False  # Known.learned: it was trained before, on a trace
 
     def __call__(
-        self, geometry: Geometry, known: Known, distance: int, options: Mapping[str, str] = _NO_OPTIONS
+        self, geometry: Geometry, known: Known, distance: int, options: Mapping[str, str] = NO_OPTIONS
     ) -> Predictor:
         """Raises ConfigError where `known` lacks what it needs or an option is not one."""
         return self.make(geometry, known, distance, self.parse(options))
@@ -51,7 +52,7 @@ class MakePredictor:
         return parse_options(self.options, options, where or f"prediction={self.name!r}")
 
 
-PREDICTORS: dict[str, MakePredictor] = {
+_BUILT_IN = {
     one.name: one
     for one in (
         MakePredictor(
@@ -71,7 +72,13 @@ PREDICTORS: dict[str, MakePredictor] = {
         MakePredictor(
             "lookahead",
             lambda geometry, known, distance, options: Lookahead(geometry, distance, options),
-            WidthOptions,
+            LookaheadOptions,
+            needs=("lookahead",),
+        ),
+        MakePredictor(
+            "speculative",
+            lambda geometry, known, distance, options: Speculative(geometry, distance, options),
+            SpeculativeOptions,
             needs=("lookahead",),
         ),
         MakePredictor(
@@ -85,10 +92,52 @@ PREDICTORS: dict[str, MakePredictor] = {
             WidthOptions,
         ),
         MakePredictor(
+            "token-id",
+            lambda geometry, known, distance, options: TokenId(geometry, known.popularity, distance, options),
+            TokenIdOptions,
+            needs=("token",),
+            distance=ALL_LAYERS,
+        ),
+        MakePredictor(
+            "index",
+            lambda geometry, known, distance, options: Index(geometry, distance, options),
+            IndexOptions,
+            gives_probabilities=False,
+        ),
+        MakePredictor(
+            "random",
+            lambda geometry, known, distance, options: RandomExperts(geometry, known.seed, distance, options),
+            WidthOptions,
+            gives_probabilities=False,
+        ),
+        MakePredictor(
+            "learned",
+            lambda geometry, known, distance, options: Learned(geometry, known.learned, distance, options),
+            WidthOptions,
+            needs=("router_inputs",),
+            takes_weights=True,
+        ),
+        MakePredictor(
             "fmoe",
             lambda geometry, known, distance, options: FMoE(geometry, distance, options),
             FMoEOptions,
+            learns="maps",
+        ),
+        MakePredictor(
+            "eam",
+            lambda geometry, known, distance, options: EAM(geometry, distance, options),
+            EAMOptions,
+            learns="matrices",
         ),
     )
 }
+
+PREDICTORS: Registry[MakePredictor] = Registry(
+    "prediction",
+    "expertly.predictors",
+    _BUILT_IN,
+    lambda one: isinstance(one, MakePredictor) and is_dataclass(one.options),
+    "a MakePredictor whose options are a dataclass",
+)
+
 __all__ = ["PREDICTORS", "MakePredictor", "Predictor"]

@@ -37,11 +37,14 @@ class Predictor(ABC):
 
     @abstractmethod
     def router_ran(self, routed: Routed) -> Iterable[Prediction]:
-        """A router has spoken: what the layers after it will need."""
+        """A router has spoken: what the layers after it will need; past the last one, the first of the next pass."""
         ...
 
     def end_iteration(self, ok: bool) -> None:  # noqa: B027 - most learn nothing
         """The pass ended; what it showed may be learned from, unless it failed. All predictions have been read."""
+
+    def finish(self) -> None:  # noqa: B027 - most learn nothing
+        """Nothing runs any more: what waited for more of a request is learned."""
 
     def learn(self, history: History) -> None:  # noqa: B027 - most learn nothing
         """Learn from passes of a training part, before anything runs."""

@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
+from expertly.core.iteration import layer_ahead
 from expertly.core.messages import Prediction
-from expertly.core.observation import Routed, Want
+from expertly.core.observation import Began, Routed, Want
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
 
 
+@dataclass(frozen=True, slots=True)
+class LookaheadOptions(WidthOptions):
+    """Options of `lookahead`."""
+
+    next_token: bool = False  # past the last layer, too: the first layers, as the next token will run them
+
+
 class Lookahead(Predictor):
-    """After layer l, the best of layer l + distance; after the first layer, of all layers up to there. Looks no farther
-    than what it is shown does.
+    """After layer l of a stack, the best of layer l + distance; after the first layer, of all layers up to there. Looks
+    no farther than what it is shown does.
+
+    With `next_token` what lies past the last layer counts on from the first one, of the pass after this. Each
+    request's last row is asked then: its next token comes from there. Should another pass come, it was wrong.
     """
 
     wants: frozenset[Want] = frozenset({"lookahead"})
 
-    def __init__(self, geometry: Geometry, distance: int = 1, options: WidthOptions = WidthOptions()) -> None:  # noqa: B008 - frozen
+    def __init__(self, geometry: Geometry, distance: int = 1, options: LookaheadOptions = LookaheadOptions()) -> None:
         super().__init__()
         self._layers = geometry.layers
         self._reach = Reach(geometry, distance)
         self._width = options.width
+        self._next_token = options.next_token
+        self._stack = range(geometry.num_layers)
+        self._num_rows = 1  # of this pass
+        self._last = np.zeros(1, np.intp)  # of them, each request's last
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self._stack = range(len(self._layers)) if began.layers is None else began.layers
+        if self._next_token:
+            self._num_rows = len(began.requests)
+            self._last = _last_rows(began.requests)
+        return ()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        if routed.lookahead is None or not routed.lookahead.size:
+        shown, stack = routed.lookahead, self._stack
+        if shown is None or not shown.size or routed.layer not in stack:
             return
-        farthest = min(self._reach.distance, routed.lookahead.shape[1])
-        for distance in range(1 if routed.layer == 0 else farthest, farthest + 1):
-            layer = routed.layer + distance
-            if layer >= len(self._layers):
+        farthest = min(self._reach.distance, shown.shape[1], len(stack) - 1)
+        for distance in range(1 if routed.layer == stack.start else max(1, farthest), farthest + 1):
+            layer = layer_ahead(routed.layer, distance, stack, self._next_token)
+            if layer is None:
                 return
-            scores = routed.lookahead[:, distance - 1, : self._layers[layer].num_experts]  # [T, E]
+            scores = shown[:, distance - 1, : self._layers[layer].num_experts]  # [T, E]
+            if layer < routed.layer and len(scores) > 1:
+                if len(scores) != self._num_rows:
+                    return  # of a pass whose beginning was left out: nobody knows whose rows they are
+                scores = scores[self._last]
             self.work.num_calls += 1
             self.work.read_nbytes += scores.nbytes
             prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
             if prediction is not None:
                 yield prediction
+
+
+def _last_rows(requests: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    """Where each request's last row is; `requests` [T]."""
+    from_the_end = np.unique(requests[::-1], return_index=True)[1]
+    last: npt.NDArray[np.intp] = np.sort(len(requests) - 1 - from_the_end)
+    return last

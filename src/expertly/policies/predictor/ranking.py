@@ -11,6 +11,9 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Floats
 
+ALL_LAYERS = 1 << 30
+"""A distance that no model has."""
+
 
 @dataclass(frozen=True, slots=True)
 class WidthOptions:

@@ -1,0 +1,109 @@
+"""Which device holds which expert: dealt out in the order of a hash of their ids (MoE-Infinity, appendix B.2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction, RouterRan
+
+_MASK = (1 << 64) - 1
+
+
+class Share:
+    """The experts of one device, numbered anew in each layer by rising id. `geometry` is theirs alone: all layers, and
+    of a layer's K no more than there are.
+    """
+
+    def __init__(self, geometry: Geometry, experts: list[list[int]]) -> None:
+        layers = [
+            replace(layer, num_experts=len(held), top_k=min(layer.top_k, len(held)))
+            for layer, held in zip(geometry.layers, experts, strict=True)
+        ]
+        self.geometry = Geometry(tuple(layers), geometry.segments_per_expert)
+        self.experts = experts
+        """Of each layer: the number here -> the number in the model."""
+        self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
+        self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]
+
+    def numbers(self, layer: int) -> dict[int, int]:
+        """The number in the model -> the number here, of the experts that are here."""
+        return self._numbers[layer]
+
+    def router(self, router: RouterRan) -> RouterRan:
+        """What of a layer's demand is for these experts, in router order; the tokens of the pass are still all."""
+        numbers = self._numbers[router.layer]
+        here = [i for i, expert in enumerate(router.experts) if expert in numbers]
+        return RouterRan(
+            router.layer,
+            [numbers[router.experts[i]] for i in here],
+            [router.num_tokens[i] for i in here],
+            [router.is_decode[i] for i in here],
+            router.batch_tokens,
+            router.serves_decode,
+        )
+
+    def prediction(self, prediction: Prediction) -> Prediction:
+        """What a prediction says of these experts, in its order. Its confidence is in all that it names: of a part
+        nothing is said.
+        """
+        layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
+        numbers = self._numbers[layer]
+        here = [
+            (number, s)
+            for e, s in zip(prediction.experts, prediction.scores, strict=True)
+            if (number := numbers.get(e)) is not None
+        ]
+        return Prediction(
+            layer,
+            [number for number, _ in here],
+            [score for _, score in here],
+            prediction.distance,
+            None,
+            None if probabilities is None else [probabilities[expert] for expert in self.experts[layer]],
+            None if outlook is None else tuple([outlook[eid] for eid in self._ids]),
+        )
+
+
+class Placement:
+    """A bijection between (layer, expert) and (device, layer, number there).
+
+    The experts of a layer are put in the order of a hash of their dense ids and dealt out, each layer going on with the
+    device at which the one before ended: neither in a layer nor in all do two devices differ by more than one expert,
+    and neighbours in a layer are not together more often than others. The same on every machine. Raises ConfigError
+    where a layer has fewer experts than there are devices.
+    """
+
+    def __init__(self, geometry: Geometry, num_devices: int) -> None:
+        fewest = min(layer.num_experts for layer in geometry.layers)
+        if not 1 <= num_devices <= fewest:
+            raise ConfigError(
+                f"devices: {num_devices} of them, but a layer has only {fewest} experts; accepted: 1 to {fewest}"
+            )
+        self.geometry = geometry
+        self._device_of = [0] * geometry.num_experts
+        turn = 0
+        for layer, shape in enumerate(geometry.layers):
+            first = geometry.first_expert_id(layer)
+            for eid in sorted(range(first, first + shape.num_experts), key=_hash):
+                self._device_of[eid] = turn % num_devices
+                turn += 1
+        self.shares = [Share(geometry, self._experts_of(device)) for device in range(num_devices)]
+
+    def device_of(self, layer: int, expert: int) -> int:
+        return self._device_of[self.geometry.expert_id(layer, expert)]
+
+    def _experts_of(self, device: int) -> list[list[int]]:
+        return [
+            [expert for expert in range(shape.num_experts) if self.device_of(layer, expert) == device]
+            for layer, shape in enumerate(self.geometry.layers)
+        ]
+
+
+def _hash(number: int) -> int:
+    """The output function of splitmix64: a bijection of 64 bits, so that no two ids have the same."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
+    return number ^ number >> 31

@@ -1,0 +1,233 @@
+"""One device: the experts that it computes, the slots that it keeps them in, and who decides over these."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from expertly.control.channel import Channel
+from expertly.control.controller import Controller
+from expertly.control.counters import LayerCounters
+from expertly.control.loop import Ahead, run_layer
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Phase, Piece
+from expertly.core.observation import Began, Routed
+from expertly.engine.backend import Backend
+from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.engine.configuring import Configuring
+from expertly.engine.routing import Dispatch
+
+
+class Device:
+    """The Executor of a model with one device, and each of the devices of a model with several: then its geometry and
+    its numbers of experts are those of its share.
+    """
+
+    def __init__(self, name: str, controller: Controller, backend: Backend) -> None:
+        self.name = name
+        self.controller = controller
+        self.backend = backend
+        self.ahead: Ahead | None = None
+        self.configuring = Configuring(controller) if controller.allocation.is_configured else None
+        self._layers: list[LayerCompute] = []
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.controller.geometry
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        return (self,)
+
+    @property
+    def num_late(self) -> int:
+        """See Executor."""
+        return 0 if self.ahead is None else self.ahead.num_late
+
+    def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
+        """See Executor. `experts`: of each layer, the number here -> the number in the module; None: the same."""
+        self._layers = [
+            LayerCompute(
+                module,
+                self.geometry.layers[layer],
+                self.geometry.segments_per_expert,
+                self.backend.rows(layer),
+                None if experts is None else experts[layer],
+            )
+            for layer, module in enumerate(modules)
+        ]
+
+    def predict_from(self, channel: Channel) -> None:
+        """See Executor."""
+        self.ahead = Ahead(self.controller, self.backend, channel)
+
+    def preload(self, layer: int) -> None:
+        """See Executor."""
+        for expert in range(self.geometry.layers[layer].num_experts):
+            pieces = self.controller.preload(layer, expert)
+            self.backend.submit(pieces)
+            for _ in pieces:
+                self.controller.loaded(self.backend.wait())
+
+    def begin(self) -> None:
+        """See Executor."""
+        self.backend.begin()
+        if self.configuring is not None:
+            self.configuring.begin_iteration()
+
+    def begin_iteration(self, began: Callable[[], Began]) -> None:
+        """See Executor."""
+        assert self.ahead is not None
+        self.ahead.begin_iteration(began)
+
+    def end_iteration(self, ok: bool) -> None:
+        """See Executor."""
+        assert self.ahead is not None
+        self.ahead.end_iteration(ok)
+
+    def run_layer(
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+    ) -> tuple[torch.Tensor, int]:
+        """See Executor. `hidden` is on this device. Of a share of the layer, the outputs are in the order of `work`."""
+        backend = self.backend
+        runner = _LayerRun(self._layers[work.router.layer], work, hidden)
+
+        def use(piece: Piece) -> None:
+            runner.compute(piece)
+            backend.used(piece)
+
+        transport = _TimedTransport(backend) if self.configuring is None else _MeasuredTransport(backend)
+        if self.ahead is None:
+            run_layer(self.controller, transport, work.router, use)
+        else:
+            run_layer(self.controller, transport, work.router, use, self.ahead, routed)
+        device_ns = backend.stall_ns()
+        if self.configuring is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
+            elapsed_ns = transport.elapsed_ns + device_ns
+            self.configuring.times.loaded(
+                work.router.layer, transport.num_segments, elapsed_ns, has_waited=transport.has_waited
+            )
+        return runner.outputs, transport.stall_ns + device_ns
+
+    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
+        """See Executor."""
+        counters = self.controller.counters[layer].of(phase)
+        counters.stall_ns += stall_ns
+        counters.expert_ns += expert_ns
+        if self.configuring is not None:
+            is_decode, end_ns = phase is Phase.DECODE, time.perf_counter_ns()
+            self.configuring.times.ran(layer, is_decode, stall_ns, expert_ns, end_ns)
+
+    def layer_counters(self, layer: int) -> LayerCounters:
+        """See Executor."""
+        return self.controller.counters[layer]
+
+    def abandon(self, is_in_doubt: bool) -> None:
+        """See Executor."""
+        self.backend.drain()
+        self.controller.abandon()
+        if is_in_doubt:
+            self.controller.check()
+
+    def close(self) -> None:
+        """See Executor."""
+        self._layers = []
+        if self.configuring is not None:
+            self.configuring.close()
+        self.backend.close()
+
+
+class _TimedTransport:
+    """The backend, with the time waited for it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.submit = backend.submit
+        self.poll = backend.poll
+        self._wait = backend.wait
+        self.stall_ns = 0
+
+    def wait(self) -> Piece:
+        """See Transport."""
+        start = time.perf_counter_ns()
+        piece = self._wait()
+        self.stall_ns += time.perf_counter_ns() - start
+        return piece
+
+
+class _MeasuredTransport(_TimedTransport):
+    """The same, with how long what was demanded took to come."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.poll = self._counted_poll
+        self.submit = self._noted_submit
+        self._backend = backend
+        self._asked_ns = 0
+        self.elapsed_ns = 0  # from the first demand to the last arrival
+        self.has_waited = False  # for that
+        self.num_segments = 0  # that have arrived since
+
+    def wait(self) -> Piece:
+        """See Transport."""
+        piece = super().wait()
+        self._arrived(piece, True)
+        return piece
+
+    def _noted_submit(self, pieces: Iterable[Piece]) -> None:
+        self._asked_ns = self._asked_ns or time.perf_counter_ns()
+        self._backend.submit(pieces)
+
+    def _counted_poll(self) -> Piece | None:
+        piece = self._backend.poll()
+        if piece is not None:
+            self._arrived(piece, False)
+        return piece
+
+    def _arrived(self, piece: Piece, has_waited: bool) -> None:
+        if self._asked_ns:
+            self.elapsed_ns = time.perf_counter_ns() - self._asked_ns
+            self.has_waited = has_waited
+            self.num_segments += piece.num_segments
+
+
+class _LayerRun:
+    """The outputs of one layer, filled piece by piece."""
+
+    def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
+        self._compute = compute
+        self._work = work
+        self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
+        self._partial: dict[int, PartialExpert] = {}
+        self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
+        if not work.covers_all_rows:
+            self.outputs.zero_()
+
+    def compute(self, piece: Piece) -> None:
+        """Use the bytes of a piece: a whole expert at once, else a part of it."""
+        compute, expert = self._compute, piece.expert
+        work, rows = self._work, None
+        if work.positions is not None:
+            row = work.positions[expert]
+            x, out = self._hidden, self.outputs[row : row + 1]
+        else:
+            assert work.rows is not None
+            rows = work.rows[expert]
+            x = self._hidden[rows // work.top_k]
+            if work.places is None:
+                out = torch.empty(len(rows), self._hidden.shape[1], dtype=compute.dtype, device=x.device)
+            else:
+                out, rows = self.outputs[work.places[expert]], None
+        if piece.num_segments == compute.num_segments:
+            compute.whole(x, piece, out)
+        else:
+            partial = self._partial.get(expert)
+            if partial is None:
+                partial = self._partial[expert] = PartialExpert(compute, x, out)
+            if not partial.add(piece):
+                return
+            out = self._partial.pop(expert).out
+        if rows is not None:
+            self.outputs[rows] = out

@@ -1,0 +1,137 @@
+"""Machines with several memory nodes: a device's host memory lies on the node that it is attached to (MoE-Infinity,
+appendix B.2), and the threads that fill it run there.
+
+Best effort: what the system does not allow is noted, and everything works as on other machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SYSFS = Path("/sys")
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""The number of the system call, which the C library has no function for."""
+
+_MPOL_PREFERRED = 1
+"""Other nodes where this one is full: bound strictly, the kernel would end the process instead."""
+
+
+class MemoryNode:
+    """One node of a machine with several. `mbind(address, nbytes, node)` and `pin(cpus)` raise OSError."""
+
+    def __init__(
+        self,
+        number: int,
+        cpus: frozenset[int],
+        mbind: Callable[[int, int, int], None] | None = None,
+        pin: Callable[[frozenset[int]], None] | None = None,
+    ) -> None:
+        self.number = number
+        self.cpus = cpus
+        self.bound_nbytes = 0
+        self.problem: str | None = None
+        """The first thing that the system did not allow."""
+        self._mbind = mbind or _mbind
+        self._pin = pin or _pin
+
+    def bind(self, address: int, nbytes: int) -> None:
+        """Take these pages from the node when they are first touched."""
+        try:
+            self._mbind(address, nbytes, self.number)
+            self.bound_nbytes += nbytes
+        except OSError as error:
+            self._note("its memory cannot be bound", error)
+
+    def pin_thread(self) -> None:
+        """Run this thread on CPUs of the node."""
+        try:
+            self._pin(self.cpus)
+        except OSError as error:
+            self._note("its readers cannot be pinned", error)
+
+    def facts(self) -> dict[str, Any]:
+        """For the statistics."""
+        return {"node": self.number, "bound_bytes": self.bound_nbytes, "problem": self.problem}
+
+    def _note(self, what: str, error: OSError) -> None:
+        self.problem = self.problem or f"{what}: {error.strerror or error}"
+
+
+def node_of_cpu_device(index: int, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
+    """The node of the logical device cpu:i, i modulo the nodes; None where the machine has one node. `calls`: see
+    MemoryNode.
+    """
+    numbers = _nodes(sysfs)
+    return None if len(numbers) < 2 else _node(numbers[index % len(numbers)], sysfs, calls)
+
+
+def node_of_pci_device(address: str, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
+    """The node that a PCI device is attached to; None where the machine has one, or does not say."""
+    numbers = _nodes(sysfs)
+    text = _read(sysfs / "bus/pci/devices" / address.lower() / "numa_node")
+    number = int(text) if text.lstrip("-").isdigit() else -1
+    return None if len(numbers) < 2 or number not in numbers else _node(number, sysfs, calls)
+
+
+def _nodes(sysfs: Path) -> list[int]:
+    """Those that have memory."""
+    return _ranges(_read(sysfs / "devices/system/node/has_memory"))
+
+
+def _node(number: int, sysfs: Path, calls: dict[str, Any]) -> MemoryNode:
+    cpus = _ranges(_read(sysfs / f"devices/system/node/node{number}/cpulist"))
+    return MemoryNode(number, frozenset(cpus), **calls)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _ranges(text: str) -> list[int]:
+    """Numbers as the kernel lists them: `0-3,8`; none where it is no such list."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()):
+            return []
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _mbind(address: int, nbytes: int, node: int) -> None:
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(f"unknown on {platform.machine()}")
+    word = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // word + 1))()
+    mask[node // word] = 1 << node % word
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    failed = syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_int(_MPOL_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * word + 1),  # the kernel reads one bit less
+        ctypes.c_uint(0),
+    )
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _pin(cpus: frozenset[int]) -> None:
+    allowed = os.sched_getaffinity(0) & cpus if hasattr(os, "sched_getaffinity") else frozenset[int]()
+    if not allowed:
+        raise OSError("none of the node's CPUs is allowed")
+    os.sched_setaffinity(0, allowed)  # of this thread

@@ -1,0 +1,199 @@
+"""What a token's id has asked for before: for each id, how often it chose each expert (ProMoE, section 4)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
+from expertly.policies.predictor.base import Predictor
+from expertly.policies.predictor.popularity import Popular
+from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+
+TokenIds = npt.NDArray[np.int32]
+
+_FIRST_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdOptions(WidthOptions):
+    """Options of `TokenId`."""
+
+    capacity: int = 8192  # ids that are remembered; each takes 4 bytes an expert of the model
+
+    def __post_init__(self) -> None:
+        WidthOptions.__post_init__(self)  # `super()` does not find its class in one with slots
+        if not 1 <= self.capacity <= 1 << 20:
+            raise ConfigError(f"capacity={self.capacity}: must be from 1 to {1 << 20} token ids")
+
+
+class IdCounts:
+    """How often the rows of each token id chose each expert. Of more than `capacity` ids those seen last are kept."""
+
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
+        self._capacity = capacity
+        self._firsts = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
+        self._sizes = [layer.num_experts for layer in geometry.layers]
+        self._slots: OrderedDict[int, int] = OrderedDict()  # of the ids, the one seen last at the end
+        self._counts = np.zeros((min(capacity, _FIRST_SLOTS), geometry.num_experts), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self, token_ids: TokenIds) -> Ids:
+        """Where the counts of these ids are, [T]; -1: nowhere."""
+        return np.array([self._slots.get(token, -1) for token in token_ids.tolist()], np.int64)
+
+    def shares(self, layer: int, slots: Ids) -> Floats:
+        """Of the choices of each of `slots` in a layer, [T, E]; 0 where there were none."""
+        first = self._firsts[layer]
+        counts = self._counts[slots, first : first + self._sizes[layer]].astype(np.float32)
+        shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        return shares
+
+    def add(self, token_ids: TokenIds, chosen: Mapping[int, Ids]) -> None:
+        """Rows that chose these experts of these layers, [T, K] each. Ids below 0 are of no token; an expert outside
+        0..E-1 is no choice.
+        """
+        self._see(token_ids)
+        slots = self.slots(token_ids)
+        for layer, experts in chosen.items():
+            is_choice = (experts >= 0) & (experts < self._sizes[layer]) & (slots >= 0)[:, None]
+            rows, places = np.nonzero(is_choice)
+            np.add.at(self._counts, (slots[rows], self._firsts[layer] + experts[rows, places].astype(np.int64)), 1)
+
+    def _see(self, token_ids: TokenIds) -> None:
+        """Make them the ids seen last; the oldest give their places to new ones."""
+        order = self._slots
+        seen = list(dict.fromkeys(token for token in reversed(token_ids.tolist()) if token >= 0))[: self._capacity]
+        seen.reverse()
+        for token in seen:
+            if token in order:
+                order.move_to_end(token)
+        for token in seen:
+            if token in order:
+                order.move_to_end(token)
+                continue
+            if len(order) < self._capacity:
+                slot = len(order)
+            else:  # none of `seen`: they are all behind it
+                _, slot = order.popitem(last=False)
+                self._counts[slot] = 0
+            order[token] = slot
+            if slot >= len(self._counts):
+                more = np.zeros((min(len(self._counts), self._capacity - slot), self._counts.shape[1]), np.int32)
+                self._counts = np.concatenate([self._counts, more])
+
+
+class TokenId(Predictor):
+    """Names, for each row, the experts that its token's id chose most often in a layer; for an id that is not known,
+    the most popular. All of it is known when a pass begins: with a distance of all layers it is said then
+    (iteration-wise, as in the paper), else of each layer when it is `distance` ahead. Scores are shares of the id's
+    choices.
+
+    It is filled by `learn` and learns on from passes (our choice: the paper has an offline table), but only from those
+    that ended well and of which it saw everything.
+    """
+
+    wants: frozenset[Want] = frozenset({"token_ids", "experts"})
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        trained: Mapping[int, int],
+        distance: int = 1,
+        options: TokenIdOptions = TokenIdOptions(),
+    ) -> None:
+        """`trained`: tokens that each expert served in a training part, by expert id; may be empty."""
+        super().__init__()
+        self._layers = geometry.layers
+        self._reach = Reach(geometry, distance)
+        self._all_layers = range(geometry.num_layers)
+        self._says_all_at_once = distance >= geometry.num_layers
+        self._width = options.width
+        self._popular = Popular(geometry, trained)
+        self._counts = IdCounts(geometry, options.capacity)
+        self._token_ids: TokenIds | None = None  # of the pass
+        self._slots: Ids = np.zeros(0, np.int64)  # of the ids, each once; -1 where some are not known
+        self._due = range(0)  # layers of the pass
+        self._last = -1  # layer that has run
+        self._chosen: dict[int, Ids] = {}  # by the layers that have run
+        self._num_rows = self._num_known = 0
+
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+        self._due = self._all_layers if began.layers is None else began.layers
+        self._chosen = {}
+        self._last = -1
+        self._token_ids = began.token_ids
+        self._slots = np.full(1, -1)
+        if began.token_ids is not None:
+            token_ids, counts = np.unique(began.token_ids, return_counts=True)
+            slots = self._counts.slots(token_ids)
+            self._num_rows += len(began.token_ids)
+            self._num_known += int(counts[slots >= 0].sum())
+            self._slots = np.unique(slots)
+        for layer in self._due if self._says_all_at_once else self._reach.at_begin(began.layers):
+            yield from self._predict(layer, layer + 1)
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        if routed.experts is not None:
+            self._popular.saw(routed.layer, routed.experts)
+        self._note(routed)
+        ahead = None if self._says_all_at_once else self._reach.after(routed.layer)
+        if ahead is not None and self._token_ids is not None:
+            yield from self._predict(ahead, self._reach.distance)
+
+    def end_iteration(self, ok: bool) -> None:
+        """Count what the pass chose, if it ended well and every layer was seen, with as many rows as it began with."""
+        token_ids, self._token_ids = self._token_ids, None
+        if ok and token_ids is not None and list(self._chosen) == list(self._due):
+            self._counts.add(token_ids, self._chosen)
+            self.work.num_calls += 1
+            self.work.read_nbytes += 4 * sum(experts.size for experts in self._chosen.values())
+        self._chosen = {}
+
+    def learn(self, history: History) -> None:
+        self._popular.learn(history.experts)
+        if history.token_ids is not None:
+            self._counts.add(history.token_ids, {layer: history.experts[:, layer] for layer in self._all_layers})
+
+    def facts(self) -> dict[str, int | float | None]:
+        """`token_ids` remembered, and the share of rows whose id was when its pass began (`known`)."""
+        known = self._num_known / self._num_rows if self._num_rows else None
+        return {"token_ids": len(self._counts), "known": known}
+
+    def _note(self, routed: Routed) -> None:
+        """Keep what the rows chose. A layer that does not come after the last one is of a pass whose beginning was left
+        out, as are other rows than the pass began with.
+        """
+        token_ids, experts = self._token_ids, routed.experts
+        if token_ids is None:
+            return
+        if routed.layer <= self._last or (experts is not None and len(experts) != len(token_ids)):
+            self._token_ids = None
+            return
+        self._last = routed.layer
+        if experts is not None:
+            self._chosen[routed.layer] = experts
+
+    def _predict(self, layer: int, distance: int) -> Iterator[Prediction]:
+        scores = self._counts.shares(layer, self._slots[self._slots >= 0])
+        scores = scores[scores.any(axis=1)]
+        self.work.num_calls += 1
+        self.work.read_nbytes += scores.nbytes
+        if len(scores) < len(self._slots):
+            popular = self._popular.shares(layer)
+            if popular is not None:
+                scores = np.concatenate([scores, popular[None]])
+                self.work.read_nbytes += 8 * len(popular)
+        if len(scores):
+            prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
+            if prediction is not None:
+                yield prediction

@@ -1,0 +1,168 @@
+"""Parts by name: what ships, what installed distributions bring, and what can be imported (docs/extending.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from expertly.core.errors import ConfigError
+
+T = TypeVar("T")
+
+_SEPARATORS = ",:="
+"""What ends a name in `name:key=value,name`."""
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Parts of one kind. A name is looked for among what ships, then among the entry points of installed distributions
+    in `group`; one with dots is then the path of an object to import. So nothing that is installed changes what a name
+    that ships means. It iterates over what ships and the entry points that load, and reads those when they are first
+    needed, never when it is made.
+
+    Looking up a name that is there and cannot be had raises ConfigError with the reason, `in` does too; one that is not
+    there is a KeyError.
+    """
+
+    def __init__(
+        self,
+        part: str,
+        group: str,
+        built_in: Mapping[str, T],
+        accepts: Callable[[object], bool],
+        accepted: str,
+        adopt: Callable[[T, str], T] = lambda one, name: one,
+    ) -> None:
+        """`part` begins messages; `accepted` says what `accepts` takes; `adopt` makes ours of one that others named."""
+        self.built_in = dict(built_in)
+        self._part = part
+        self._group = group
+        self._accepts = accepts
+        self._accepted = accepted
+        self._adopt = adopt
+        self._entries: dict[str, EntryPoint] | None = None
+        self._loaded: dict[str, T | ConfigError] = {}
+        self._unreachable: list[str] = []  # problems of entry points that no name leads to
+
+    def __getitem__(self, name: str) -> T:
+        if name in self.built_in:
+            return self.built_in[name]
+        if name in self._installed():
+            found = self._load(name)
+            if isinstance(found, ConfigError):
+                raise ConfigError(str(found))
+            return found
+        if self.is_path(name):
+            return self._import(name)
+        raise KeyError(name)
+
+    def is_path(self, name: str) -> bool:
+        """Whether looking it up imports a module because it is named so."""
+        if name in self.built_in or name in self._installed():
+            return False
+        return "." in name and all(step.isidentifier() for step in name.split("."))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.built_in
+        for name in self._installed():
+            if not isinstance(self._load(name), ConfigError):
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def problems(self) -> list[str]:
+        """Of each entry point that cannot be had, why."""
+        failed = [found for name in self._installed() if isinstance(found := self._load(name), ConfigError)]
+        return [*self._unreachable, *map(str, failed)]
+
+    def _installed(self) -> dict[str, EntryPoint]:
+        if self._entries is None:
+            self._entries = {}
+            try:
+                found = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
+            except Exception as error:  # metadata of any distribution
+                found = []
+                self._unreachable.append(f"entry points {self._group!r}: cannot be read ({_reason(error)})")
+            for entry in found:
+                problem = None
+                if entry.name in self.built_in:
+                    problem = "expertly has one of that name, which is used"
+                elif entry.name in self._entries:
+                    problem = f"{_distribution(self._entries[entry.name])} has one of that name, which is used"
+                elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
+                    problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
+                if problem is None:
+                    self._entries[entry.name] = entry
+                else:
+                    self._unreachable.append(f"{self._where(entry)}: {problem}")
+        return self._entries
+
+    def _load(self, name: str) -> T | ConfigError:
+        """What an entry point names, or why it cannot be had; it is tried once."""
+        if name not in self._loaded:
+            entry = self._installed()[name]
+            try:
+                self._loaded[name] = self._checked(entry.load(), name, self._where(entry))
+            except ConfigError as error:
+                self._loaded[name] = _about(error, self._where(entry))
+            except (Exception, SystemExit) as error:  # code of others, which must not stop the rest
+                self._loaded[name] = ConfigError(f"{self._where(entry)}: cannot be loaded ({_reason(error)})")
+        return self._loaded[name]
+
+    def _import(self, path: str) -> T:
+        module_name, _, name = path.rpartition(".")
+        where = f"{self._part}={path!r:.200}"
+        try:
+            module = import_module(module_name)
+        except ConfigError as error:
+            raise _about(error, where) from None
+        except (Exception, SystemExit) as error:  # code of others: whatever it raises is the reason
+            raise ConfigError(f"{where}: {module_name!r:.200} cannot be imported ({_reason(error)})") from error
+        if not hasattr(module, name):
+            others = [other for other, value in vars(module).items() if self._accepts(value)]
+            file = getattr(module, "__file__", None) or "built in"
+            has = ", ".join(others) or "nothing of the kind"
+            raise ConfigError(f"{where}: {module_name!r} ({file}) has no {name!r}; it has {has}")
+        return self._checked(getattr(module, name), path, where)
+
+    def _checked(self, found: object, name: str, where: str) -> T:
+        if not self._accepts(found):
+            kind = f"the class {found.__name__}" if isinstance(found, type) else f"of type {type(found).__name__}"
+            raise ConfigError(f"{where}: is {kind}; accepted: {self._accepted}")
+        return self._adopt(found, name)  # type: ignore[arg-type]
+
+    def _where(self, entry: EntryPoint) -> str:
+        return f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
+
+
+class OrNone(Collection[str]):
+    """The names of a registry, and "none" before them."""
+
+    def __init__(self, registry: Registry[T]) -> None:
+        self._registry: Mapping[str, object] = registry
+
+    def __contains__(self, name: object) -> bool:
+        return name == "none" or name in self._registry
+
+    def __iter__(self) -> Iterator[str]:
+        yield "none"
+        yield from self._registry
+
+    def __len__(self) -> int:
+        return 1 + len(self._registry)
+
+
+def _distribution(entry: EntryPoint) -> str:
+    distribution = entry.dist
+    return "an unknown distribution" if distribution is None else distribution.metadata["Name"]
+
+
+def _about(error: ConfigError, where: str) -> ConfigError:
+    return error if str(error).startswith(where) else ConfigError(f"{where}: {error}")
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__

@@ -1,0 +1,152 @@
+"""What every eviction policy promises (policies/eviction/base.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+from expertly.policies.eviction import EvictionPolicy, MakeEviction
+from expertly.policies.eviction.base import ScoredPolicy
+from expertly.testing.expect import expect
+from expertly.testing.futures import KNOWN, small_model
+
+SHAPE = small_model(layers=16, experts=64, top_k=2)
+
+Make = Callable[[int], EvictionPolicy]
+"""The policy of a cache of so many experts of SHAPE. Two of them know nothing of each other."""
+
+
+def check_eviction(maker: MakeEviction) -> None:
+    """Run all of EVICTION_CHECKS. Raises AssertionError naming the promise that is not kept."""
+    make = partial(_made, maker)
+    for check in EVICTION_CHECKS:
+        check(make)
+    expect(
+        isinstance(make(4), ScoredPolicy) == maker.is_scored,
+        "is_scored is said of a ScoredPolicy, and of no other",
+        type(make(4)).__name__,
+    )
+
+
+def _made(maker: MakeEviction, capacity: int) -> EvictionPolicy:
+    return maker(SHAPE, capacity, KNOWN)
+
+
+def every_kept_expert_is_named_once_and_no_other(make: Make) -> None:
+    policy = make(8)
+    _admit(policy, [5, 1, 7, 3])
+    policy.removed(7)
+    policy.used([9], [4], 4)  # not kept
+    _expect_kept(policy, [1, 3, 5])
+
+
+def what_is_protected_is_never_named(make: Make) -> None:
+    policy = make(8)
+    _admit(policy, range(8))
+    found = list(policy.victims({2, 4}))
+    expect(not {2, 4} & set(found), "what is protected is no victim", found)
+
+
+def naming_changes_nothing(make: Make) -> None:
+    policy = make(8)
+    _admit(policy, range(8))
+    next(iter(policy.victims(set())))
+    _expect_kept(policy, range(8))
+
+
+def protection_changes_no_order(make: Make) -> None:
+    """One that draws its order anew each time it is asked has none."""
+    first, second, third = make(2), make(2), make(2)
+    for policy in (first, second, third):
+        _admit(policy, [5, 1, 7, 3, 8, 2])
+        policy.used([7, 5], [2, 3], 4)
+    if len({tuple(third.victims(())) for _ in range(10)}) > 1:
+        return
+    left = [expert for expert in first.victims(()) if expert not in (1, 8)]
+    expect(left == list(second.victims({1, 8})), "victims come in one order, whatever is protected", left)
+
+
+def an_expert_can_go_and_come_back(make: Make) -> None:
+    policy = make(8)
+    for _ in range(3):
+        _admit(policy, [4, 2])
+        policy.removed(4)
+        _expect_kept(policy, [2])
+        policy.removed(2)
+        _expect_kept(policy, [])
+
+
+def being_used_by_pads_alone_is_no_use(make: Make) -> None:
+    used, unused = make(2), make(2)
+    for policy in (used, unused):
+        _admit(policy, [3, 1, 2])
+    used.used([3, 1], [0, 0], 0)
+    found = list(used.victims(()))
+    expect(found == list(unused.victims(())), "an expert that served no token was not used", found)
+
+
+def what_is_predicted_may_come_at_any_time_and_changes_no_membership(make: Make) -> None:
+    policy, num_experts = make(8), SHAPE.num_experts
+    of_others = [0.0] * (SHAPE.layers[0].num_experts - 8)
+    policy.predicted(0, [*[0.1] * 8, *of_others])
+    policy.expected([0.5] * num_experts)
+    _admit(policy, [5, 1, 7, 3])
+    policy.predicted(0, [0.5, 0.4, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, *of_others])
+    policy.expected([0.0] * num_experts)
+    policy.removed(7)
+    policy.predicted(0, [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.9, *of_others])
+    policy.expected([float(expert % 2) for expert in range(num_experts)])
+    _expect_kept(policy, [1, 3, 5])
+
+
+def an_empty_cache_has_no_victim(make: Make) -> None:
+    _expect_kept(make(4), [])
+
+
+def equal_histories_give_equal_victims(make: Make) -> None:
+    found = [_history(make(6)) for _ in range(2)]
+    expect(found[0] == found[1], "of two policies that saw the same the victims are the same")
+
+
+EVICTION_CHECKS = (
+    every_kept_expert_is_named_once_and_no_other,
+    what_is_protected_is_never_named,
+    naming_changes_nothing,
+    protection_changes_no_order,
+    an_expert_can_go_and_come_back,
+    being_used_by_pads_alone_is_no_use,
+    what_is_predicted_may_come_at_any_time_and_changes_no_membership,
+    an_empty_cache_has_no_victim,
+    equal_histories_give_equal_victims,
+)
+
+
+def _history(policy: EvictionPolicy) -> list[list[int]]:
+    """The victims of 300 uses with room for six."""
+    dice, kept, seen = Random(3), list[int](), []
+    for _ in range(300):
+        expert = dice.randrange(20)
+        if expert not in kept:
+            if len(kept) == 6:
+                victims = list(policy.victims({expert}))
+                seen.append(victims)
+                if not victims:
+                    continue
+                kept.remove(victims[0])
+                policy.removed(victims[0])
+            kept.append(expert)
+            policy.admitted(expert)
+        policy.used([expert], [1], 1)
+    return seen
+
+
+def _admit(policy: EvictionPolicy, experts: Sequence[int]) -> None:
+    for expert in experts:
+        policy.admitted(expert)
+        policy.used([expert], [1], 1)
+
+
+def _expect_kept(policy: EvictionPolicy, kept: Sequence[int]) -> None:
+    found = list(policy.victims(set()))
+    expect(sorted(found) == list(kept), "what is kept is named once each, and nothing else", found)

@@ -1,0 +1,164 @@
+"""What every predictor promises (policies/predictor/base.py)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from random import Random
+
+from expertly.core.messages import Prediction
+from expertly.core.observation import Routed
+from expertly.policies.predictor import MakePredictor
+from expertly.testing.expect import expect
+from expertly.testing.futures import small_model, some_future
+from expertly.testing.passes import SHAPE, MadeUp, MakeKnown, future_and_seed, watched
+
+DISTANCES = (1, 2, 5, 9, 1 << 30)
+"""Of which some are farther than the model is deep."""
+
+ROWS = (1, 3)
+
+
+def check_predictor(
+    maker: MakePredictor, known: MakeKnown = future_and_seed, distances: Sequence[int] = DISTANCES
+) -> None:
+    """Run all of PREDICTOR_CHECKS at these distances. Raises AssertionError naming the promise that is not kept.
+
+    `known` makes what the predictor is told, where that is more than the demands to come and a seed.
+    """
+    for check in PREDICTOR_CHECKS:
+        for distance in distances:
+            check(maker, distance, known)
+
+
+def a_prediction_is_of_a_layer_that_has_not_run(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    for num_rows in ROWS:
+        future, made = watched(maker, distance, known=known, num_rows=num_rows)
+        expect(bool(made), "in forty iterations something is predicted")
+        num_layers = SHAPE.num_layers
+        for step, prediction in made:
+            running, ahead = future.demands[step][0], prediction.distance  # before the first step the last layer ran
+            expect(1 <= ahead <= distance, f"a distance is from 1 to {distance}", ahead)
+            expect((running + ahead) % num_layers == prediction.layer, "a layer is `distance` ahead", prediction)
+            expect(
+                running != prediction.layer or ahead == num_layers,
+                "the running layer is not predicted; the last one may be when the next pass begins",
+                prediction,
+            )
+
+
+def experts_exist_are_named_once_and_fall_in_score(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    for num_rows in ROWS:
+        for prediction in _predictions(maker, distance, known, num_rows):
+            experts, scores, confidence = prediction.experts, prediction.scores, prediction.confidence
+            num_experts = SHAPE.layers[prediction.layer].num_experts
+            expect(len(set(experts)) == len(experts) == len(scores) > 0, "experts are named once, each with a score")
+            expect(all(type(one) is int for one in experts), "experts are Python's ints", experts)
+            expect(all(0 <= one < num_experts for one in experts), "experts are of the layer", experts)
+            expect(scores == sorted(scores, reverse=True), "scores fall", scores)
+            expect(all(type(one) is float for one in scores), "scores are Python's floats", scores)
+            expect(
+                confidence is None or (type(confidence) is float and -1 <= confidence <= 1),
+                "a confidence is a float from -1 to 1, or None",
+                confidence,
+            )
+
+
+def probabilities_are_of_every_expert_and_scores_go_by_them(
+    maker: MakePredictor, distance: int, known: MakeKnown
+) -> None:
+    for num_rows in ROWS:
+        for prediction in _predictions(maker, distance, known, num_rows):
+            likely = prediction.probabilities
+            if not maker.gives_probabilities:
+                expect(likely is None, "one that gives no probabilities gives none", likely)
+                continue
+            if likely is None:
+                raise AssertionError("one that gives probabilities gives them with each prediction")
+            expect(
+                len(likely) == SHAPE.layers[prediction.layer].num_experts, "probabilities are of every expert", likely
+            )
+            expect(all(type(p) is float and 0 <= p <= 1 for p in likely), "probabilities are from 0 to 1", likely)
+            named = list(zip(prediction.experts, prediction.scores, strict=True))
+            expect(
+                all(0 < score <= likely[expert] for expert, score in named),
+                "a score is above 0 and at most the expert's probability",
+                prediction.scores,
+            )
+            weights = [score / likely[expert] for expert, score in named]
+            expect(
+                num_rows > 1 or max(weights) - min(weights) < 1e-6,
+                "of one row a score is the probability times one factor for all of the layer",
+                weights,
+            )
+
+
+def a_nearer_layer_comes_first(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    """Where scores are no probabilities, which prefetch=proximity weighs, they say so themselves."""
+    if maker.gives_probabilities:
+        return
+    by_step: dict[int, list[Prediction]] = defaultdict(list)
+    for step, prediction in watched(maker, distance, known=known)[1]:
+        by_step[step].append(prediction)
+    for predictions in by_step.values():
+        tops = [prediction.scores[0] for prediction in sorted(predictions, key=lambda one: one.distance)]
+        expect(tops == sorted(tops, reverse=True), "scores that are no probabilities fall with the distance", tops)
+
+
+def equal_seeds_give_equal_predictions(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    first, second = (watched(maker, distance, known=known, seed=3)[1] for _ in range(2))
+    expect(first == second, "of two that saw the same, with one seed, predictions are the same")
+
+
+def a_model_of_one_layer_is_predicted_when_it_begins_if_at_all(
+    maker: MakePredictor, distance: int, known: MakeKnown
+) -> None:
+    made = watched(maker, distance, known=known, shape=small_model(layers=1, experts=8, top_k=2))[1]
+    expect(all((one.layer, one.distance) == (0, 1) for _, one in made), "there is only layer 0, one ahead", made)
+    expect(len({step for step, _ in made}) == len(made), "it is predicted once an iteration", made)
+
+
+def observations_may_be_left_out_and_say_nothing(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    """A pass without its beginning, with other rows, without layers, without an end, and of demands alone."""
+    future = some_future(SHAPE, 80)
+    predictor = maker(SHAPE, known(SHAPE, future, 0), distance)
+    dice = Random(5)
+    shown = [MadeUp(SHAPE, predictor.wants, num_rows, num_rows) for num_rows in (1, 1, 1, 3)]
+    for step, (layer, experts) in enumerate(future.demands):
+        future.step = step
+        if layer == 0 and dice.random() < 0.7:
+            list(predictor.begin_iteration(dice.choice(shown).began(step // SHAPE.num_layers)))
+        if dice.random() < 0.8:
+            routed = dice.choice(shown).routed(layer, experts)
+            for prediction in predictor.router_ran(routed if dice.random() < 0.8 else Routed(routed.demand)):
+                expect(bool(prediction.experts), "a prediction names experts")
+        if layer == SHAPE.num_layers - 1 and dice.random() < 0.7:
+            predictor.end_iteration(dice.random() < 0.7)
+
+
+def what_it_costs_is_counted_and_what_it_knows_is_told(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+    predictor = maker(SHAPE, known(SHAPE, some_future(SHAPE, 1), 0), distance)
+    expect(predictor.work.num_calls == 0, "before it has done anything it has cost nothing", predictor.work)
+    facts = predictor.facts()
+    expect(
+        all(isinstance(name, str) for name in facts)
+        and all(value is None or isinstance(value, int | float) for value in facts.values()),
+        "facts are numbers by name",
+        facts,
+    )
+
+
+PREDICTOR_CHECKS = (
+    a_prediction_is_of_a_layer_that_has_not_run,
+    experts_exist_are_named_once_and_fall_in_score,
+    probabilities_are_of_every_expert_and_scores_go_by_them,
+    a_nearer_layer_comes_first,
+    equal_seeds_give_equal_predictions,
+    a_model_of_one_layer_is_predicted_when_it_begins_if_at_all,
+    observations_may_be_left_out_and_say_nothing,
+    what_it_costs_is_counted_and_what_it_knows_is_told,
+)
+
+
+def _predictions(maker: MakePredictor, distance: int, known: MakeKnown, num_rows: int) -> list[Prediction]:
+    return [prediction for _, prediction in watched(maker, distance, known=known, num_rows=num_rows)[1]]

@@ -1,0 +1,14 @@
+"""The model that commands are tried on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.families import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)

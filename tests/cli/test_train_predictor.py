@@ -1,0 +1,203 @@
+"""`expertly train-predictor`: what it makes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.cli.main import main
+from expertly.learned.file import PredictorFile
+from expertly.models.packing import pack_cached
+from expertly.store.cache import learned_beside
+from tests.families import make_checkpoint
+from tests.learned.planted import planted_trace
+from tests.test_architecture import run_without_torch
+from tests.weights import random_weights
+
+QUICK = ("--distances", "2,1", "--hidden", "16", "--epochs", "30")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train") / "trace"
+    planted_trace(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(trace: Path) -> Path:
+    out = trace.with_name("weights")
+    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK]) == 0
+    return out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["train-predictor", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("expertly: error: ") and len(err.splitlines()) == 1
+    return err
+
+
+def test_it_says_what_it_made_and_how_good_that_is(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "weights"
+    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK]) == 0
+    head, learned, _, title, _, header, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("[planted | 5 networks of") and head.endswith(f"| {out}]")
+    assert "split 7:3 with seed 0: learned from 960 tokens of 16 requests, stopped by 1 others;" in learned
+    assert "of memory" in learned and "of scratch file" in learned and " on cpu" in learned
+    assert "350 tokens of the 7 requests kept back" in title
+    assert header.split() == [
+        *("layer", "token", "id", "learned", "1", "lookahead", "1", "learned", "2", "lookahead", "2")
+    ]
+    assert [row.split()[0] for row in rows] == ["1", "2", "3", "mean"]
+    assert all(row.count("%") == 5 for row in rows)
+
+
+def test_json_is_one_object_and_the_file_says_the_same(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "weights"
+    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK, "--json", "--seed", str(2**62 + 3)]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert result["distances"] == [1, 2] and result["networks"] == 5 and result["identity"] == "trace:planted"
+    assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", 2**62 + 3, 16, "cpu")
+    assert result["bytes"] == out.stat().st_size and result["scratch_bytes"] > 0 and result["peak_rss_bytes"] > 0
+    assert result["seconds"] > 0 and result["mean"]["1"]["learned"] > result["mean"]["1"]["token_id"] + 0.05
+    file = PredictorFile.read(out)
+    assert file.about["mean"] == result["mean"] and file.about["split"] == "7:3" and file.about["seed"] == 2**62 + 3
+    assert [row[:2] for row in file.about["accuracy"]] == [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]
+    assert "--json" not in file.about["source"] and file.about["source"].startswith("960 tokens of 16 requests")
+
+
+def test_a_lookahead_below_token_ids_is_marked() -> None:
+    from expertly.cli.train_predictor_report import accuracy_table
+
+    row = {"source": 0, "learned": 0.9, "lookahead": 0.4, "token_id": 0.5}
+    result = {
+        "distances": [1],
+        "accuracy": [{"distance": 1, "layer": 1, **row}, {"distance": 1, "layer": 2, **row, "lookahead": 0.5}],
+        "mean": {"1": {**row, "lookahead": None}},
+    }
+    lines = accuracy_table(result).splitlines()
+    assert lines[2].split() == ["1", "50.0%", "90.0%", "40.0%*"]
+    assert lines[3].split() == ["2", "50.0%", "90.0%", "50.0%"]
+    assert lines[4].split() == ["mean", "50.0%", "90.0%", "-"]
+
+
+def test_without_out_it_says_where_auto_looks(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "out: name the file to write; `--predictor auto` looks for" in error_of(capsys, trace)
+    folder = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    store = pack_cached(str(folder))
+    expected = str(learned_beside(store.folder, "predictor"))
+    assert expected in error_of(capsys, trace, "--model", store.folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--out", "no/such/folder/file"), "out='no/such/folder/file': must be a file"),
+        (("--out", "x", "--distances", "1,0"), "'1,0': must be whole numbers from 1"),
+        (("--out", "x", "--distances", ""), "must be whole numbers from 1"),
+        (("--out", "x", "--hidden", "0"), "'0': must be a whole number from 1"),
+        (("--out", "x", "--split", "7"), "'7': must be two whole numbers"),
+        (("--out", "x", "--device", "abacus"), "device='abacus': unknown, or not here"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: tuple[str, ...],
+    named: str,
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in error_of(capsys, trace, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted_trace(tmp_path / "trace", 3, 12, fields=("probs",))
+    error = error_of(capsys, tmp_path / "trace", "--out", tmp_path / "weights")
+    assert "field 'router_inputs'" in error and "`expertly trace record --full` records it" in error
+    assert not (tmp_path / "weights").exists()
+
+
+def test_another_model_than_the_trace_is_of_is_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = pack_cached(str(make_checkpoint("mixtral", tmp_path / "checkpoint")))
+    error = error_of(capsys, trace, "--out", tmp_path / "weights", "--model", store.folder)
+    assert "MoE layers" in error and not (tmp_path / "weights").exists()
+
+
+def test_an_interrupt_leaves_no_file(trace: Path, tmp_path: Path) -> None:
+    arguments = ["train-predictor", str(trace), "--out", str(tmp_path / "weights"), "--epochs", "100000", "--seed", "1"]
+    code = "import sys; from expertly.cli.main import main; print('go', flush=True); sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "go\n"
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_simulate_takes_the_file_and_says_what_it_saw(
+    trace: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["simulate", str(trace), "--memory", "50%", "--json", "--system"]
+    learned = "lru:prediction=learned:distance=1"
+    assert main([*common, f"{learned},lru", "--split", "7:3"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert "--predictor FILE, which `expertly train-predictor` makes" in rows[0]["skipped"]
+    assert rows[1]["skipped"] is None
+
+    assert main([*common, learned, "--split", "7:3", "--predictor", str(trained)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["predictor"] == str(trained) and result["results"][0]["skipped"] is None
+    expected = PredictorFile.read(trained).about["mean"]["1"]["learned"]
+    assert result["results"][0]["prediction_accuracy"] == pytest.approx(expected, abs=0.05), "by demands, not layers"
+    told = [note for note in result["notes"] if note.startswith("predictor:")]
+    assert told == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
+
+    assert main([*common, learned, "--predictor", str(trained)]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("some of the requests that are simulated" in note and "--split 7:3 --seed 0" in note for note in notes)
+
+    assert main([*common, "lru", "--predictor", str(trained)]) == 2
+    assert "no system of lru takes trained weights" in capsys.readouterr().err
+    assert main([*common, f"{learned[:-1]}3", "--predictor", str(trained)]) == 2
+    assert "distance=3: its weights are not of that; accepted with them: 1, 2" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_are_refused_by_simulate(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from expertly.learned.file import save_predictor
+    from expertly.trace.schema import TraceLayer
+
+    save_predictor(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})
+    system = "lru:prediction=learned"
+    assert main(["simulate", str(trace), "--system", system, "--predictor", str(tmp_path / "other")]) == 2
+    assert "num_experts=[9, 9, 9, 9]" in capsys.readouterr().err
+
+
+def test_simulate_reads_a_predictor_without_torch(trace: Path, trained: Path) -> None:
+    arguments = ["simulate", str(trace), "--system", "lru:prediction=learned", "--memory", "50%", "--split", "7:3"]
+    arguments += ["--predictor", str(trained)]
+    done = run_without_torch(f"from expertly.cli.main import main\nsys.exit(main({arguments!r}))")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,125 @@
+"""Experts over devices: every one on one device, counts even, and what is cut for a device is what is there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.placement import Placement
+
+
+def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
+    return Geometry(tuple(LayerGeometry(num, min(top_k, num), 8, 4, 3, 2) for num in experts), segments)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("experts", [(8,) * 5, (9, 16, 8, 11), (64,) * 26])
+def test_every_expert_is_on_one_device_and_comes_back(experts: tuple[int, ...], num_devices: int) -> None:
+    geometry = shape(*experts)
+    placement = Placement(geometry, num_devices)
+    found = [
+        (layer, expert) for share in placement.shares for layer, held in enumerate(share.experts) for expert in held
+    ]
+    assert sorted(found) == [(layer, e) for layer, num in enumerate(experts) for e in range(num)], "a bijection"
+    for device, share in enumerate(placement.shares):
+        assert all(held == sorted(held) for held in share.experts)
+        for layer, held in enumerate(share.experts):
+            for number, expert in enumerate(held):
+                assert placement.device_of(layer, expert) == device
+                assert share.numbers(layer)[expert] == number
+    for layer in range(len(experts)):
+        counts = [len(share.experts[layer]) for share in placement.shares]
+        assert max(counts) - min(counts) <= 1
+    totals = [share.geometry.num_experts for share in placement.shares]
+    assert max(totals) - min(totals) <= 1 and sum(totals) == geometry.num_experts
+    assert sum(share.geometry.nbytes for share in placement.shares) == geometry.nbytes
+
+
+def test_the_geometry_of_a_share_is_its_experts_own() -> None:
+    geometry = shape(4, 7, top_k=3, segments=4)
+    for share in Placement(geometry, 3).shares:
+        for layer, held in enumerate(share.experts):
+            one = share.geometry.layers[layer]
+            assert (one.num_experts, one.top_k) == (len(held), min(3, len(held)))
+            assert one.expert_nbytes == geometry.layers[layer].expert_nbytes
+        assert share.geometry.segments_per_expert == 4
+        assert share.geometry.size_classes == geometry.size_classes
+
+
+def test_one_device_has_the_model_as_it_is() -> None:
+    geometry = shape(6, 9)
+    (share,) = Placement(geometry, 1).shares
+    assert share.geometry == geometry and share.experts == [list(range(6)), list(range(9))]
+
+
+def test_it_is_the_same_everywhere_and_no_stripes() -> None:
+    """A hash: neighbours are not always apart, as they are where ids are dealt out in order."""
+    first, again = Placement(shape(*[64] * 8), 2), Placement(shape(*[64] * 8), 2)
+    assert [share.experts for share in first.shares] == [share.experts for share in again.shares]
+    assert first.shares[0].experts[0][:8] == [0, 3, 7, 10, 11, 12, 13, 16], "on this machine as on any"
+    together = sum(
+        first.device_of(layer, expert) == first.device_of(layer, expert + 1)
+        for layer in range(8)
+        for expert in range(63)
+    )
+    assert 0.35 < together / (8 * 63) < 0.65
+
+
+@pytest.mark.parametrize("num_devices", [0, 9, 100])
+def test_more_devices_than_experts_of_a_layer(num_devices: int) -> None:
+    with pytest.raises(ConfigError, match=rf"devices: {num_devices} of them.*only 8 experts; accepted: 1 to 8"):
+        Placement(shape(16, 8), num_devices)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -> None:
+    dice = random.Random(num_devices)
+    placement = Placement(shape(12, 12), num_devices)
+    for _ in range(50):
+        experts = dice.sample(range(12), dice.randint(0, 12))
+        tokens = [dice.randint(0, 5) for _ in experts]
+        decode = [dice.random() < 0.3 for _ in experts]
+        whole = RouterRan(1, experts, tokens, decode, 17)
+        parts = [share.router(whole) for share in placement.shares]
+        back = []
+        for share, part in zip(placement.shares, parts, strict=True):
+            assert (part.layer, part.batch_tokens) == (1, 17)
+            assert part.serves_decode == whole.serves_decode, "also where no expert here is decode's"
+            held = [share.experts[1][number] for number in part.experts]
+            assert held == [expert for expert in experts if expert in held], "router order"
+            back += list(zip(held, part.num_tokens, part.is_decode, strict=True))
+        assert sorted(back) == sorted(zip(experts, tokens, decode, strict=True))
+
+
+def test_a_prediction_is_cut_and_numbered_anew() -> None:
+    geometry = shape(6, 8)
+    placement = Placement(geometry, 2)
+    whole = Prediction(
+        1,
+        [5, 0, 7, 2],
+        [0.5, 0.25, 0.2, 0.05],
+        2,
+        0.9,
+        [0.1 * expert for expert in range(8)],
+        tuple(float(eid) for eid in range(14)),
+    )
+    named = []
+    for share in placement.shares:
+        part = share.prediction(whole)
+        held = share.experts[1]
+        assert (part.layer, part.distance, part.confidence) == (1, 2, None)
+        named += [(held[number], score) for number, score in zip(part.experts, part.scores, strict=True)]
+        assert part.scores == sorted(part.scores, reverse=True)
+        assert part.probabilities == [0.1 * expert for expert in held]
+        assert part.outlook is not None and len(part.outlook) == share.geometry.num_experts
+        for layer, of_layer in enumerate(share.experts):
+            for number, expert in enumerate(of_layer):
+                local, model = share.geometry.expert_id(layer, number), geometry.expert_id(layer, expert)
+                assert part.outlook[local] == float(model)
+    assert sorted(named) == sorted(zip(whole.experts, whole.scores, strict=True))
+    bare = placement.shares[0].prediction(Prediction(0, [], [], 1))
+    assert bare.experts == [] and bare.probabilities is None and bare.outlook is None

@@ -1,0 +1,121 @@
+"""What goes wrong while a model runs: reads that fail, interrupts at the worst of times."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly.core.errors import EngineClosedError, TransferError
+from expertly.store.reader import ExpertFile
+from tests.engine.conftest import Case
+from tests.engine.observe import loaded
+from tests.families import generate
+
+
+class FailOnce:
+    """`ExpertFile.read_into` that fails at its `at`-th call, once."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.path: Path | None = None
+        self._lock = threading.Lock()
+        self._original = ExpertFile.read_into
+
+    def __call__(self, file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
+        with self._lock:
+            self.at -= 1
+            is_now = self.at == 0
+        if is_now:
+            self.path = file.path
+            error = OSError(errno.EIO, os.strerror(errno.EIO))
+            raise TransferError(f"{file.path}: reading at offset {offset} failed ({error.strerror})") from error
+        return self._original(file, offset, buffers)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the `at`-th line that runs in the engine, the control plane or the policies."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        is_ours = "/expertly/engine/" in name or "/expertly/control/" in name or "/expertly/policies/" in name
+        return self._line if is_ours else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupt_at_lines(case: Case, lines: Sequence[int], check: Callable[[Any], None], **settings: Any) -> None:
+    """Interrupt a model before each of these lines: mostly it works on and `check` passes; else it says it cannot."""
+    num_closed = 0
+    for at in lines:
+        model, _ = expertly.load(str(case.store), **({"device": "cpu"} | settings))
+        try:
+            generate(model, case.prompts, 3)
+            sys.settrace(InterruptAt(at))
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    generate(model, case.prompts)
+            finally:
+                sys.settrace(None)
+            try:
+                assert generate(model, case.prompts) == case.tokens, f"line {at}"
+                check(model)
+            except EngineClosedError:
+                num_closed += 1
+        finally:
+            expertly.unload(model)
+    assert num_closed < len(lines) / 2, "mostly it works on"
+
+
+def interrupt_twice(case: Case, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any], None], **settings: Any) -> None:
+    """Interrupt a model that waits for a slow disk, and again while it waits for the reads under way: it works on and
+    `check` passes.
+    """
+    may_read, waits = threading.Event(), threading.Event()
+    may_read.set()
+    read_into = ExpertFile.read_into
+
+    def wait_and_read(*args: Any) -> bool:
+        waits.set()
+        may_read.wait(30)
+        return read_into(*args)
+
+    def interrupt() -> None:
+        waits.wait(30)
+        for _ in range(2):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ExpertFile, "read_into", wait_and_read)
+    with loaded(case.store, **settings) as model:
+        assert generate(model, case.prompts) == case.tokens
+        may_read.clear()
+        waits.clear()
+        user = threading.Thread(target=interrupt)
+        user.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, case.prompts)
+        finally:
+            user.join()
+            may_read.set()
+        assert generate(model, case.prompts) == case.tokens
+        check(model)

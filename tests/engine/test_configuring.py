@@ -1,0 +1,156 @@
+"""What layers keep is worked out beside the model and changes while it runs, and no token does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly.control.budget import split_budget
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.decisions import replay_file
+from expertly.engine.api import handle
+from expertly.engine.configuring import Configuring
+from expertly.engine.step_times import StepTimes
+from expertly.policies.moepic.configurator import configure
+from expertly.policies.moepic.statistics import LayerRates
+from expertly.systems import get_system
+from tests.control.drive import run_layer
+from tests.engine.conftest import Cases
+from tests.families import generate
+
+SHAPE = Geometry((LayerGeometry(8, 2, 4, 16, 3, 2),) * 2, 4)
+
+
+def settled(model: Any) -> int:
+    """Wait for what is being worked out; how often something was."""
+    for device in handle(model).engine.executor.devices:
+        if device.configuring._thread is not None:
+            device.configuring._thread.join()
+    allocation: dict[str, Any] = expertly.stats(model).as_dict()["devices"][0]["allocation"]
+    return int(allocation["configurations"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
+    family: str, cases: Cases, tmp_path: Path
+) -> None:
+    """Every other token something is worked out, from times of this machine; and all of it is decided again."""
+    case, path = cases[family], tmp_path / "decisions.jsonl"
+    model, _ = expertly.load(
+        str(case.store), memory="50%", system="moepic:tau=2", segments=4, device="cpu", decisions=path
+    )
+    engine, seen = handle(model).engine, set()
+    begin = engine.begin_iteration
+
+    def begin_iteration(info: Any) -> None:
+        settled(model)
+        begin(info)
+        engine.controller.check()
+        seen.add((tuple(engine.controller.keeper.shares), tuple(engine.controller.keeper.tops)))
+
+    engine.begin_iteration = begin_iteration
+    for _ in range(2):
+        assert generate(model, case.prompts) == case.tokens
+    assert settled(model) >= 3 and len(seen) > 1, "it did change"
+    expertly.unload(model)
+    assert replay_file(path)[1].difference is None
+    assert '["configure",' in path.read_text()
+
+
+def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    model, _ = expertly.load(
+        str(case.store), memory="60%", system="moepic:tau=4", segments=4, devices="cpu:0,cpu:1", matcher="inline"
+    )
+    for _ in range(3):
+        assert generate(model, case.prompts) == case.tokens
+        settled(model)
+    assert settled(model) >= 1
+    expertly.unload(model)
+
+
+def configuring(job: Callable[[Any], Any]) -> Configuring:
+    """Of a model that has been run for a while; what is due is this job."""
+    system = get_system("moepic")
+    control = system.controller(SHAPE, system.budget(SHAPE, split_budget(SHAPE, SHAPE.nbytes // 2)))
+    for layer in range(2):
+        run_layer(control, layer, [0, 1])
+    found = Configuring(control)
+    control.configuration_due = lambda: job  # type: ignore[method-assign]
+    for begin in (0, 100):
+        found.times.begin(begin)
+        for layer in range(2):
+            found.times.loaded(layer, 4, 100, has_waited=True)
+            found.times.ran(layer, True, 10, 20, begin + 30 * (layer + 1))
+    return found
+
+
+def test_a_pass_does_not_wait_for_it_and_nothing_is_worked_out_twice() -> None:
+    going, asked = threading.Event(), []
+
+    def job(timing: Any) -> Any:
+        asked.append(timing)
+        assert going.wait(10)
+        return configure(SHAPE, [20], [LayerRates.alike(8)] * 2, timing)
+
+    found = configuring(job)
+    shares = list(found._controller.keeper.shares)
+    for _ in range(3):
+        found.begin_iteration()
+    assert found._controller.keeper.shares == shares and len(asked) == 1
+    going.set()
+    assert found._thread is not None
+    found._thread.join()
+    found.begin_iteration()
+    assert found._controller.allocation.facts()["configurations"] == 1 and found._thread is None
+    found.close()
+
+
+def test_what_it_raises_is_raised_at_the_beginning_of_a_pass_once() -> None:
+    def job(timing: Any) -> Any:
+        raise ZeroDivisionError("made up")
+
+    found = configuring(job)
+    found.begin_iteration()
+    assert found._thread is not None
+    found._thread.join()
+    with pytest.raises(ZeroDivisionError, match="made up"):
+        found.begin_iteration()
+    found.close()
+
+
+def test_times_of_a_step_are_what_lies_between() -> None:
+    """Attention: 7 and 5 ns before layers 0 and 1. Experts: 30 - 10 and 40. The head: 9. A segment: 25 in layer 0."""
+    times = StepTimes(SHAPE)
+    for begin, is_decode in ((1000, False), (2000, True), (2091, True), (9000, False), (9500, True)):
+        times.begin(begin)
+        times.ran(0, is_decode, 10, 30, begin + 37)
+        assert times.is_known == (begin > 2091)
+        times.ran(1, is_decode, 0, 40, begin + 82)
+        if begin == 2091:
+            times.loaded(0, 2, 50, has_waited=True)
+            times.loaded(1, 2, 500, has_waited=False)
+    timing = times.timing()
+    assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((7, 5), (20, 40), 9)
+    assert timing.load_ns == (100, 100), "layer 1 never waited: it loads as fast"
+
+
+def test_a_system_that_works_nothing_out_has_no_thread(cases: Cases) -> None:
+    model, _ = expertly.load(str(cases["qwen3_moe"].store), memory="50%", system="lcp", device="cpu")
+    assert handle(model).engine.executor.devices[0].configuring is None
+    expertly.unload(model)
+    assert all(thread.name != "expertly-configurator" for thread in threading.enumerate())
+
+
+def test_memory_sharing_is_told_with_the_splits(cases: Cases) -> None:
+    model, _ = expertly.load(
+        str(cases["qwen3_moe"].store), memory="50%", system="moepic:allocation=split", device="cpu"
+    )
+    told = expertly.stats(model).as_dict()["allocation"]
+    expertly.unload(model)
+    assert told["name"] == "split" and {one["theta"] for one in told["split"]} == {0.5}

@@ -1,0 +1,91 @@
+"""Who gets how many slots, in an engine: shares move to where misses are, and with nothing kept nothing stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.decisions import replay_file
+from expertly.engine.api import handle
+from expertly.models.loading import experts_modules
+from tests.engine.conftest import Cases
+from tests.engine.observe import loaded
+from tests.families import HIDDEN_SIZE, NUM_EXPERTS, generate, make_prompts
+
+
+def feed(model: Any, num_tokens: int) -> None:
+    """Layer 1 chooses among all its experts, the others among three."""
+    engine, modules = handle(model).engine, experts_modules(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_tokens):
+        for layer, module in enumerate(modules):
+            few = NUM_EXPERTS if layer == 1 else 3
+            chosen = torch.rand(1, few, generator=generator).topk(2).indices
+            engine.forward_experts(module, layer, torch.zeros(1, HIDDEN_SIZE), chosen, torch.full((1, 2), 0.5))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_shares_move_to_the_layer_that_misses_and_are_replayed(segments: int, cases: Cases, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    with loaded(
+        cases["mixtral"].store, memory="60%", system="lru:allocation=adapmoe", segments=segments, decisions=path
+    ) as model:
+        before = expertly.stats(model).as_dict()["allocation"]
+        feed(model, 255)
+        assert expertly.stats(model).as_dict()["allocation"]["experts"] == before["experts"]
+        evicted = [expertly.stats(model).phase("decode", layer).evicted_nbytes for layer in range(3)]
+        misses = expertly.stats(model).phase("decode", 1).misses
+        feed(model, 260)
+        handle(model).engine.controller.check()
+        stats = expertly.stats(model).as_dict()
+        after = stats["allocation"]
+        assert sum(after["experts"]) == sum(before["experts"]) and after["experts"][1] > before["experts"][1]
+        assert after["name"] == "adapmoe" and after["moves"] == 1
+        assert stats["layers"][0]["decode"]["evicted_bytes"] > evicted[0] or stats["layers"][0]["decode"]["misses"] == 3
+        assert expertly.stats(model).phase("decode", 1).misses - misses < misses, "it was worth it"
+    replayed = replay_file(path)[1]
+    assert replayed.difference is None and replayed.num_layers == 515 * 3
+
+
+@pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
+@pytest.mark.parametrize(
+    "system", ["adapmoe", "lru:allocation=none", "lru:allocation=none:prediction=lookahead:ahead=ring"]
+)
+@pytest.mark.parametrize(("memory", "segments"), [("40%", 1), ("60%", 2)])
+def test_tokens_are_the_references(system: str, family: str, memory: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    with loaded(case.store, memory=memory, system=system, segments=segments) as model:
+        assert generate(model, case.prompts) == case.tokens
+        handle(model).engine.controller.check()
+
+
+def test_with_nothing_kept_every_need_is_a_miss_or_was_loaded_ahead(cases: Cases) -> None:
+    case, prompt = cases["mixtral"], make_prompts(1, length=11, seed=2)
+    counted = {}
+    for name in ("lru:allocation=none", "lru:allocation=none:prediction=lookahead:ahead=ring"):
+        matcher = {"matcher": "inline"} if "lookahead" in name else {}
+        with loaded(case.store, memory="50%", system=name, **matcher) as model:
+            generate(model, prompt, 20)
+            counted[name] = expertly.stats(model).phase("decode")
+            controller = handle(model).engine.controller
+            coming = {*controller.speculation.waiting, *controller.speculation.in_flight}
+            held = [r | w for r, w in zip(controller.residency.resident, controller.residency.loading, strict=True)]
+            assert {eid for eid, mask in enumerate(held) if mask} <= coming
+            stats = expertly.stats(model).as_dict()
+            assert stats["kept_bytes"] == 0 and stats["ring_bytes"] == stats["memory_bytes"]
+            assert stats["allocation"]["experts"] == [0, 0, 0]
+    without, ahead = counted.values()
+    assert without.hits == without.partial_hits == without.evicted_nbytes == ahead.evicted_nbytes == 0
+    assert ahead.prefetched_needed > 0 and ahead.hits == ahead.prefetched_in_time
+
+
+def test_a_systems_own_segments_are_those_that_its_experts_can_be_cut_into(cases: Cases) -> None:
+    for system, segments, expected in (("lru", None, 1), ("lru:segments=4", None, 4), ("lru:segments=4", 2, 2)):
+        with loaded(cases["mixtral"].store, memory="50%", system=system, segments=segments) as model:
+            assert expertly.stats(model).as_dict()["segments"] == expected
+    with loaded(cases["mixtral"].store, memory="50%", system="lru:segments=5") as model:
+        assert expertly.stats(model).as_dict()["segments"] in (2, 3, 4), "5 divides no width of the test models"

@@ -1,0 +1,131 @@
+"""Predictions that go past the last layer and past the K experts that a router chooses (MoEpic, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.engine.api import handle
+from tests.engine.conftest import Cases
+from tests.engine.observe import loaded, reader_threads
+from tests.engine.test_prediction import assert_loaded_ahead
+from tests.families import generate, logits_of
+
+pytestmark = pytest.mark.timeout(120)
+
+SPECULATIVE = "lru:prediction=speculative"
+NEXT_TOKEN = "lru:prediction=lookahead:next_token=yes"
+
+
+@pytest.mark.parametrize("matcher", ["thread", "inline"])
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "jamba", "switch_transformers"])
+def test_it_gives_the_tokens_and_logits_of_the_reference(
+    family: str, segments: int, matcher: str, cases: Cases
+) -> None:
+    case = cases[family]
+    with loaded(case.store, system=SPECULATIVE, memory="50%", segments=segments, matcher=matcher) as model:
+        for prompts, expected in ((case.prompts, case.tokens), (case.prompts[:1], case.tokens[:1])):
+            assert generate(model, prompts) == expected
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        assert_loaded_ahead(model)
+
+
+def test_the_first_layer_of_a_token_is_predicted_from_the_last_layer_of_the_one_before(cases: Cases) -> None:
+    """Once for each token but a prompt's first layer: that comes after another request, or after nothing."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system=NEXT_TOKEN, memory="50%", matcher="inline") as model:
+        (tokens,) = generate(model, case.prompts[:1], 9)
+        assert tokens == case.tokens[0][:9]
+        stats = expertly.stats(model).as_dict()
+        assert stats["prediction"]["predictions_late"] == stats["prediction"]["contexts_dropped"] == 0
+        first, second = stats["layers"][0], stats["layers"][1]
+        assert first["prefill"]["predicted"] == 0 < second["prefill"]["predicted"]
+        assert first["decode"]["predicted"] == second["decode"]["predicted"] == 8 * 3, "top 3, of each token but one"
+        assert set(first["decode"]["accuracy_by_distance"]) == set(second["decode"]["accuracy_by_distance"]) == {"1"}
+        generate(model, case.prompts[1:], 2)
+        again = expertly.stats(model).as_dict()["layers"][0]
+        assert again["prefill"]["predicted"] == 3, "a prompt came instead of the next token: it was for that layer"
+
+
+def test_what_was_loaded_for_the_next_token_waits_for_it(cases: Cases) -> None:
+    """Between two passes it is there or comes; it is in time, or for nothing, when the first layer has run."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system=NEXT_TOKEN, memory="60%", matcher="inline") as model:
+        controller = handle(model).engine.controller
+        first_layer = range(controller.geometry.layers[0].num_experts)
+        waited = []
+
+        def between(*args: Any) -> None:
+            waiting = controller.speculation.waiting
+            assert set(waiting) <= set(first_layer), "every other layer has run"
+            waited.append(len(waiting))
+            controller.check()
+
+        hook = model.register_forward_hook(between)
+        generate(model, case.prompts[:1], 12)
+        hook.remove()
+        assert sum(waited) > 0
+        decode = expertly.stats(model).as_dict()["layers"][0]["decode"]
+        assert 0 < decode["prefetched"] <= sum(waited) and decode["prefetched_needed"] <= decode["prefetched"]
+
+
+def test_a_decoder_goes_round_and_an_encoder_does_not(cases: Cases) -> None:
+    case = cases["switch_transformers"]
+    with loaded(case.store, system=NEXT_TOKEN, memory="50%", matcher="inline") as model:
+        passes: list[None] = []
+        hook = model.register_forward_hook(lambda *args: passes.append(None))  # an encoder's is not the model's
+        generate(model, case.prompts[:1], 9)
+        hook.remove()
+        stats = expertly.stats(model).as_dict()
+        assert stats["prediction"]["predictions_late"] == 0
+        layers = [layer["prefill"]["predicted"] + layer["decode"]["predicted"] for layer in stats["layers"]]
+        assert layers[0] == 0 < layers[1], "the encoder's first layer, never"
+        top_k = handle(model).engine.controller.geometry.layers[2].top_k
+        expected = [top_k * (len(passes) - 1), top_k * len(passes)]
+        assert len(passes) > 4 and layers[2:] == expected, "of each token but the first, of each"
+
+
+def test_all_experts_of_a_layer_are_named(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system=SPECULATIVE, memory="50%", matcher="inline") as model:
+        generate(model, case.prompts[:1], 6)
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert decode["recall"] == 1.0 and decode["prediction_accuracy"] == pytest.approx(3 / 8, abs=1e-3)
+
+
+def test_a_request_that_fails_after_its_last_layer_leaves_nothing_behind(cases: Cases) -> None:
+    """What was being loaded for a token that never comes: the next request finds the slots, and its tokens."""
+    case = cases["qwen3_moe"]
+
+    def stop(*args: Any) -> None:
+        raise RuntimeError("stop")
+
+    with loaded(case.store, system=SPECULATIVE, memory="40%", matcher="inline", segments=2) as model:
+        for _ in range(3):
+            hook = model.lm_head.register_forward_hook(stop)
+            with pytest.raises(RuntimeError, match="stop"):
+                generate(model, case.prompts)
+            hook.remove()
+            handle(model).engine.controller.check()
+            assert generate(model, case.prompts) == case.tokens
+        assert_loaded_ahead(model)
+    assert not reader_threads()
+
+
+def test_on_the_demo_model_the_first_layer_is_named_more_often_than_by_chance() -> None:
+    """Of 32 experts a router chooses 4. The other layers are one ahead of what they are asked about, it is a token."""
+    model, tokenizer = expertly.load(system=NEXT_TOKEN, memory="50%", matcher="inline", device="cpu", maps="off")
+    try:
+        for text in ("Once upon a time there was a", "The little dog ran to the park and"):
+            inputs = tokenizer(text, return_tensors="pt")
+            model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        layers = expertly.stats(model).as_dict()["layers"]
+        first, *others = (layer["decode"]["accuracy_by_distance"]["1"] for layer in layers)
+        assert first > 1.5 * 4 / 32
+        assert sum(others) / len(others) > 0.6
+    finally:
+        expertly.unload(model)

@@ -1,0 +1,93 @@
+"""How a layer runs, in the engine: the tokens of the unmodified model, and the transfers that the way says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.messages import Piece
+from expertly.decisions import replay_file
+from expertly.engine.api import handle
+from tests.control.drive import WAYS
+from tests.engine.conftest import Cases
+from tests.engine.failing import interrupt_at_lines
+from tests.engine.observe import loaded
+from tests.engine.test_prediction import assert_loaded_ahead, of_phases, prediction
+from tests.families import generate, logits_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def demanded_together(model: Any) -> list[int]:
+    """From now on: how many experts are demanded and not here, whenever some are demanded."""
+    backend = handle(model).engine.backend
+    submit, poll, wait = backend.submit, backend.poll, backend.wait
+    coming: dict[Piece, None] = {}
+    found: list[int] = []
+
+    def note(pieces: Iterable[Piece]) -> None:
+        asked = list(pieces)
+        coming.update(dict.fromkeys(asked))
+        found.append(len({(piece.layer, piece.expert) for piece in coming}))
+        submit(asked)
+
+    def arrived(piece: Piece | None) -> Any:
+        coming.pop(piece, None)  # type: ignore[arg-type]
+        return piece
+
+    backend.submit = note  # type: ignore[method-assign]
+    backend.poll = lambda: arrived(poll())  # type: ignore[method-assign]
+    backend.wait = lambda: arrived(wait())  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_however_a_layer_runs_it_is_lossless(
+    order: str, preemption: str, transfer: str, segments: int, cases: Cases, tmp_path: Path
+) -> None:
+    case, path = cases["qwen3_moe"], tmp_path / "decisions.jsonl"
+    system = f"lru:prediction=lookahead:transfer={transfer}:preemption={preemption}:order={order}"
+    with loaded(case.store, system=system, segments=segments, memory="40%", decisions=path) as model:
+        found = demanded_together(model)
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        assert_loaded_ahead(model)
+        assert prediction(model)["matcher"] == ("inline" if transfer == "synchronous" else "thread")
+        assert (max(found) == 1) == (preemption == "late"), "found late, they are demanded one by one"
+        needed, in_time = of_phases(model, "prefetched_needed"), of_phases(model, "prefetched_in_time")
+        if transfer == "synchronous":
+            assert in_time == needed > 0, "no demand finds what it needs under way"
+            assert not handle(model).engine.controller.speculation.num_in_flight
+            assert expertly.stats(model).as_dict()["stall_s"] > 0
+    header, replayed = replay_file(path)
+    assert header["order"] == order and replayed.difference is None and replayed.num_layers > 0
+
+
+def test_an_order_that_is_asked_for_goes_before_the_systems(cases: Cases, tmp_path: Path) -> None:
+    case = cases["qwen3_moe"]
+    for asked, used in ((None, "id"), ("resident", "resident")):
+        path = tmp_path / f"{used}.jsonl"
+        with loaded(case.store, system="lru:order=id", memory="40%", decisions=path, order=asked) as model:
+            assert generate(model, case.prompts) == case.tokens
+        header, replayed = replay_file(path)
+        assert (header["system"], header["order"]) == ("lru:order=id", used) and replayed.difference is None
+
+
+@pytest.mark.parametrize("way", ["transfer=synchronous", "preemption=late", "order=id", "preemption=late:order=id"])
+def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(way: str, cases: Cases) -> None:
+    interrupt_at_lines(
+        cases["qwen3_moe"],
+        range(3, 5000, 1307),
+        lambda model: handle(model).engine.controller.check(),
+        system=f"lru:prediction=lookahead:{way}",
+        memory="50%",
+        matcher="inline",
+    )

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.policies.maps.store import MapShape
+from expertly.policies.matrices.collection import Collection
+from expertly.policies.matrices.match import Match
+from tests.policies.matrices.reference import LAYERS, SHAPE, NaiveCollection, choices, cosine, matrix_of
+
+
+def counts_of(row: np.ndarray) -> dict[int, int]:
+    return {int(expert): int(row[expert]) for expert in np.flatnonzero(row)}
+
+
+@pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+@pytest.mark.parametrize("capacity", [1, 6, 60])
+def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: list[int]) -> None:
+    """Requests come, replace each other and are matched, m at a time, layer by layer; some layers are left out."""
+    dice = np.random.default_rng(capacity)
+    collection, naive = Collection(SHAPE, capacity), NaiveCollection(capacity)
+    recent = []
+    for number in range(24):
+        matrix = matrix_of(choices(dice, int(dice.integers(1, 4))))
+        if number % 7 == 3:
+            matrix = recent[-2]  # the same again
+        recent.append(matrix)
+        collection.add(matrix)
+        naive.add(matrix)
+        assert collection.num_matrices == len(naive.matrices)
+        by_age = np.argsort(collection.born[: collection.num_matrices])
+        np.testing.assert_array_equal(collection.matrices[by_age], naive.matrices)
+        np.testing.assert_array_equal(collection.columns.transpose(2, 0, 1), collection.matrices)
+        np.testing.assert_array_equal(collection.total, np.sum(naive.matrices, axis=0))
+        if number % 5 != 3:
+            continue
+        running = matrix_of(choices(dice, num_tokens))
+        for num in (1, 3, 100):
+            match, seen = Match(collection), []
+            assert match.nearest(num) is None, "nothing has been seen"
+            for layer in layers:
+                match.observe(layer, counts_of(running[layer]))
+                seen.append(layer)
+                found = match.nearest(num)
+                wanted = naive.nearest(running, seen, num)
+                if not wanted:
+                    assert found is None
+                    continue
+                assert found is not None
+                assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
+                best = max(cosine(running[seen], matrix[seen]) for matrix in naive.matrices)
+                assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
+
+
+def test_many_experts_at_once_are_counted_as_one_by_one() -> None:
+    """A prompt that chose most experts of a wide layer, in one product."""
+    dice = np.random.default_rng(0)
+    collection = Collection(MapShape((64, 60), (4, 4)), 9)
+    for _ in range(9):
+        matrix = dice.integers(0, 5, (2, 64))
+        matrix[1, 60:] = 0
+        collection.add(matrix)
+    row = dice.integers(0, 900, 64)
+    match = Match(collection)
+    match.observe(0, counts_of(row))
+    found = match.nearest(1)
+    assert found is not None
+    cosines = [cosine(row, matrix[0]) for matrix in collection.matrices]
+    assert found.slots == (int(np.argmax(cosines)),) and found.cosine == pytest.approx(max(cosines), abs=1e-6)
+
+
+def test_of_equal_ones_the_newest_are_nearest_wherever_they_lie() -> None:
+    """The length of a request does not matter, the share of its tokens does."""
+    dice = np.random.default_rng(1)
+    collection, same = Collection(SHAPE, 30), matrix_of(choices(dice, 9))
+    for number in range(30):
+        collection.add(same * (1 + number) if number % 3 else matrix_of(choices(dice, 2)))
+    match = Match(collection)
+    for layer in range(LAYERS):
+        match.observe(layer, counts_of(same[layer]))
+    one, four = match.nearest(1), match.nearest(4)
+    assert one is not None and four is not None
+    assert one.slots == (29,) and four.slots == (25, 26, 28, 29)
+    assert one.cosine == pytest.approx(1, abs=1e-6)
+
+
+def test_what_has_nothing_in_common_is_no_match() -> None:
+    collection = Collection(SHAPE, 4)
+    assert Match(collection).nearest(1) is None
+    matrix = np.zeros((5, 7), np.int64)
+    matrix[:, 0] = 3
+    collection.add(matrix)
+    match = Match(collection)
+    match.observe(0, {1: 1, 2: 1})
+    assert match.nearest(1) is None
+    match.observe(1, {0: 1, 2: 1})
+    found = match.nearest(5)
+    assert found is not None and found.slots == (0,) and found.cosine == pytest.approx(3 / (4 * 18) ** 0.5)

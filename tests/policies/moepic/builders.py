@@ -1,0 +1,81 @@
+"""Routing with planted behaviour, the rates it has, and small models to configure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
+from expertly.policies.moepic.timing import Timing
+
+
+def shape_of(layers: int, experts: int = 6, top_k: int = 2, segments: int = 4, width: int = 16) -> Geometry:
+    return Geometry(tuple(LayerGeometry(experts, top_k, 4, width, 3, 2) for _ in range(layers)), segments)
+
+
+def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    """Needed experts [T, K], Zipf and in part those of the token before, and predicted scores [T, E] with noise."""
+    dice = np.random.default_rng(seed)
+    popularity = -dice.uniform(0.3, 1.5) * np.log(1.0 + dice.permutation(experts))
+    own, needed, predicted = dice.gumbel(size=experts), [], []
+    for _ in range(tokens):
+        own = np.where(dice.random(experts) < 0.3, dice.gumbel(size=experts), own)
+        logits = popularity + own
+        needed.append(np.argsort(-logits, kind="stable")[:top_k])
+        scores = np.exp(logits + noise * dice.standard_normal(experts))
+        predicted.append((scores / scores.sum()).astype(np.float32))
+    return np.array(needed), np.array(predicted)
+
+
+def gathered(seed: int, experts: int = 6, top_k: int = 2, tokens: int = 150) -> LayerRates:
+    layer = LayerStatistics(experts)
+    layer.learn(*routing(seed, tokens, experts, top_k, [0.0, 0.3, 1.0, 2.0, 5.0][seed % 5]))
+    return layer.rates()
+
+
+def random_model(seed: int) -> tuple[Geometry, int, list[LayerRates], Timing]:
+    """Three small layers, the segments to keep, their rates and times."""
+    dice = np.random.default_rng(seed)
+    experts, segments, top_k = int(dice.integers(4, 7)), int(dice.choice([1, 2, 4])), int(dice.integers(1, 3))
+    shape = shape_of(3, experts, top_k, segments)
+    rates = [gathered(100 * seed + int(dice.integers(100)), experts, top_k) for _ in range(3)]
+    attention_ns, moe_ns, head_ns = (int(100_000 * dice.uniform(0.1, 1.0)) for _ in range(3))
+    kept = int(dice.integers(3, 3 * experts * segments // 2 + 1))
+    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns)
+
+
+def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]:
+    """All budgets from 1 to `most` segments a layer that sum to at most `total`."""
+    if not layers:
+        yield ()
+        return
+    for first in range(1, min(most, total - layers + 1) + 1):
+        for rest in allocations(layers - 1, total - first, most):
+            yield (first, *rest)
+
+
+def rates_of(ranks_of_places: np.ndarray, needed_of_places: np.ndarray) -> LayerRates:
+    """Planted: [E, E] how likely the y-th predicted expert is of each rank, [E] and needed, whatever its rank."""
+    num = len(needed_of_places)
+    predicted_hits = np.zeros((num, num + 1))
+    np.cumsum(ranks_of_places, axis=1, out=predicted_hits[:, 1:])
+    hits = needed_of_places @ predicted_hits / needed_of_places.sum()
+    return LayerRates(hits, needed_of_places.astype(float), predicted_hits)
+
+
+def perfect(experts: int, top_k: int, popularity: np.ndarray | None = None) -> LayerRates:
+    """The K needed ones come first among the predicted; which these are is drawn by popularity, falling with rank."""
+    weights = np.ones(experts) if popularity is None else popularity
+    ranks = np.empty((experts, experts))
+    ranks[:top_k] = weights / weights.sum()
+    ranks[top_k:] = (1 - ranks[:top_k].sum(axis=0)) / (experts - top_k)
+    return rates_of(ranks, (np.arange(experts) < top_k).astype(float))
+
+
+def useless(experts: int, top_k: int, falls_by: float = 0.7) -> LayerRates:
+    """What is predicted says nothing; what is needed is one of the hottest, mostly."""
+    hot = falls_by ** np.arange(experts)
+    rates = rates_of(np.full((experts, experts), 1 / experts), np.full(experts, top_k / experts))
+    return LayerRates(np.concatenate([[0.0], np.cumsum(hot / hot.sum())]), rates.accuracy, rates.predicted_hits)

@@ -1,0 +1,176 @@
+"""Budgets are possible, never worse than equal ones, near the best, and where planted behaviour wants them."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.policies.moepic.configurator import Configuration, configure
+from expertly.policies.moepic.forecast import Forecaster
+from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.moepic.statistics import LayerStatistics
+from expertly.policies.moepic.timing import Timing
+from expertly.policies.moepic.uniform import uniform_budgets, uniform_plan
+from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
+
+TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
+
+
+def budgets_of(found: Configuration) -> list[int]:
+    return [one.budget_segments for one in found.plan.layers]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_budgets_are_possible_and_no_worse_than_equal_ones(seed: int) -> None:
+    shape, kept, rates, timing = random_model(seed)
+    found = configure(shape, [kept], rates, timing)
+    most = shape.layers[0].num_experts * shape.segments_per_expert
+    assert sum(budgets_of(found)) == kept
+    assert all(1 <= budget <= most for budget in budgets_of(found))
+    assert sum(found.exposed_ns) <= sum(found.uniform_exposed_ns)
+    assert sum(found.exposed_ns) <= sum(found.start_exposed_ns)
+    assert found == configure(shape, [kept], rates, timing)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_forecast_is_of_the_plan(seed: int) -> None:
+    shape, kept, rates, timing = random_model(seed)
+    found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
+    assert found.exposed_ns == pytest.approx(forecaster.exposed_with(found.plan.layers))
+    outcomes = found.outcomes
+    assert [one.exposed_ns for one in outcomes] == pytest.approx(found.exposed_ns)
+    assert outcomes[0].window_ns == timing.first_window_ns()
+    for layer, (one, following) in enumerate(pairwise(outcomes)):
+        assert (
+            following.window_ns == timing.next_window_ns(layer, one.loaded) and 0 <= one.loaded <= timing.top_k[layer]
+        )
+        assert one.exposed_ns == timing.exposed_ns(layer, one.loaded)
+    uniform = forecaster.forecast(uniform_budgets(shape, [kept]))
+    assert found.uniform_exposed_ns == uniform.exposed_ns
+    assert found.start_exposed_ns == forecaster.exposed_with(uniform_plan(shape, [kept]).layers)
+
+
+def test_the_gap_to_the_best_of_all_budgets() -> None:
+    gaps = []
+    for seed in range(30):
+        shape, kept, rates, timing = random_model(seed)
+        forecaster, near, least = Forecaster(shape, rates, timing), None, float("inf")
+        for budgets in allocations(3, kept, shape.layers[0].num_experts * shape.segments_per_expert):
+            near = forecaster.forecast(budgets, near)
+            least = min(least, near.total_ns)
+        total = sum(configure(shape, [kept], rates, timing).exposed_ns)
+        assert total >= least * (1 - 1e-9)
+        if least > 0:
+            gaps.append(total / least - 1)
+    assert len(gaps) >= 10
+    assert statistics.median(gaps) <= 0.05
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_forecast_near_another_is_as_one_from_nothing(seed: int) -> None:
+    shape, _, rates, timing = random_model(seed)
+    forecaster, dice, near = Forecaster(shape, rates, timing), np.random.default_rng(seed), None
+    most = shape.layers[0].num_experts * shape.segments_per_expert
+    for _ in range(20):
+        near = forecaster.forecast(dice.integers(0, most + 1, size=3).tolist(), near)
+        alone = forecaster.forecast(near.budgets)
+        assert (near.windows_ns, near.exposed_ns, near.splits()) == (alone.windows_ns, alone.exposed_ns, alone.splits())
+
+
+def test_memory_goes_where_predictions_fail() -> None:
+    """Perfect predictions in a window of all K loads need nothing kept; useless ones take it, as whole experts."""
+    shape = shape_of(4, experts=16, top_k=2, segments=4)
+    timing = Timing.of(shape, **(TIMES | {"attention_ns": 250_000, "head_ns": 0}))
+    flat = useless(16, 2, falls_by=0.95)
+    found = configure(shape, [64], [perfect(16, 2), flat, perfect(16, 2), flat], timing)
+    budgets = budgets_of(found)
+    assert budgets[0] + budgets[2] <= 4
+    assert sum(found.exposed_ns) < 0.5 * sum(found.uniform_exposed_ns)
+    for layer in (1, 3):
+        assert found.plan.layers[layer].kept_segments == 4
+        assert abs(budgets[1] - budgets[3]) <= 8
+
+
+def test_useless_predictions_everywhere_and_equal_layers_stay_equal() -> None:
+    shape = shape_of(4, experts=16, top_k=2, segments=4)
+    found = configure(shape, [64], [useless(16, 2)] * 4, Timing.of(shape, **TIMES))
+    assert [(one.kept_experts, one.kept_segments) for one in found.plan.layers] == [(4, 4)] * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_memory_never_waits_longer(seed: int) -> None:
+    rates = [useless(8, 2, 0.6), gathered(5 * seed, 8), useless(8, 2, 0.9), perfect(8, 2, 0.7 ** np.arange(8))]
+    shape = shape_of(4, experts=8, top_k=2, segments=2)
+    timing = Timing.of(shape, **TIMES)
+    totals = [sum(configure(shape, [kept], rates, timing).exposed_ns) for kept in range(65)]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(totals))
+    assert totals[-1] == 0 < totals[0]
+
+
+def test_nothing_to_keep_and_everything_to_keep() -> None:
+    shape, _, rates, timing = random_model(3)
+    nothing = configure(shape, [0], rates, timing)
+    assert budgets_of(nothing) == [0, 0, 0] == [one.kept_experts for one in nothing.plan.layers]
+    few = configure(shape, [2], rates, timing)  # fewer than layers: not each has one
+    assert sum(budgets_of(few)) == 2
+    experts, segments = shape.layers[0].num_experts, shape.segments_per_expert
+    everything = configure(shape, [10**6], rates, timing)
+    assert sum(everything.exposed_ns) == 0
+    assert all((one.kept_experts, one.kept_segments) == (experts, segments) for one in everything.plan.layers)
+
+
+def test_before_anything_was_observed_memory_is_shared_and_used() -> None:
+    shape = shape_of(3, experts=8, top_k=2, segments=4)
+    found = configure(shape, [48], [LayerStatistics(8).rates()] * 3, Timing.of(shape, **TIMES))
+    assert [(one.kept_experts, one.kept_segments) for one in found.plan.layers] == [(4, 4)] * 3
+
+
+def test_one_layer_has_nobody_to_give_to() -> None:
+    shape = shape_of(1)
+    found = configure(shape, [9], [gathered(1)], Timing.of(shape, **TIMES))
+    assert budgets_of(found) == [9]
+    assert found.num_moves == 0
+
+
+def test_memory_stays_in_its_size_class() -> None:
+    """Two layers of narrow experts, two of wide ones; one of each has perfect predictions in time."""
+    layers = tuple(LayerGeometry(8, 2, 4, width, 3, 2) for width in (16, 16, 32, 32))
+    shape = Geometry(layers, 4)
+    timing = Timing.of(shape, **(TIMES | {"attention_ns": 250_000, "head_ns": 0}))
+    found = configure(shape, [20, 12], [perfect(8, 2), useless(8, 2)] * 2, timing)
+    budgets = budgets_of(found)
+    assert (sum(budgets[:2]), sum(budgets[2:])) == (20, 12)
+    assert budgets[1] > budgets[0] and budgets[3] > budgets[2]
+
+
+@pytest.mark.parametrize("zeta", [1e-6, 0.01, 0.2, 0.99])
+def test_any_step_ends_no_worse(zeta: float) -> None:
+    for seed in range(5):
+        shape, kept, rates, timing = random_model(seed)
+        found = configure(shape, [kept], rates, timing, zeta)
+        assert sum(found.exposed_ns) <= min(sum(found.uniform_exposed_ns), sum(found.start_exposed_ns))
+        assert sum(budgets_of(found)) == kept
+
+
+def test_a_plan_is_ready_to_be_saved() -> None:
+    shape, kept, rates, timing = random_model(8)
+    plan = configure(shape, [kept], rates, timing).plan
+    assert SplitPlan.from_dict(plan.to_dict()) == plan
+    plan.check_fits(shape)
+
+
+def test_what_does_not_fit_together_is_said() -> None:
+    shape, kept, rates, timing = random_model(0)
+    with pytest.raises(ConfigError, match=r"zeta=1\.0: must be above 0 and below 1"):
+        configure(shape, [kept], rates, timing, zeta=1.0)
+    with pytest.raises(ConfigError, match="rates of 2 and times of 3 layers: must be of all 3"):
+        configure(shape, [kept], rates[:2], timing)
+    with pytest.raises(ConfigError, match="layer 1: rates and times of 9 experts, top_k="):
+        configure(shape, [kept], [rates[0], gathered(0, experts=9), rates[2]], timing)
+    with pytest.raises(BudgetError, match=r"kept_segments=\[3, 4\]: must be"):
+        configure(shape, [3, 4], rates, timing)

@@ -1,0 +1,118 @@
+"""The best split of a layer: equal to trying all, and what planted behaviour asks for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.policies.moepic.statistics import LayerRates
+from expertly.policies.moepic.subproblem import LayerProblem, Splits
+from tests.policies.moepic.builders import gathered, perfect, rates_of, useless
+
+LOAD_NS = 100_000
+
+
+def loaded_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> float:
+    """m of equations 9 to 11, prefetch after prefetch; `window` in loads of an expert."""
+    cached = top_k * rates.hits[experts] * theta
+    taken = brought = 0.0
+    for y in range(rates.num_experts):
+        missing = 1 - rates.predicted_hits[y, experts] * theta
+        taken += missing
+        if taken > min(window, top_k) + 1e-9:
+            break
+        brought += missing * rates.accuracy[y]
+    return min(top_k, cached + brought)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    num, segments, top_k = int(dice.integers(2, 9)), int(dice.choice([1, 2, 4, 8])), int(dice.integers(1, 3))
+    rates = gathered(seed, num, top_k)
+    problem = LayerProblem(rates, top_k, Splits(num, segments))
+    for window in (0.0, float(dice.uniform(0, 1)), float(dice.uniform(1, 3)), 100.0):
+        of = {
+            (c, s): loaded_by_definition(rates, top_k, c, s / segments, window)
+            for c in range(num + 1)
+            for s in (range(1, segments + 1) if c else [0])
+        }
+        curve = problem.curve(window * LOAD_NS, LOAD_NS)
+        assert len(curve.loaded) == num * segments + 1
+        for budget in range(num * segments + 1):
+            chosen = curve.kept_experts(budget), curve.kept_segments(budget)
+            assert chosen[0] * chosen[1] <= budget
+            assert curve.loaded[budget] == pytest.approx(of[chosen])
+            assert of[chosen] == pytest.approx(max(m for (c, s), m in of.items() if c * s <= budget))
+        for (c, s), loaded in of.items():
+            assert problem.loaded_with(c, s, window * LOAD_NS, LOAD_NS) == pytest.approx(loaded)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_memory_and_more_time_never_load_less(seed: int) -> None:
+    rates = gathered(seed, 16, 3)
+    problem = LayerProblem(rates, 3, Splits(16, 4))
+    before = np.zeros(16 * 4 + 1)
+    for window in np.linspace(0, 6, 25):
+        loaded = problem.curve(window * LOAD_NS, LOAD_NS).loaded
+        assert (np.diff(loaded) >= 0).all()
+        assert (loaded >= before - 1e-9).all()
+        assert loaded.max() <= 3
+        before = loaded
+
+
+def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
+    """All is prefetched in time: m is K whatever is kept, and what is kept need not be moved."""
+    problem = LayerProblem(perfect(8, 2), 2, Splits(8, 4))
+    curve = problem.curve(10 * LOAD_NS, LOAD_NS)
+    assert (curve.loaded == 2).all()
+    assert curve.kept_experts(0) == 0
+    for budget in range(1, 33):
+        # Hits are in proportion to what is kept: as much as whole numbers of equal parts allow.
+        used = {(c, s): c * s for c in range(1, 9) for s in range(1, 5) if c * s <= budget}
+        assert (curve.kept_experts(budget), curve.kept_segments(budget)) == min(
+            (split for split, num in used.items() if num == max(used.values())), key=lambda split: split[0]
+        )
+
+
+def test_the_buffer_ends_prefetching_where_the_window_does_not() -> None:
+    rates = useless(8, 2)
+    problem = LayerProblem(rates, 2, Splits(8, 4))
+    assert problem.loaded_with(0, 0, 1e12, LOAD_NS) == pytest.approx(2 * 2 / 8)  # the first K predicted
+    assert problem.loaded_with(0, 0, 0.0, LOAD_NS) == 0
+    assert problem.loaded_with(0, 0, 0.0, 0) == pytest.approx(2 * 2 / 8)  # loads that take no time
+
+
+def test_a_prefetch_that_just_fits_is_made() -> None:
+    rates = perfect(10, 3)
+    problem = LayerProblem(rates, 3, Splits(10, 10))
+    for experts in range(1, 11):
+        taken = sum(1 - rates.predicted_hits[y, experts] * 0.3 for y in range(2))
+        loaded = problem.loaded_with(experts, 3, taken * LOAD_NS, LOAD_NS)
+        assert loaded == pytest.approx(3 * rates.hits[experts] * 0.3 + taken)
+
+
+def test_useless_predictions_want_the_hottest_experts_whole() -> None:
+    curve = LayerProblem(useless(32, 4), 4, Splits(32, 8)).curve(1.5 * LOAD_NS, LOAD_NS)
+    for experts in (1, 2, 4, 8):
+        assert (curve.kept_experts(8 * experts), curve.kept_segments(8 * experts)) == (experts, 8)
+
+
+def test_perfect_predictions_in_time_want_nothing_kept() -> None:
+    curve = LayerProblem(perfect(32, 4), 4, Splits(32, 8)).curve(4 * LOAD_NS, LOAD_NS)
+    assert curve.loaded[0] == 4 == curve.loaded[-1]
+
+
+def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:
+    """The first predicted expert is one of the 4 hottest, the second any of the other 28; the window is a bit short of
+    a load. An eighth of each lets the first one come in time and spares an eighth of the second. The 4 hottest whole
+    would leave the window unused: the second one does not fit it.
+    """
+    ranks = np.zeros((32, 32))
+    ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
+    rates = rates_of(ranks, (np.arange(32) < 2).astype(float))
+    problem = LayerProblem(rates, 2, Splits(32, 8))
+    curve = problem.curve(0.9 * LOAD_NS, LOAD_NS)
+    assert (curve.kept_experts(32), curve.kept_segments(32)) == (32, 1)
+    assert curve.loaded[32] == pytest.approx(1 + 1 / 8)
+    assert problem.loaded_with(4, 8, 0.9 * LOAD_NS, LOAD_NS) == pytest.approx(1)

@@ -1,0 +1,73 @@
+"""Equations 5 to 7 with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.policies.moepic.timing import Timing
+from tests.policies.moepic.builders import shape_of
+
+TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
+
+
+def test_the_first_window_is_head_and_attention() -> None:
+    assert TIMING.first_window_ns() == 37
+
+
+def test_with_all_there_nothing_waits_and_the_whole_layer_hides_the_next_ones_prefetches() -> None:
+    assert TIMING.exposed_ns(0, 2.0) == 0
+    assert TIMING.next_window_ns(0, 2.0) == 100 + 50
+
+
+def test_with_nothing_there_all_loading_is_waited_for_before_any_prefetch() -> None:
+    assert TIMING.exposed_ns(0, 0.0) == 160
+    assert TIMING.next_window_ns(0, 0.0) == 100 + 50  # computing comes after loading: all of it is left
+
+
+def test_half_there() -> None:
+    """One expert computes in 50 ns while the other loads in 80: 30 are waited for, 50 are left to the next window."""
+    assert TIMING.hide_ns(0, 1.0) == 50
+    assert TIMING.miss_ns(0, 1.0) == 80
+    assert TIMING.exposed_ns(0, 1.0) == 30
+    assert TIMING.next_window_ns(0, 1.0) == 100 - 50 + 50
+
+
+def test_short_loads_take_their_own_time_of_the_window() -> None:
+    """A quarter of an expert loads in 20 ns behind 87.5 of computing."""
+    assert TIMING.exposed_ns(0, 1.75) == 0
+    assert TIMING.next_window_ns(0, 1.75) == 100 - 20 + 50
+
+
+@pytest.mark.parametrize(
+    "alpha, beta, gamma, theta", [(1, 1, 0, 0.5), (0, 2, 0, 0.25), (0, 1, 1, 0.75), (2, 0, 0, 0.5)]
+)
+def test_the_terms_of_the_paper_are_those_of_m(alpha: int, beta: int, gamma: int, theta: float) -> None:
+    loaded = alpha + beta * theta
+    hide = (alpha + beta * theta) * 100 / 2
+    miss = (beta * (1 - theta) + gamma) * 80
+    assert TIMING.hide_ns(0, loaded) == pytest.approx(hide)
+    assert TIMING.miss_ns(0, loaded) == pytest.approx(miss)
+    assert TIMING.exposed_ns(0, loaded) == pytest.approx(max(0, miss - hide))
+    assert TIMING.next_window_ns(0, loaded) == pytest.approx(100 - min(hide, miss) + 50)
+
+
+def test_many_at_once_are_each_of_them() -> None:
+    loaded = np.linspace(0, 2, 9)
+    assert TIMING.exposed_of_ns(1, loaded).tolist() == [TIMING.exposed_ns(1, float(m)) for m in loaded]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_ns": [1]}, r"attention_ns: 1 values; must be one for each of 2 layers"),
+        ({"moe_ns": [1, -2]}, r"moe_ns\[1\]=-2: must be at least 0"),
+        ({"load_ns": -1}, r"load_ns\[0\]=-1: must be at least 0"),
+        ({"head_ns": -3}, r"head_ns=-3: must be at least 0"),
+    ],
+)
+def test_errors_name_the_field(changes: dict, message: str) -> None:
+    times = {"attention_ns": 1, "moe_ns": 1, "load_ns": 1, "head_ns": 1} | changes
+    with pytest.raises(ConfigError, match=f"timing field {message}"):
+        Timing.of(shape_of(2), **times)

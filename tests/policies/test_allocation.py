@@ -1,0 +1,262 @@
+"""What every allocation promises, and that the dynamic program finds what no other division beats."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+
+from expertly.control.budget import allocate, check_shares, split_budget
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import RouterRan
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.allocation.adapmoe import AdapMoE
+from expertly.policies.allocation.optimum import cheapest_shares
+from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.uniform import Uniform, uniform_shares
+from expertly.policies.eviction.lru import LRU
+from expertly.policies.known import Known, Usage
+from tests.control.drive import geometry
+
+SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
+SHAPES = [geometry(4, 8, 2), geometry(3, 8, 2, 4), Geometry((SMALL, LARGE, LARGE, SMALL), 2)]
+
+
+def some_usage(shape: Geometry, seed: int = 0) -> Usage:
+    dice = np.random.default_rng(seed)
+    misses = [np.sort(dice.integers(0, 1000, layer.num_experts + 1))[::-1].copy() for layer in shape.layers]
+    return Usage(tuple(misses), tuple(dice.random(shape.num_layers).tolist()), "a made-up training part")
+
+
+def decode(layer: int, experts: list[int]) -> RouterRan:
+    return RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1)
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=["whole", "segments", "classes"])
+@pytest.mark.parametrize("usage", [False, True])
+class TestConformance:
+    """A new allocation inherits these by being in ALLOCATIONS."""
+
+    def test_shares_are_what_there_is_of_each_size_at_every_budget(
+        self, name: str, shape: Geometry, usage: bool
+    ) -> None:
+        known = Known(usage=some_usage(shape) if usage else None)
+        least = split_budget(shape, shape.nbytes).kept_slots
+        for percent in range(30, 101, 5):
+            before = split_budget(shape, shape.nbytes * percent // 100)
+            after = allocate(shape, before, ALLOCATIONS[name](shape, known))
+            assert after.pool_slots() == before.pool_slots() and after.memory_nbytes == before.memory_nbytes
+            assert list(after.kept_slots) == check_shares(shape, after.layer_shares)
+            assert after.kept_slots == (before.kept_slots if ALLOCATIONS[name].keeps else (0,) * len(least))
+            assert allocate(shape, after, ALLOCATIONS[name](shape, known)) == after, "it is divided once"
+
+    def test_new_shares_have_the_sums_of_the_old(self, name: str, shape: Geometry, usage: bool) -> None:
+        allocation = ALLOCATIONS[name](shape, Known(usage=some_usage(shape) if usage else None))
+        if not allocation.is_online or allocation.is_configured:  # which changes shares when it is told to
+            return
+        budget, dice = allocate(shape, split_budget(shape, shape.nbytes * 8 // 10), allocation), random.Random(0)
+        allocation.begin(budget.layer_shares)
+        said = []
+        for _ in range(900):
+            for layer, one in enumerate(shape.layers):
+                few = one.top_k if layer < 2 else one.num_experts
+                shares = allocation.ran(decode(layer, dice.sample(range(few), one.top_k)), lambda layer: layer / 10)
+                if shares is not None:
+                    said.append(check_shares(shape, shares))
+        assert said and all(one == list(budget.kept_slots) for one in said)
+
+
+def test_none_makes_everything_a_ring() -> None:
+    shape = SHAPES[1]
+    for share in (0.3, 1.0):
+        before = split_budget(shape, int(shape.nbytes * share))
+        budget = allocate(shape, before, ALLOCATIONS["none"](shape))
+        assert budget.ring_slots == tuple(before.pool_slots()) and budget.layer_shares == (0, 0, 0)
+
+
+class Wrong(Uniform):
+    def __init__(self, shape: Geometry, wrong: list[int]) -> None:
+        super().__init__(shape)
+        self.wrong = wrong
+
+    def shares(self, kept_slots: object) -> list[int]:
+        return self.wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([1, 1, 1], "3 shares; must be one for each of 4 layers"),
+        ([0, 9, 0, 0], r"share=9 of layer 1: must be from 0 to its 8 segments"),
+        ([0, 0, -1, 0], r"share=-1 of layer 2"),
+        ([8, 8, 8, 8], r"keeps \[32\] segments of each size; accepted: at most \(14,\)"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(wrong: list[int], message: str) -> None:
+    shape = SHAPES[0]
+    with pytest.raises(ConfigError, match=message):
+        allocate(shape, split_budget(shape, shape.nbytes // 2), Wrong(shape, wrong))
+
+
+# -- the optimum ---------------------------------------------------------------------------------------------------
+
+
+def brute_force(costs: list[np.ndarray], num_experts: int) -> list[int]:
+    """Of all divisions: cheapest, then most even, then most for the lowest layers."""
+    every = (one for one in product(*(range(len(cost)) for cost in costs)) if sum(one) == num_experts)
+    return list(
+        min(
+            every,
+            key=lambda one: (
+                sum(float(cost[num]) for cost, num in zip(costs, one, strict=True)),
+                sum(num * num for num in one),
+                [-num for num in one],
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["falling", "any", "tied", "fractions"])
+def test_no_division_is_cheaper_than_the_dynamic_programs(kind: str) -> None:
+    dice = np.random.default_rng(1)
+    for _ in range(80):
+        sizes = dice.integers(1, 6, dice.integers(1, 5))
+        highest = 3 if kind == "tied" else 50
+        costs = [dice.integers(0, highest, size + 1).astype(np.float64) for size in sizes]
+        if kind != "any":
+            costs = [np.sort(cost)[::-1] for cost in costs]
+        if kind == "fractions":
+            costs = [cost * (1 - int(dice.integers(0, 8)) / 8) for cost in costs]
+        num_experts = int(dice.integers(0, sizes.sum() + 1))
+        assert cheapest_shares(costs, num_experts) == brute_force(costs, num_experts)
+
+
+def test_it_is_never_worse_than_equal_shares() -> None:
+    dice = np.random.default_rng(2)
+    for seed in range(60):
+        shape = geometry(int(dice.integers(1, 9)), 16, 2)
+        usage = some_usage(shape, seed)
+        costs = [misses * (1 - recall) for misses, recall in zip(usage.misses, usage.recall, strict=True)]
+        for num_experts in range(0, 16 * shape.num_layers + 1, 7):
+
+            def cost(shares: list[int]) -> float:
+                return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
+
+            best, equal = AdapMoE(shape, usage).shares([num_experts]), uniform_shares(shape, [num_experts])
+            assert cost(best) <= cost(equal) + 1e-6
+
+
+def test_ties_are_equal_shares() -> None:
+    flat = [np.zeros(9)] * 5
+    assert cheapest_shares(flat, 23) == [5, 5, 5, 4, 4]
+
+
+@pytest.mark.parametrize("num_experts", [-1, 5])
+def test_more_than_there_is_cannot_be_shared_out(num_experts: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_experts={num_experts}: must be from 0 to 4"):
+        cheapest_shares([np.zeros(3), np.zeros(3)], num_experts)
+
+
+def test_huge_counts_do_not_overflow() -> None:
+    costs = [np.linspace(10**12 + layer, 0, 257) ** 1.0 for layer in range(61)]
+    shares = cheapest_shares(costs, 61 * 128)
+    assert sum(shares) == 61 * 128
+
+
+@pytest.mark.alone
+def test_a_large_model_takes_less_than_a_second() -> None:
+    dice = np.random.default_rng(0)
+    costs = [np.sort(dice.integers(0, 10**6, 257))[::-1] * float(dice.random()) for _ in range(61)]
+    start = time.perf_counter()
+    shares = cheapest_shares(costs, 61 * 256 // 2)
+    assert time.perf_counter() - start < 1.0
+    assert sum(shares) == 61 * 256 // 2
+
+
+# -- what is counted -----------------------------------------------------------------------------------------------
+
+
+def test_stack_distances_are_the_misses_of_every_size() -> None:
+    """Against a cache of each size that holds what was used last; the running pass is looked up before it counts."""
+    dice = random.Random(0)
+    seen, misses = StackDistances(8), [0] * 9
+    caches = [LRU() for _ in range(9)]
+    kept: list[set[int]] = [set() for _ in range(9)]
+    for _ in range(300):
+        demand = [(dice.choice([1, 1, 3]), expert) for expert in dice.sample(range(8), dice.choice([1, 2, 2, 5]))]
+        seen.add(demand)
+        experts = [expert for _, expert in demand]
+        for size, (cache, here) in enumerate(zip(caches, kept, strict=True)):
+            misses[size] += len(set(experts) - here)
+            for expert in experts:
+                if expert not in here:
+                    cache.admitted(expert)
+                    here.add(expert)
+            cache.used(experts, [num for num, _ in demand], 1)
+            while len(here) > size:
+                gone = next(iter(cache.victims(())))
+                cache.removed(gone)
+                here.remove(gone)
+    assert seen.misses().tolist() == misses
+
+
+def skewed(dice: random.Random, shape: Geometry, wide: set[int]) -> list[RouterRan]:
+    """One token: `wide` layers choose among all experts, the others among their first."""
+    return [
+        decode(layer, dice.sample(range(one.num_experts if layer in wide else one.top_k), one.top_k))
+        for layer, one in enumerate(shape.layers)
+    ]
+
+
+def test_it_learns_online_and_moves_again_only_for_a_gain() -> None:
+    shape, dice = geometry(4, 16, 2), random.Random(0)
+    allocation = AdapMoE(shape)
+    allocation.begin([4, 4, 4, 4])
+    said: list[tuple[int, list[int]]] = []
+    for token in range(1024):
+        for demand in skewed(dice, shape, {1}):
+            shares = allocation.ran(demand, lambda layer: 0.0)
+            if shares is not None:
+                said.append((token, shares))
+    assert said[0] == (255, [2, 10, 2, 2]), "from the first 256 tokens: 2 are enough where 2 are ever used"
+    assert len(said) == 1, "more of the same is not worth moving for"
+    for token in range(3 * 1024):
+        for demand in skewed(dice, shape, {2}):
+            shares = allocation.ran(demand, lambda layer: 0.0)
+            if shares is not None:
+                said.append((token, shares))
+    assert len(said) > 1 and said[-1][1][2] > 4, "another layer became the one that misses"
+    facts = allocation.facts()
+    assert facts["moves"] == len(said) and facts["learned"] == "online, from 4096 decoded tokens"
+
+
+def test_a_layer_whose_experts_are_predicted_gives_its_places_away() -> None:
+    shape, dice = geometry(2, 16, 2), random.Random(0)
+    found = []
+    for recall in (0.0, 0.9):
+        allocation = AdapMoE(shape)
+        allocation.begin([8, 8])
+        for _ in range(256):
+            for demand in skewed(dice, shape, {0, 1}):
+                shares = allocation.ran(demand, lambda layer: recall * layer) or allocation._shares  # noqa: B023
+        found.append(shares)
+    assert found[1][0] > found[0][0] + 2
+
+
+def test_prompts_teach_nothing() -> None:
+    shape = geometry(2, 8, 2)
+    allocation = AdapMoE(shape)
+    allocation.begin([3, 3])
+    for _ in range(600):
+        for layer in range(2):
+            assert allocation.ran(RouterRan(layer, [0, 1], [9, 9], [False, False], 18), lambda layer: 0.0) is None
+    for _ in range(255):
+        for layer in range(2):
+            mixed = RouterRan(layer, [0, 1], [50, 1], [False, True], 51)
+            assert allocation.ran(mixed, lambda layer: 0.0) is None, "a pass that serves a prompt, too, counts as one"
+    assert allocation.facts()["learned"] == "online, from 255 decoded tokens"

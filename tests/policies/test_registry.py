@@ -1,0 +1,175 @@
+"""Parts by name: what ships, what is installed, what can be imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.policies import registry
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.prefetch import PREFETCHES
+from expertly.policies.registry import OrNone, Registry
+from expertly.systems import SYSTEMS, get_system
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that can be imported in this test alone."""
+    name = f"outside_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "from expertly.parts import System\n"
+        "from expertly.policies.eviction import EVICTIONS, MakeEviction\n"
+        "NUMBER = 7\nTEXT = 'seven'\n"
+        "def PRIORITY(score, layers_to_go):\n    return score\n"
+        "SYSTEM = System('as-it-likes', 'summary', eviction='lru', scope='layer')\n"
+        "EVICTION = MakeEviction(EVICTIONS['lfu'].make, is_scored=True)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def numbers(**built_in: int) -> Registry[int]:
+    return Registry("number", "expertly.test.numbers", built_in, lambda one: isinstance(one, int), "a number")
+
+
+def give(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> list[str]:
+    """Install these entry points of no distribution; how often they were read."""
+    reads: list[str] = []
+
+    def read(group: str) -> list[EntryPoint]:
+        reads.append(group)
+        return [EntryPoint(name, value, group) for name, value in entries]
+
+    monkeypatch.setattr(registry, "entry_points", read)
+    return reads
+
+
+def test_what_ships_is_there_without_a_look_at_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = give(monkeypatch)
+    found = numbers(one=1, two=2)
+    assert found["one"] == 1 and "two" in found and found.get("one") == 1
+    assert reads == []
+    assert list(found) == ["one", "two"] and len(found) == 2 and "three" not in found
+    assert reads == ["expertly.test.numbers"], "read once"
+    with pytest.raises(KeyError):
+        found["three"]
+
+
+def test_entry_points_come_behind_what_ships(monkeypatch: pytest.MonkeyPatch, outside: str) -> None:
+    give(monkeypatch, ("seven", f"{outside}:NUMBER"), ("one", f"{outside}:NUMBER"), ("a=b", f"{outside}:NUMBER"))
+    found = numbers(one=1)
+    assert dict(found) == {"one": 1, "seven": 7}
+    assert len(found.problems()) == 2
+    assert "number='a=b'" in found.problems()[0] and "cannot hold blanks" in found.problems()[0]
+    assert "number='one'" in found.problems()[1] and "which is used" in found.problems()[1]
+
+
+def test_an_entry_point_that_fails_is_an_error_for_who_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, outside: str
+) -> None:
+    give(monkeypatch, ("lost", "nowhere.to_be:FOUND"), ("text", f"{outside}:TEXT"), ("seven", f"{outside}:NUMBER"))
+    found = numbers(one=1)
+    assert list(found) == ["one", "seven"]
+    with pytest.raises(
+        ConfigError, match=r"number='lost' \(nowhere.to_be:FOUND of .*cannot be loaded \(ModuleNotFound"
+    ):
+        found["lost"]
+    with pytest.raises(ConfigError, match=r"number='text' .*: is of type str; accepted: a number"):
+        "text" in found  # noqa: B015 - asking is enough
+    assert found["seven"] == 7
+
+
+def test_metadata_that_cannot_be_read_hides_nothing_that_ships(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(group: str) -> list[EntryPoint]:
+        raise ValueError("garbage")
+
+    monkeypatch.setattr(registry, "entry_points", read)
+    found = numbers(one=1)
+    assert list(found) == ["one"] and "two" not in found
+    assert found.problems() == ["entry points 'expertly.test.numbers': cannot be read (ValueError: garbage)"]
+
+
+def test_a_dotted_path_is_imported(outside: str) -> None:
+    assert numbers()[f"{outside}.NUMBER"] == 7
+    assert list(numbers()) == [], "it is not listed"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{}.TEXT", "is of type str; accepted: a number"),
+        ("{}.System", "is the class System; accepted: a number"),
+        ("{}.OTHER", r"has no 'OTHER'; it has NUMBER"),
+        ("{}.deeper.NUMBER", r"cannot be imported \(ModuleNotFoundError"),
+        (
+            "nowhere.to.be.FOUND",
+            r"'nowhere.to.be' cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)",
+        ),
+    ],
+)
+def test_a_dotted_path_that_leads_nowhere_says_why(outside: str, path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        numbers()[path.format(outside)]
+    assert str(caught.value).startswith(f"number='{path.format(outside)}': ")
+
+
+@pytest.mark.parametrize("name", ["", ".", "a.", ".b", "a..b", "1.5", "a b.c", "../a.b", "a-b.c", "x" * 10**5])
+def test_what_is_no_path_is_unknown(name: str) -> None:
+    assert name not in numbers()
+
+
+@pytest.mark.parametrize("raises", ["raise ValueError('broken')", "import sys; sys.exit(1)", "def:", "1 / 0"])
+def test_a_module_that_fails_is_an_error_of_the_name(tmp_path: Path, monkeypatch, raises: str) -> None:
+    (tmp_path / "failing_outside.py").write_text(raises, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"eviction='failing_outside.X': 'failing_outside' cannot be imported \("):
+        get_system("lru:eviction=failing_outside.X")
+
+
+def test_none_stands_before_the_names_of_a_registry() -> None:
+    names = OrNone(numbers(one=1))
+    assert list(names) == ["none", "one"] and len(names) == 2 and "none" in names and "two" not in names
+
+
+def test_a_system_is_called_as_it_was_asked_for(outside: str) -> None:
+    system = get_system(f"{outside}.SYSTEM:scope=global")
+    assert system.name == f"{outside}.SYSTEM:scope=global" and get_system(system.name) == system
+    assert SYSTEMS[f"{outside}.SYSTEM"].name == f"{outside}.SYSTEM"
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "message"),
+    [
+        ("int", "", "is of type MakePredictor; accepted: a MakePredictor whose options are a dataclass"),
+        ("Colours", ":names=red", r"names='red': an option of type .*list.*; accepted: bool, int, float"),
+        ("Colours", ":window=3", "its option 'window' is called as a part is"),
+    ],
+)
+def test_options_that_could_not_be_written_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, spec: str, message: str
+) -> None:
+    name = f"options_{abs(hash((options, spec)))}"
+    field = "window: int = 1" if "window" in spec else "names: list[str] = field(default_factory=list)"
+    (tmp_path / f"{name}.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from expertly.policies.predictor import MakePredictor\n"
+        f"@dataclass(frozen=True)\nclass Colours:\n    {field}\n"
+        f"PREDICTOR = MakePredictor('colours', lambda *given: None, {options})\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        get_system(f"lru:prediction={name}.PREDICTOR{spec}")
+
+
+def test_parts_from_outside_make_a_system(outside: str) -> None:
+    spec = f"fmoe:eviction={outside}.EVICTION:prefetch={outside}.PRIORITY:admission=best"
+    system = get_system(spec)
+    assert system.name == spec and get_system(system.name) == system
+    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch](0.5, 3) == 0.5
+    with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: a function"):
+        get_system(f"fmoe:prefetch={outside}.NUMBER")

@@ -1,0 +1,150 @@
+"""What the pages say can be typed: links lead somewhere, commands parse, systems and their parts exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from expertly.cli.main import build_parser
+from expertly.core.errors import ConfigError
+from expertly.parts import PARTS
+from expertly.policies.options import option_names, option_text
+from expertly.policies.predictor import PREDICTORS
+from expertly.systems import SYSTEMS, get_system
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")])
+NOT_OURS = ("my_", "fading", "again", "...")
+"""In names of systems that a page makes up, or leaves open."""
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def inline(page: Path) -> list[str]:
+    """What stands in backquotes, in one line each."""
+    found = re.findall(r"`([^`]+)`", without_blocks(page.read_text(encoding="utf-8")))
+    return [" ".join(text.split()).replace("\\|", "|") for text in found]
+
+
+def typed(page: Path) -> list[list[str]]:
+    """The commands of the page's blocks; what is in brackets may be left out, and is not."""
+    commands = []
+    for block in re.findall(r"^```sh\b.*?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\n +", " ", block).splitlines():
+            commands.append([])
+            for word in shlex.split(line, comments=True):
+                if word in ("|", "&&"):
+                    commands.append([])
+                else:
+                    commands[-1].append(word.strip("[]"))
+    return [command for command in commands if command]
+
+
+def check_systems(text: str) -> None:
+    for name in text.split(","):
+        if not any(other in name for other in NOT_OURS):
+            get_system(name)
+
+
+def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of a command, and what is left of it behind the command's names."""
+    parser, left = build_parser(), list(words)
+    while subparsers := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
+        if not left:
+            break
+        assert left[0] in subparsers[0].choices, f"{' '.join(words)}: there is no {left[0]}"
+        parser = subparsers[0].choices[left.pop(0)]
+    return parser, left
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pages
+def test_files_that_are_named_are_there(page: Path) -> None:
+    made = re.findall(r"^```python file=(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    named = [
+        text for text in inline(page) if re.fullmatch(r"[\w/.-]+\.(py|toml|sh)|(bench|tests|tools)/[\w/.-]+", text)
+    ]
+    folders = (REPOSITORY, REPOSITORY / "src" / "expertly")
+    missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
+    assert [name for name in missing if name not in made] == []
+
+
+@pages
+def test_commands_parse(page: Path) -> None:
+    for program, *words in typed(page):
+        if program == "expertly":
+            args = build_parser().parse_args(words)
+            check_systems(getattr(args, "system", "lru"))
+
+
+@pages
+def test_commands_in_sentences_have_the_flags_that_they_name(page: Path) -> None:
+    for text in inline(page):
+        program, *words = text.split(" ")
+        if program == "expertly" and words and not {"COMMAND"} & set(words):
+            names = [word for word in words if not word.startswith("-")]
+            parser, _ = parser_of([word.partition("|")[0] for word in names])
+            known = {option for action in parser._actions for option in action.option_strings}
+            assert {word for word in words if word.startswith("--")} <= known, text
+            if "--system" in words[:-1]:
+                check_systems(words[words.index("--system") + 1])
+
+
+@pages
+def test_benchmarks_exist_and_have_the_flags_that_are_named(page: Path) -> None:
+    said = [" ".join(command) for command in typed(page)] + inline(page)
+    for text in said:
+        for script, rest in re.findall(r"(?:python|bash) ((?:bench|tools)/[\w.]+)(.*)", text):
+            source = (REPOSITORY / script).read_text(encoding="utf-8")
+            missing = [flag for flag in re.findall(r"(--[\w-]+)", rest) if f'"{flag}"' not in source]
+            assert missing == [], f"{text}: {script} has no {missing}"
+
+
+@pages
+def test_systems_that_are_named_can_be_had(page: Path) -> None:
+    for text in inline(page):
+        if re.fullmatch(r"[a-z][\w-]*(:[\w-]+=[\w.-]+)+", text):
+            check_systems(text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in SYSTEMS.built_in], ids=lambda page: page.stem)
+def test_defaults_are_those_of_the_code(page: Path) -> None:
+    """In the table of a preset's parameters."""
+    system = SYSTEMS[page.stem]
+    parts = {key: getattr(system, key) for key in PARTS}
+    if system.prediction != "none":
+        options = PREDICTORS[system.prediction].parse({})
+        parts |= {key: getattr(options, key) for key in option_names(type(options))}
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+?) \|", text, re.MULTILINE)
+    told = {key: text.strip("`") for key, text in rows if parts.get(key) is not None}
+    assert told == {key: option_text(parts[key]).removesuffix(".0") for key in told}
+    assert bool(told) == ("## Parameters" in text)
+
+
+def test_a_page_that_says_what_is_not_there_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("[a](nowhere.md) `lru:no=1` `expertly maps build --no` `python bench/fmoe.py --no`\n", "utf-8")
+    for check in (test_links_lead_somewhere, test_commands_in_sentences_have_the_flags_that_they_name):
+        with pytest.raises(AssertionError):
+            check(page)
+    with pytest.raises(AssertionError):
+        test_benchmarks_exist_and_have_the_flags_that_are_named(page)
+    with pytest.raises(ConfigError):
+        test_systems_that_are_named_can_be_had(page)
+    page.write_text("```sh\nexpertly generate --no\n```\n", "utf-8")
+    with pytest.raises(ConfigError):
+        test_commands_parse(page)

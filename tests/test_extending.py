@@ -1,0 +1,186 @@
+"""docs/extending.md, done as it says; and what is not as it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from expertly.cli.main import main
+from tests.sim.drive import make_trace, random_passes, sized
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+LAYERS = sized(3, 8, 2)
+
+
+def blocks(kind: str) -> list[str]:
+    """The page's code blocks of this kind."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def files() -> dict[str, str]:
+    return dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def commands(kind: str = "sh") -> list[list[str]]:
+    return [shlex.split(line) for block in blocks(kind) for line in block.splitlines()]
+
+
+def call(folder: Path, *command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `expertly`, as it is installed, or Python."""
+    programs = {"expertly": str(Path(sys.executable).with_name("expertly")), "python": sys.executable}
+    environment = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
+    return subprocess.run(
+        [programs[command[0]], *command[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the page's files and a TRACE."""
+    for name, text in files().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    passes = random_passes(0, LAYERS, 40, prompt=3, num_requests=2)
+    make_trace(tmp_path / "TRACE", passes, LAYERS, num_requests=2)
+    return tmp_path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The current folder is `folder`, for commands that this process runs; what they import of it is forgotten."""
+    monkeypatch.chdir(folder)
+    yield
+    for name in files():
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.fixture
+def installed(folder: Path) -> Path:
+    """A folder for Python's path with the same as an installed distribution."""
+    found = folder / "site"
+    found.mkdir()
+    for name in files():
+        (folder / name).rename(found / name)
+    groups: dict[str, str] = dict(re.findall(r'entry-points\."([\w.]+)"\]\n((?:[\w-]+ = ".*"\n)+)', PAGE))
+    assert len(groups) == 3
+    install(found, "mine", {group: lines.replace('"', "") for group, lines in groups.items()})
+    return found
+
+
+def install(path: Path, name: str, groups: dict[str, str]) -> None:
+    """What pip leaves of a distribution."""
+    information = path / f"{name}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    text = "".join(f"[{group}]\n{lines}\n" for group, lines in groups.items())
+    (information / "entry_points.txt").write_text(text, encoding="utf-8")
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    assert done.returncode == 0, done.stderr
+    return {row["system"]: row for row in json.loads(done.stdout)["results"]}
+
+
+def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [command[1] for command in commands()] == ["simulate", "generate", "simulate", "generate", "-m"]
+    *ours, checks = commands()
+    for _, *command in ours:
+        assert main(command) == 0, command
+        (system,) = [one for one in command[command.index("--system") + 1].split(",") if "my_" in one]
+        assert system in capsys.readouterr().out
+    assert (folder / "mine.png").stat().st_size > 1000
+    assert "2 passed" in call(folder, *checks).stdout
+
+
+def test_the_policies_of_the_page_decide(folder: Path) -> None:
+    """They are not LRU under another name, and options reach the predictor."""
+    again = "lru:prediction=my_predictor.PREDICTOR"
+    (folder / "random.py").write_text('raise RuntimeError("stands in for a library")', encoding="utf-8")
+    systems = ["lru", "lru:eviction=my_policies.EVICTION", again, f"{again}:width=1"]
+    found = rows(
+        call(folder, "expertly", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
+    )
+    hits = [found[system]["hit_rate"] for system in systems]
+    assert hits[0] != hits[1]
+    assert found[again]["recall"] > found[f"{again}:width=1"]["recall"] > 0
+
+
+def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: Path, here: None) -> None:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once upon"}\n', encoding="utf-8")
+    record = "trace record --prompts prompts.jsonl --out recorded --max-new-tokens 4 --memory 25%"
+    system = "lru:eviction=my_policies.EVICTION:prediction=my_predictor.PREDICTOR"
+    assert main([*record.split(), "--system", system, "--decisions", "decisions.jsonl"]) == 0
+    replay = ("trace", "replay", "--allow-imports")
+    assert main([*replay, "decisions.jsonl"]) == 0
+    (folder / "elsewhere").mkdir()
+    done = call(folder / "elsewhere", "expertly", *replay, "../decisions.jsonl")
+    assert done.returncode == 2 and "cannot be imported (ModuleNotFoundError: No module named 'my_p" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_package_brings_names(folder: Path, installed: Path) -> None:
+    for command in commands("sh installed"):
+        done = call(folder, *command, path=installed)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert "fading-again" in done.stdout
+    listed = json.loads(call(folder, "expertly", "systems", "--json", path=installed).stdout)
+    assert listed["parts"]["eviction"][-1] == "fading" and listed["parts"]["prediction"][-1] == "again"
+    assert listed["systems"][-1]["name"] == "fading-again" and listed["options"]["prediction=again"] == ["width"]
+    generate = "expertly generate --prompt Once --memory 25% --max-new-tokens 3 --json --system fading-again:width=2"
+    done = call(folder, *generate.split(), path=installed)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["system"] == "fading-again:width=2" and result["phases"]["decode"]["predicted"] > 0
+
+
+def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, installed: Path) -> None:
+    (installed / "broken.py").write_text('raise RuntimeError("out of order")\n', encoding="utf-8")
+    (installed / "quits.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
+    names = {"lru": "my_policies:EVICTION", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
+    lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:PREDICTOR"}).items())
+    install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:EVICTION"})
+    install(installed, "zeta", {"expertly.evictions": "fading = my_policies:EVICTION"})
+    done = call(folder, "expertly", "systems", path=installed)
+    assert done.returncode == 0 and "fading-again" in done.stdout and "eviction: lru, lfu" in done.stdout
+    notes = done.stderr.splitlines()
+    for expected in (
+        "note: eviction='out' (broken:X of acme): cannot be loaded (RuntimeError: out of order)",
+        "note: eviction='quits' (quits:X of acme): cannot be loaded (SystemExit: 3)",
+        "note: eviction='wrong' (my_predictor:PREDICTOR of acme): is of type MakePredictor; accepted: a MakeEviction",
+        "note: eviction='lost' (my_policies:X of acme): cannot be loaded (AttributeError: ",
+        "note: eviction='lru' (my_policies:EVICTION of acme): expertly has one of that name, which is used",
+        "note: eviction='fading' (my_policies:EVICTION of zeta): mine has one of that name, which is used",
+        "note: system='sick' (my_policies:EVICTION of acme): is of type MakeEviction; accepted: a System",
+    ):
+        assert sum(expected in note for note in notes) == 1, expected
+    assert len(notes) == 7
+    done = call(folder, "expertly", "simulate", "TRACE", "--system", "lfu:eviction=out", path=installed)
+    assert done.returncode == 2 and "(broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.stderr
+    simulate = ("expertly", "simulate", "TRACE", "--memory", "40%", "--json", "--system")
+    assert "lfu:eviction=fading" in rows(call(folder, *simulate, "lfu:eviction=fading", path=installed))
+
+
+def test_nothing_outside_is_read_before_it_is_asked_for(folder: Path, installed: Path) -> None:
+    (installed / "loud.py").write_text('print("loud was read")\n', encoding="utf-8")
+    groups = ("evictions", "predictors", "prefetches", "allocations", "systems")
+    install(installed, "loud", {f"expertly.{group}": "loud = loud:X" for group in groups})
+    assert "loud was read" not in call(folder, "expertly", "simulate", "--help", path=installed).stdout
+    simulate = ("expertly", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
+    done = call(folder, *simulate, path=installed)
+    assert done.returncode == 0 and "loud was read" not in done.stdout
+    code = "import expertly, expertly.systems, expertly.sim.study, expertly.testing"
+    assert call(folder, "python", "-c", code, path=installed).stdout == ""
+    assert call(folder, "expertly", "systems", path=installed).stdout.startswith("loud was read\n")

@@ -1,0 +1,177 @@
+"""The checks find what breaks a promise; what keeps them all passes (tests/policies runs them on ours)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from expertly.core.geometry import Geometry
+from expertly.policies.eviction import EVICTIONS, MakeEviction
+from expertly.policies.eviction.lru import LRU
+from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
+from expertly.policies.predictor.index import Index
+from expertly.testing import check_eviction, check_predictor, check_prefetch
+
+
+class Forgetful(LRU):
+    def removed(self, expert: int) -> None:
+        """Still named."""
+
+
+class Unprotecting(LRU):
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        return iter(list(self._order))
+
+
+class Draining(LRU):
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        while self._order:
+            expert, _ = self._order.popitem(last=False)
+            if expert not in protected:
+                yield expert
+
+
+class Padded(LRU):
+    def used(self, experts, num_tokens, batch_tokens) -> None:
+        super().used(experts, [num + 1 for num in num_tokens], batch_tokens)
+
+
+class Swayed(LRU):
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        found = list(super().victims(protected))
+        return iter(found[::-1] if protected else found)
+
+
+class Losing(LRU):
+    def expected(self, outlook) -> None:
+        self._order.pop(1, None)
+
+
+_DICE = Random(0)
+
+
+class Unrepeatable(LRU):
+    def victims(self, protected: Container[int]) -> Iterator[int]:
+        found = list(super().victims(protected))
+        _DICE.shuffle(found)
+        return iter(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "promise"),
+    [
+        (Forgetful, "what is kept is named once each"),
+        (Unprotecting, "what is protected is no victim"),
+        (Draining, "what is kept is named once each"),
+        (Padded, "an expert that served no token was not used"),
+        (Swayed, "victims come in one order, whatever is protected"),
+        (Losing, "what is kept is named once each"),
+        (Unrepeatable, "no token was not used|saw the same the victims are the same"),
+    ],
+)
+def test_an_eviction_policy_that_breaks_a_promise_is_told_which(policy: type[LRU], promise: str) -> None:
+    with pytest.raises(AssertionError, match=promise):
+        check_eviction(MakeEviction(lambda geometry, capacity, known: policy()))
+
+
+def test_what_a_maker_says_of_its_policy_is_checked() -> None:
+    check_eviction(EVICTIONS["lru"])
+    check_eviction(EVICTIONS["lcp"])
+    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'LRU'"):
+        check_eviction(replace(EVICTIONS["lru"], is_scored=True))
+
+
+class Wrong(Index):
+    """Its predictions are changed by a function."""
+
+    def __init__(self, geometry: Geometry, distance: int, change) -> None:
+        super().__init__(geometry, distance)
+        self._change = change
+
+    def begin_iteration(self, began):
+        return ()
+
+    def router_ran(self, routed):
+        return [self._change(one) for one in super().router_ran(routed)]
+
+
+def wrong(change) -> MakePredictor:
+    return MakePredictor(
+        "wrong", lambda geometry, known, distance, options: Wrong(geometry, distance, change), gives_probabilities=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "promise"),
+    [
+        (lambda one: replace(one, layer=(one.layer + 1) % 6), "a layer is `distance` ahead"),
+        (lambda one: replace(one, distance=0), "a distance is from 1 to"),
+        (lambda one: replace(one, experts=[*one.experts[:-1], 0]), "experts are named once, each with a score"),
+        (lambda one: replace(one, experts=[*one.experts[:-1], 99]), "experts are of the layer"),
+        (lambda one: replace(one, experts=[np.int64(e) for e in one.experts]), "experts are Python's ints"),
+        (lambda one: replace(one, scores=one.scores[::-1]), "scores fall"),
+        (lambda one: replace(one, scores=[np.float32(s) for s in one.scores]), "scores are Python's floats"),
+        (lambda one: replace(one, confidence=3.0), "a confidence is a float from -1 to 1"),
+        (lambda one: replace(one, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
+        (lambda one: replace(one, scores=[s + _DICE.random() for s in sorted(one.scores)][::-1]), "scores|the same"),
+    ],
+)
+def test_a_predictor_that_breaks_a_promise_is_told_which(change, promise: str) -> None:
+    with pytest.raises(AssertionError, match=promise):
+        check_predictor(wrong(change), distances=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "promise"),
+    [
+        (lambda one: one, "one that gives probabilities gives them with each prediction"),
+        (lambda one: replace(one, probabilities=[0.5]), "probabilities are of every expert"),
+        (lambda one: replace(one, probabilities=[2.0] * 12), "probabilities are from 0 to 1"),
+        (lambda one: replace(one, probabilities=[0.01] * 12), "at most the expert's probability"),
+        (lambda one: replace(one, probabilities=[1.0] * 12), "the probability times one factor"),
+    ],
+)
+def test_probabilities_that_are_none_are_found(change, promise: str) -> None:
+    with pytest.raises(AssertionError, match=promise):
+        check_predictor(replace(wrong(change), gives_probabilities=True), distances=(1,))
+
+
+class Silent(Predictor):
+    def router_ran(self, routed):
+        return ()
+
+
+class Trusting(Index):
+    def router_ran(self, routed):
+        assert routed.experts.shape
+        return super().router_ran(routed)
+
+
+@pytest.mark.parametrize(
+    ("predictor", "error", "promise"),
+    [
+        (Silent, AssertionError, "something is predicted"),
+        (Trusting, AttributeError, "NoneType"),
+    ],
+)
+def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, error, promise: str) -> None:
+    def make(geometry, known, distance, options):
+        return predictor() if predictor is Silent else predictor(geometry, distance)
+
+    with pytest.raises(error, match=promise):
+        check_predictor(MakePredictor("mine", make, gives_probabilities=False), distances=(1,))
+
+
+def test_what_keeps_its_promises_passes() -> None:
+    check_predictor(PREDICTORS["index"], distances=(1, 3))
+    check_predictor(PREDICTORS["token-id"], distances=(1, 1 << 30))
+
+
+def test_a_priority_that_falls_with_the_score_is_found() -> None:
+    check_prefetch(lambda score, layers_to_go: score / layers_to_go)
+    with pytest.raises(AssertionError, match="a priority never falls with the score"):
+        check_prefetch(lambda score, layers_to_go: -score)

@@ -1,0 +1,51 @@
+"""Weights of a learned predictor for any model, made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertly.learned.file import save_predictor
+from expertly.policies.learned import LearnedWeights, Mlp, pairs
+from expertly.store.cache import learned_beside
+from expertly.store.manifest import Manifest
+
+
+def random_weights(
+    layers: Sequence[Any], hidden_size: int = 16, width: int = 8, seed: int = 0, starts: tuple[int, ...] | None = None
+) -> LearnedWeights:
+    """For every distance. `hidden_size`: numbers of a router input; `starts`: first layers of stacks, 0 unless said."""
+    dice = np.random.default_rng(seed)
+    starts = starts or (0,) * len(layers)
+    distances = tuple(range(1, max(2, len(layers))))
+
+    def numbers(*shape: int) -> np.ndarray:
+        return dice.standard_normal(shape) / np.sqrt(shape[-1])
+
+    mlps = {}
+    for distance in distances:
+        for source, target in pairs(starts, distance):
+            num_experts = layers[target].num_experts
+            arrays = (
+                numbers(hidden_size),
+                np.ones(hidden_size),
+                numbers(width, hidden_size),
+                numbers(width),
+                3 * numbers(num_experts, width),
+                numbers(num_experts, hidden_size),
+                numbers(num_experts),
+            )
+            mlps[source, target] = Mlp(*(one.astype(np.float16) for one in arrays))
+    num_experts, top_k = (tuple(getattr(one, name) for one in layers) for name in ("num_experts", "top_k"))
+    return LearnedWeights(num_experts, top_k, starts, distances, mlps)
+
+
+def put_beside(store: Path, hidden_size: int) -> Path:
+    """Save weights where a packed store's model looks for them."""
+    manifest = Manifest.read(store)
+    path = learned_beside(store, "predictor")
+    save_predictor(path, random_weights(manifest.layers, hidden_size), manifest.identity, {"model": "made up"})
+    return path
