@@ -2,7 +2,7 @@
 
     python bench/moepic.py TRACE [--study hits,ratio,ablation,compare,memory,rearrange] [--memory 10%,25%,50%]
                            [--keep 4,8,12,16,20,24] [--tokens 2500] [--hardware rtx3090] [--geometry NAME]
-                           [--launch-us N] [--seed 0] [--out FILE]
+                           [--launch-us N] [--layer-us N] [--seed 0] [--out FILE]
 
 Stores, weights and counts of the others are filled from 70 % of the requests, the rest is simulated from an empty
 cache; `hits` takes the first tokens of the trace as they come, as nothing in it learns beforehand. MoEpic configures
@@ -113,8 +113,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.trace = Trace.open(args.trace)
         self.hardware = Hardware.read(args.hardware)
-        if args.launch_us is not None:
-            self.hardware = replace(self.hardware, launch_ns=round(args.launch_us * 1e3))
+        for key in ("launch", "layer"):
+            given = getattr(args, f"{key}_us")
+            if given is not None:
+                self.hardware = replace(self.hardware, **{f"{key}_ns": round(given * 1e3)})
         self.memories = [Memory(label) for label in args.memory.split(",")]
         self.keep = [int(num) for num in args.keep.split(",")]
         self.seed: int = args.seed
@@ -123,8 +125,8 @@ class Bench:
             sizes = [layer.geometry() for layer in self.trace.manifest.layers]
             self.layers, self.dense = tuple(size for size in sizes if size is not None), self.trace.manifest.dense
         else:
-            given = read_geometry(args.geometry)
-            self.layers, self.dense = given.layers, given.dense
+            sizes_of = read_geometry(args.geometry)
+            self.layers, self.dense = sizes_of.layers, sizes_of.dense
 
     def study(self, schedule: Schedule | None = None, learned: LearnedWeights | None = None) -> Study:
         if schedule is None:
@@ -300,7 +302,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2500)
     parser.add_argument("--hardware", default="rtx3090")
     parser.add_argument("--geometry")
-    parser.add_argument("--launch-us", type=float, help="of starting one piece of an expert, instead of the profile's")
+    parser.add_argument("--launch-us", type=float, help="to start one piece of an expert, instead of the profile's")
+    parser.add_argument("--layer-us", type=float, help="to start a layer without its experts, instead of the profile's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
     args = parser.parse_args()

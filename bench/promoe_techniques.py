@@ -8,8 +8,9 @@ The trace is a full one of the demo model (see prompts.py); inflating it does no
 are switched on one after the other, as in the paper, from an LRU cache whose misses are found one expert at a time, by
 rising id. `simulated` rows are of the profile and the sizes given; `engine` rows are of this machine, the inflated
 model, tokens of recorded requests fed to every system in turn, in another order each time. Ratios are to the first row
-of their kind, the engine's as medians over the requests. `reads` is what prompts loaded, in units of what was absent
-when their routers spoke: above 1 something was read twice in a layer.
+of their kind, the engine's as medians over the requests. `reads` is what prompts demanded, in units of what was absent
+when their routers spoke: above 1 something was read twice in a layer. `ahead` is the share of what they loaded that was
+loaded ahead.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ PHASES = ("prefill", "decode")
 
 
 def reads(prefill: dict[str, Any]) -> float | None:
-    """Loaded in prompts, of what was absent when their routers spoke; what was loaded ahead has its own column."""
+    """Demanded in prompts, of what was absent when their routers spoke."""
     absent = prefill["demanded_bytes"] - prefill["hit_bytes"]
-    return prefill["bytes_loaded"] / absent if absent else None
+    return (prefill["bytes_loaded"] - prefill["prefetched_bytes"]) / absent if absent else None
 
 
 def simulated(args: argparse.Namespace, weights: Any, trace: Any, schedule: Any) -> list[dict[str, Any]]:
@@ -68,6 +69,7 @@ def simulated(args: argparse.Namespace, weights: Any, trace: Any, schedule: Any)
             "demanded_bytes": prefill.demanded_nbytes,
             "hit_bytes": prefill.hit_nbytes,
             "bytes_loaded": prefill.loaded_nbytes,
+            "prefetched_bytes": prefill.prefetched_nbytes,
         }
         row = {"ttft_s": simulator.metrics.ttft_s(False), "tpot_s": simulator.metrics.tpot_s}
         first = rows[0] if rows else row
