@@ -3,8 +3,9 @@
     python bench/configurator.py [--tokens 400] [--cases 100]
 
 All times are of the processor. `statistics_us`: mean of what one token adds to the statistics of a layer, in the order
-in which a decode step visits them (bound at E = 256, K = 8: 30 us; every 32nd token counts what 32 have shown, hence
-`p50_us` and `p99_us`); `without_scores_us`: of a token without predicted scores; `rates_ms`: reading them.
+in which a decode step visits them (bound at E = 256, K = 8: 30 us; every 64th token counts what 64 have shown, hence
+`p50_us` and `p99_us`); `without_order_us`: of a token without a prediction; `rates_ms`: reading them. In a controller
+(bound: 30 us): what a layer takes in one that gathers (`with_us`), beyond one that does not and decides the same.
 `configure_s`: one configuration, from rates to plan (bound at L = 61, E = 256, P = 16: 2 s). `gap`: exposed time above
 the least over all allocations, found by trying them all, of seeded small cases (bound: a median of 5 %), and that of
 equal budgets with the best splits (`uniform`) and with half of each expert (`start`). All of planted routing: Zipf
@@ -18,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when NumPy is imported
@@ -26,11 +28,15 @@ import numpy as np
 import numpy.typing as npt
 from report import print_report
 
+from expertly.control.budget import split_budget
+from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.forecast import Forecaster
 from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.moepic.timing import Timing
+from expertly.systems import get_system
 
 WARM_UP = 50
 BOUND_US, BOUND_S, BOUND_GAP = 30.0, 2.0, 0.05
@@ -68,18 +74,20 @@ def statistics_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
     dice = np.random.default_rng(0)
     routed = [routing(dice, WARM_UP + tokens, experts, top_k, 1.0) for _ in range(layers)]
     row: dict[str, Any] = {"what": "statistics", "layers": layers, "experts": experts, "top_k": top_k}
-    for name, has_scores in (("statistics_us", True), ("without_scores_us", False)):
-        gatherers = [LayerStatistics(experts) for _ in range(layers)]
+    needed = [rows.tolist() for rows, _ in routed]
+    orders = [np.argsort(-scores, axis=1, kind="stable").tolist() for _, scores in routed]
+    for name, has_order in (("statistics_us", True), ("without_order_us", False)):
+        gatherers = [LayerStatistics(experts, early=layer) for layer in range(layers)]
         times = []
         for token in range(WARM_UP + tokens):
-            for layer, (needed, predicted) in zip(gatherers, routed, strict=True):
-                experts_of, scores = needed[token : token + 1], predicted[token : token + 1] if has_scores else None
+            for layer, gatherer in enumerate(gatherers):
+                experts_of, order = needed[layer][token], orders[layer][token] if has_order else None
                 start = time.thread_time_ns()
-                layer.observe(experts_of, scores)
+                gatherer.note(experts_of, order)
                 if token >= WARM_UP:
                     times.append((time.thread_time_ns() - start) / 1e3)
         row[name] = statistics.mean(times)
-        if has_scores:
+        if has_order:
             row["p50_us"], row["p99_us"] = statistics.median(times), statistics.quantiles(times, n=100)[-1]
             start = time.thread_time_ns()
             gatherers[0].rates()
@@ -87,14 +95,61 @@ def statistics_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
     return row | {"within_bound": row["statistics_us"] <= BOUND_US}
 
 
+def controller_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[str, Any]:
+    """What gathering adds in a controller that predicts, loads, evicts and computes: of two that decide alike, one
+    gathers; each token runs in both, first in one, then in the other.
+    """
+    dice = np.random.default_rng(2)
+    shape = shape_of(layers, experts, top_k, 4)
+    routed = [routing(dice, WARM_UP + tokens, experts, top_k, 1.0) for _ in range(layers)]
+    needed = [rows.tolist() for rows, _ in routed]
+    orders = [np.argsort(-scores, axis=1, kind="stable").tolist() for _, scores in routed]
+    scores = np.linspace(1.0, 0.0, experts).tolist()
+    ones, decode = [1] * top_k, [True] * top_k
+    controllers = []
+    for system in (get_system("moepic"), replace(get_system("moepic"), allocation="split")):
+        controllers.append(system.controller(shape, system.budget(shape, split_budget(shape, shape.nbytes // 4))))
+    assert controllers[0].allocation.is_online and not controllers[1].allocation.is_online
+
+    def run(control: Controller, token: int) -> int:
+        start = time.thread_time_ns()
+        for layer in range(layers):
+            router = RouterRan(layer, needed[layer][token], ones, decode, 1)
+            step = control.begin_layer(router)
+            following = (layer + 1) % layers
+            coming = token + (layer + 1 == layers)
+            if coming < WARM_UP + tokens:
+                control.predict(Prediction(following, orders[following][coming], scores, 1))
+            waiting = [*step.ready, *step.loads]
+            for piece in step.loads:
+                control.loaded(piece)
+            while waiting:
+                more = control.computed(waiting.pop())
+                if more is not None:
+                    for piece in more.loads:
+                        control.loaded(piece)
+                    waiting += more.loads
+            control.end_layer()
+        return time.thread_time_ns() - start
+
+    spent: tuple[list[int], list[int]] = ([], [])
+    for token in range(WARM_UP + tokens):
+        for number in (0, 1) if token % 2 else (1, 0):
+            spent[number].append(run(controllers[number], token))
+    with_us, without_us = (statistics.mean(times[WARM_UP:]) / 1e3 / layers for times in spent)
+    row: dict[str, Any] = {"what": "statistics in a controller", "layers": layers, "experts": experts, "top_k": top_k}
+    row |= {"with_us": with_us, "without_us": without_us, "statistics_us": with_us - without_us}
+    return row | {"within_bound": row["statistics_us"] <= BOUND_US}
+
+
 def configuration_cost(
-    layers: int, experts: int, top_k: int, segments: int, share: float, load_ns: int
+    layers: int, experts: int, top_k: int, segments: int, share: float, load_ns: int, piece_ns: int = 0
 ) -> dict[str, Any]:
     """One attention and one MoE module of 100 us each: `load_ns` says how slow the link is."""
     dice = np.random.default_rng(1)
     rates = [gathered(dice, 300, experts, top_k) for _ in range(layers)]
     shape = shape_of(layers, experts, top_k, segments)
-    timing = Timing.of(shape, attention_ns=100_000, moe_ns=100_000, load_ns=load_ns, head_ns=200_000)
+    timing = Timing.of(shape, 100_000, 100_000, load_ns, 200_000, piece_ns, piece_ns)
     kept = int(share * layers * experts * segments)
     times = []
     for _ in range(3):
@@ -109,8 +164,10 @@ def configuration_cost(
         "segments": segments,
         "kept": f"{share:.3g} of all",
         "load_us": load_ns / 1e3,
+        "piece_us": piece_ns / 1e3,
         "configure_s": statistics.median(times),
         "moves": found.num_moves,
+        "layers_split": sum(0 < one.kept_segments < segments for one in found.plan.layers),
         "start_ms": sum(found.start_exposed_ns) / 1e6,
         "uniform_ms": sum(found.uniform_exposed_ns) / 1e6,
         "exposed_ms": sum(found.exposed_ns) / 1e6,
@@ -128,7 +185,7 @@ def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]
             yield (first, *rest)
 
 
-def small_case(seed: int) -> dict[str, float]:
+def small_case(seed: int, piece_ns: int) -> dict[str, float]:
     """Exposed nanoseconds of the start, of equal budgets, of the configurator and at best."""
     dice = np.random.default_rng(seed)
     layers, experts, segments = 3, int(dice.integers(4, 7)), int(dice.choice([1, 2, 4]))
@@ -137,7 +194,7 @@ def small_case(seed: int) -> dict[str, float]:
     shape = shape_of(layers, experts, top_k, segments)
     load_ns = 100_000
     attention_ns, moe_ns, head_ns = (int(load_ns * dice.uniform(0.1, 1.0)) for _ in range(3))
-    timing = Timing.of(shape, attention_ns, moe_ns, load_ns, head_ns)
+    timing = Timing.of(shape, attention_ns, moe_ns, load_ns, head_ns, piece_ns)
     kept = int(dice.integers(layers, layers * experts * segments // 2 + 1))
     found = configure(shape, [kept], rates, timing)
     forecaster, near, least = Forecaster(shape, rates, timing), None, float("inf")
@@ -152,18 +209,18 @@ def small_case(seed: int) -> dict[str, float]:
     }
 
 
-def gaps(cases: int) -> dict[str, Any]:
+def gaps(cases: int, piece_ns: int) -> dict[str, Any]:
     """Over the first so many seeds whose least is above 0: where nothing need be waited for, no share can be said."""
     waits: list[dict[str, float]] = []
     missed = seed = 0
     while len(waits) < cases:
-        case = small_case(seed)
+        case = small_case(seed, piece_ns)
         if case["least"] > 0:
             waits.append(case)
         else:
             missed += case["found"] > 0
         seed += 1
-    row: dict[str, Any] = {"what": "gap", "layers": 3, "cases": cases}
+    row: dict[str, Any] = {"what": "gap", "layers": 3, "cases": cases, "piece_us": piece_ns / 1e3}
     for name in ("found", "uniform", "start"):
         over = sorted(case[name] / case["least"] - 1 for case in waits)
         row[f"{name}_median"], row[f"{name}_p95"] = statistics.median(over), over[int(0.95 * len(over))]
@@ -179,10 +236,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100)
     args = parser.parse_args()
     rows = [statistics_cost(26, 64, 6, args.tokens), statistics_cost(61, 256, 8, args.tokens)]
+    rows += [controller_cost(26, 32, 4, args.tokens), controller_cost(26, 256, 8, args.tokens)]
     rows += [configuration_cost(26, 64, 6, 4, 0.25, 300_000)]
     rows += [configuration_cost(61, 256, 8, 16, share, 300_000) for share in (0.1, 0.25, 0.5)]
     rows += [configuration_cost(61, 256, 8, 16, 0.25, load_ns) for load_ns in (30_000, 1_000_000)]
-    rows += [gaps(args.cases)]
+    rows += [configuration_cost(61, 256, 8, 16, share, 300_000, 10_000) for share in (0.1, 0.25, 0.5)]
+    rows += [gaps(args.cases, piece_ns) for piece_ns in (0, 15_000)]
     print_report("configurator", rows, vars(args))
 
 

@@ -103,6 +103,9 @@ SPECS = {
     "moepic:width=6:zeta=.02:tau=9": "moepic:width=6:tau=9:zeta=0.02",
     "moepic:prediction=random:tau=9:width=3": "moepic:prediction=random:width=3:tau=9",
     "moepic:prediction=none": "moepic:prediction=none",
+    "moepic:fill=idle:eviction=random": "moepic:eviction=random:fill=idle",
+    "adapmoe:fill=idle:eviction=lfu": "adapmoe:eviction=lfu:fill=idle",
+    "lcp:allocation=split:admission=best": "lcp:allocation=split:admission=best",
     "moepic:allocation=split:eviction=random": "moepic:eviction=random:allocation=split",
 }
 
@@ -220,7 +223,20 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("resident:allocation=adapmoe", r"'resident' keeps every expert"),
         ("lru:allocation=fair", r"allocation='fair': unknown; accepted: uniform, none, adapmoe"),
         ("fmoe:allocation=split", r"among layers, scope='global' does not; accepted: scope=layer"),
-        ("lcp:allocation=split:admission=best", r"parts of experts, admission='best' whole ones; .*admission=always"),
+        (
+            "lcp:prediction=lookahead:allocation=split:fill=idle",
+            r"never changes what .* accepted: fill=demand, or .*moepic",
+        ),
+        (
+            "lfu:prediction=lookahead:fill=idle",
+            r"allocation='uniform' never changes what layers keep, which fill='idle'",
+        ),
+        (
+            "adapmoe:fill=idle",
+            r"which eviction='lru' does not have; accepted: fill=demand, or eviction=lfu, lcp, fmoe, eam",
+        ),
+        ("lfu:allocation=adapmoe:fill=idle", r"fill=idle: of no use where nothing is predicted"),
+        ("moepic:fill=now", r"fill='now': unknown; accepted: demand, idle"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
         ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
         ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1 token"),

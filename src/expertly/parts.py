@@ -40,6 +40,7 @@ class System:
     order: str = "resident"  # see Controller
     admission: str = "always"  # see Controller
     ahead: str = "cache"  # see Controller
+    fill: str = "demand"  # see Controller
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Controller
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -100,6 +101,7 @@ class System:
             ahead=self.ahead,
             prefetch=self.prefetch,
             window=self.window,
+            fill=self.fill,
             allocation=self._allocation(geometry, known),
         )
 
@@ -269,8 +271,18 @@ def _check_allocation(system: System, where: str) -> None:
             f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
             f"accepted: eviction={others}"
         )
-    if allocation.splits and system.admission == "best":
-        raise ConfigError(f"{what} keeps parts of experts, admission='best' whole ones; accepted: admission=always")
+    if system.fill == "idle" and not (allocation.splits or EVICTIONS[system.eviction].is_scored):
+        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored and not one.needs_future)
+        raise ConfigError(
+            f"{where}: fill='idle' loads whole experts by their scores, which eviction={system.eviction!r} does not "
+            f"have; accepted: fill=demand, or eviction={scored}"
+        )
+    if system.fill == "idle" and not allocation.changes:
+        changing = ", ".join(name for name, one in ALLOCATIONS.items() if one.changes)
+        raise ConfigError(
+            f"{what} never changes what layers keep, which fill='idle' would load; accepted: fill=demand, or "
+            f"allocation={changing}"
+        )
     if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
         raise ConfigError(
             f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
@@ -290,6 +302,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ("always", "best"),
     "ahead": ("cache", "ring"),
+    "fill": ("demand", "idle"),
 }
 """Of each part that is chosen by name, what it may be."""
 
@@ -307,7 +320,7 @@ WITH_OPTIONS: dict[str, Registry[Any]] = {"prediction": PREDICTORS, "allocation"
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

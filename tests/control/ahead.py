@@ -1,86 +1,18 @@
-"""A link that brings pieces when its dice say so, and a controller whose every answer is checked from outside."""
+"""A controller whose every answer is checked from outside."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from expertly.control.counters import PhaseCounters
 from expertly.control.journal import JournaledController
 from expertly.control.residency import bits
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
+from expertly.policies.eviction.base import ScoredPolicy
 from tests.control.drive import mask_of
 from tests.policies.futures import ListFuture
-
-
-class Failure(Exception):
-    """What a driver's transport or arithmetic may raise."""
-
-
-class RandomLink:
-    """An AheadTransport. Demands begin before guesses; what has begun arrives in any order, `chance` a poll."""
-
-    def __init__(self, dice: random.Random, chance: float = 0.4) -> None:
-        self.dice, self.chance = dice, chance
-        self.demands: list[Piece] = []
-        self.ahead: list[Piece] = []
-        self.begun: list[Piece] = []
-        self.num_waits = 0
-        self.submitted: list[Piece] = []
-        self.withdrawn: list[Piece] = []
-        self.fails: Callable[[], bool] = lambda: False
-
-    def submit(self, pieces: Sequence[Piece]) -> None:
-        self.submitted += pieces
-        self.demands += pieces
-
-    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
-        assert all(piece.num_segments == 1 for piece in pieces), "a demand never waits for more than a segment"
-        self.submitted += pieces
-        self.ahead += pieces
-
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
-        gone = [one for one in self.ahead if one.layer == layer and (experts is None or one.expert in experts)]
-        self.ahead = [piece for piece in self.ahead if piece not in gone]
-        self.withdrawn += gone
-        return gone
-
-    def poll(self) -> Piece | None:
-        self._may_fail()
-        while (self.demands or self.ahead) and self.dice.random() < self.chance:
-            self._begin()
-        return self._arrive() if self.begun and self.dice.random() < self.chance else None
-
-    def wait(self) -> Piece:
-        self._may_fail()
-        self.num_waits += 1
-        while not self.begun or ((self.demands or self.ahead) and self.dice.random() < self.chance):
-            self._begin()
-        return self._arrive()
-
-    def drop(self) -> None:
-        """Nothing is in flight any more."""
-        self.demands, self.ahead, self.begun = [], [], []
-
-    def _begin(self) -> None:
-        assert self.demands or self.ahead, "waiting for what nobody brings"
-        self.begun.append((self.demands or self.ahead).pop(0))
-
-    def _arrive(self) -> Piece:
-        return self.begun.pop(self.dice.randrange(len(self.begun)))
-
-    def _may_fail(self) -> None:
-        if self.fails():
-            raise Failure
-
-
-class InstantLink(RandomLink):
-    """Everything arrives at once."""
-
-    def __init__(self) -> None:
-        super().__init__(random.Random(0), 1.0)
 
 
 @dataclass
@@ -91,7 +23,14 @@ class Seen:
     by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def agrees(self, counted: PhaseCounters) -> None:
-        for name in ("loaded_nbytes", "prefetched_nbytes", "predicted", "predicted_needed", "predicted_resident"):
+        for name in (
+            "loaded_nbytes",
+            "filled_nbytes",
+            "prefetched_nbytes",
+            "predicted",
+            "predicted_needed",
+            "predicted_resident",
+        ):
             assert getattr(counted, name) == self.numbers[name], name
         for name in (
             "predicted_of",
@@ -119,6 +58,7 @@ class CheckedController(JournaledController):
         self.seen = [{True: Seen(), False: Seen()} for _ in self.geometry.layers]
         self.ahead: dict[int, int] = {}  # expert -> mask loaded ahead; its layer has not run
         self.asked: dict[Piece, bool] = {}  # in flight ahead -> was decode running?
+        self.filled: dict[Piece, None] = {}  # in flight to fill a share
         self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
         self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
         self.settling: dict[int, int] = {}  # of the running layer: expert -> mask loaded ahead for it
@@ -126,6 +66,7 @@ class CheckedController(JournaledController):
         self.early: dict[Piece, None] = {}  # demanded before its turn, and not here
         self.was_decoding = True
         self.num_joined = self.num_events = self.num_promoted = self.num_early = self.num_stale = 0
+        self.num_filled = self.num_unfilled = self.num_fills_joined = self.num_fills_promoted = 0  # pieces
         return self
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -135,11 +76,8 @@ class CheckedController(JournaledController):
         resident = list(self.residency.resident)
         assert not withdrawn or not self.finds_late
         for piece in withdrawn:
-            self._count_ahead(piece, self.asked.pop(piece), -1)
-            self._forget(piece)
-            eid = self._eid(piece)
-            if eid in self.ahead:
-                self.ahead[eid] &= ~mask_of(piece)
+            if self._is_taken_back(piece) and self._eid(piece) in self.ahead:
+                self.ahead[self._eid(piece)] &= ~mask_of(piece)
         held = self._held(withdrawn)
         self.was_decoding = True in router.is_decode
         self._count_router(router, resident)
@@ -166,7 +104,10 @@ class CheckedController(JournaledController):
         is_awaited = super().loaded(piece)
         for slot in self._slots(piece):
             self.coming.remove(slot)
-        if piece in self.asked or piece in self.early:
+        if piece in self.filled:
+            del self.filled[piece]
+            assert is_awaited == (piece in self.was_asked)
+        elif piece in self.asked or piece in self.early:
             self.asked.pop(piece, None)
             self.early.pop(piece, None)
             assert not is_awaited
@@ -190,12 +131,18 @@ class CheckedController(JournaledController):
         router = self._router
         assert router is not None
         for piece in pieces:
-            self._count_ahead(piece, self.was_asked.pop(piece), -1)
+            was_decoding = self.was_asked.pop(piece)
+            if piece in self.filled:
+                del self.filled[piece]
+                self._count_filled(piece, -1)
+                self.num_fills_promoted += 1
+            else:
+                self._count_ahead(piece, was_decoding, -1)
+                self.settling[self._eid(piece)] &= ~mask_of(piece)
+                self.num_promoted += 1
             is_decode = router.is_decode[router.experts.index(piece.expert)]
             nbytes = piece.num_segments * self.geometry.segment_nbytes(piece.layer)
             self.seen[piece.layer][is_decode].numbers["loaded_nbytes"] += nbytes
-            self.settling[self._eid(piece)] &= ~mask_of(piece)
-            self.num_promoted += 1
         super().promote(pieces)
 
     def end_layer(self, withdrawn: Sequence[Piece] = ()) -> None:
@@ -205,10 +152,9 @@ class CheckedController(JournaledController):
         assert router is not None
         for piece in withdrawn:
             assert piece.layer == router.layer and self._eid(piece) not in self.left
-            self._count_ahead(piece, self.asked.pop(piece), -1)
-            self._forget(piece)
-            self.settling[self._eid(piece)] &= ~mask_of(piece)
-            self.num_stale += 1
+            if self._is_taken_back(piece):
+                self.settling[self._eid(piece)] &= ~mask_of(piece)
+                self.num_stale += 1
         self._count_loaded_ahead(router)
         super().end_layer(withdrawn)
         self.was_asked.clear()
@@ -243,8 +189,39 @@ class CheckedController(JournaledController):
         self._promises()
         return pieces
 
+    def fill(self) -> list[Piece]:
+        kept, held = [dict(cache.kept) for cache in self.caches], self._held()
+        needed = [] if self._router is None else list(self.left)
+        guessed = self.speculation.guessed().union(needed)
+        assert not self.coming, "somebody else wants the link"
+        pieces = super().fill()
+        for piece in pieces:
+            assert piece.num_segments == 1 and not held[self._eid(piece)] & mask_of(piece), "no segment is loaded twice"
+            assert self._router is None or piece.layer != self._router.layer, "what it needs it has demanded"
+            self._takes_slots(piece)
+            self._count_filled(piece, 1)
+            self.filled[piece] = None
+        for layer, (cache, before) in enumerate(zip(self.caches, kept, strict=True)):
+            gone = [eid for eid, mask in before.items() if mask & ~cache.kept.get(eid, 0)]
+            assert guessed.isdisjoint(gone), "what is needed or predicted stays"
+            filled = {self._eid(piece) for piece in pieces if piece.layer == layer}
+            if isinstance(cache.policy, ScoredPolicy) and filled and gone:
+                rank = cache.policy.score
+                assert max((rank(eid), eid) for eid in gone) < min((rank(eid), eid) for eid in filled)
+        assert all(now <= before for now, before in zip(self.keeper.passing, self.keeper.ring, strict=True))
+        self.num_filled += len(pieces)
+        self._promises()
+        return pieces
+
+    def unfill(self, pieces: Sequence[Piece]) -> None:
+        super().unfill(pieces)
+        for piece in pieces:
+            assert not self._is_taken_back(piece), "predictions stay"
+        self._promises()
+
     def abandon(self) -> None:
         super().abandon()
+        self.filled.clear()
         self.coming.clear()
         self.ahead.clear()
         self.asked.clear()
@@ -275,6 +252,10 @@ class CheckedController(JournaledController):
         for piece in step.joined:
             if piece in self.early:
                 del self.early[piece]
+                continue
+            if piece in self.filled:
+                self.was_asked[piece] = True
+                self.num_fills_joined += 1
                 continue
             self.was_asked[piece] = self.asked.pop(piece)  # a demand joins what is in flight
             self.num_joined += 1
@@ -337,6 +318,22 @@ class CheckedController(JournaledController):
         numbers = self.seen[piece.layer][is_decode].numbers
         numbers["loaded_nbytes"] += nbytes
         numbers["prefetched_nbytes"] += nbytes
+
+    def _count_filled(self, piece: Piece, sign: int) -> None:
+        numbers = self.seen[piece.layer][True].numbers
+        for name in ("loaded_nbytes", "filled_nbytes"):
+            numbers[name] += sign * piece.num_segments * self.geometry.segment_nbytes(piece.layer)
+
+    def _is_taken_back(self, piece: Piece) -> bool:
+        """A piece will not come; whether it was predicted, and not to fill a share."""
+        self._forget(piece)
+        if piece in self.filled:
+            del self.filled[piece]
+            self._count_filled(piece, -1)
+            self.num_unfilled += 1
+            return False
+        self._count_ahead(piece, self.asked.pop(piece), -1)
+        return True
 
     def _takes_slots(self, piece: Piece) -> None:
         eid, pool = self._eid(piece), self.residency.pool_of(piece.layer)

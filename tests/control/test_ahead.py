@@ -23,8 +23,9 @@ from expertly.policies.eviction.lru import LRU
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
-from tests.control.ahead import CheckedController, Failure, InstantLink, RandomLink
+from tests.control.ahead import CheckedController
 from tests.control.drive import WAYS, geometry, one_token
+from tests.control.links import Failure, InstantLink, RandomLink
 from tests.policies.futures import ListFuture
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)

@@ -21,8 +21,9 @@ from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.systems import SYSTEMS
-from tests.control.ahead import CheckedController, InstantLink
+from tests.control.ahead import CheckedController
 from tests.control.drive import WAYS, geometry, one_token
+from tests.control.links import InstantLink
 
 
 def prediction(layer: int, experts: list[int], distance: int = 1) -> Prediction:

@@ -19,8 +19,9 @@ from expertly.policies.allocation.base import Allocation
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.systems import get_system
-from tests.control.ahead import CheckedController, Failure, RandomLink
+from tests.control.ahead import CheckedController
 from tests.control.drive import controller, geometry, kept, run_layer
+from tests.control.links import Failure, RandomLink
 from tests.control.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
 from tests.policies.futures import ListFuture
 

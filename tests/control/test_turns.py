@@ -13,8 +13,8 @@ from expertly.control.loop import Ahead, run_layer
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor.base import Predictor
-from tests.control.ahead import InstantLink
 from tests.control.drive import geometry
+from tests.control.links import InstantLink
 from tests.control.test_ahead_stories import made, one_token, prediction, run
 
 

@@ -138,6 +138,28 @@ def test_times_of_a_step_are_what_lies_between() -> None:
     timing = times.timing()
     assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((7, 5), (20, 40), 9)
     assert timing.load_ns == (100, 100), "layer 1 never waited: it loads as fast"
+    assert timing.piece_ns == timing.ask_ns == (0, 0), "nobody saw any"
+
+
+def test_a_piece_costs_what_does_not_depend_on_its_size() -> None:
+    """Layer 0: 30 ns a piece and 10 a segment. Layer 1: one size, and too few of another."""
+    times = StepTimes(SHAPE)
+    for begin in (0, 100):
+        times.begin(begin)
+        for layer in range(2):
+            times.loaded(layer, 4, 100, has_waited=True)
+            times.ran(layer, True, 10, 20, begin + 30 * (layer + 1))
+    for _ in range(9):
+        for num in (1, 2, 4):
+            times.computed(0, num, 30 + 10 * num)
+        times.computed(0, 3, 60)
+        times.computed(1, 4, 70)
+    times.computed(0, 4, 100_000)
+    times.computed(1, 2, 50)
+    for elapsed_ns in (5, 7, 600):
+        times.asked(1, elapsed_ns)
+    timing = times.timing()
+    assert timing.piece_ns == (30, 0) and timing.ask_ns == (0, 7)
 
 
 def test_a_system_that_works_nothing_out_has_no_thread(cases: Cases) -> None:

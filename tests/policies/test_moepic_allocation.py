@@ -72,7 +72,7 @@ def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
 
 
 def begun(tau: int = 3, share: float = 0.6) -> MoEpic:
-    allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau))
+    allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau, start="half"))
     allocation.begin(allocation.shares(split_budget(SHAPE, int(SHAPE.nbytes * share)).kept_slots))
     return allocation
 
@@ -111,13 +111,50 @@ def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
     assert allocation.facts() == {"learned": "online, from 15 decoded tokens", "configurations": 1}
 
 
-def test_the_first_time_does_not_wait_for_5000_tokens() -> None:
-    allocation = MoEpic(SHAPE)
+@pytest.mark.parametrize(("tau", "due_at"), [(5000, [0, 64, 256, 5256]), (100, [0, 64, 164]), (64, [0, 64, 128])])
+def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -> None:
+    """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
+    allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
     allocation.begin(allocation.shares([49]))
-    for token in range(256):
-        assert allocation.due() is None
+    for token in range(due_at[-1] + 1):
+        if (job := allocation.due()) is not None:
+            found.append(token)
+            allocation.configured(job(TIMES).plan)
         tell(allocation, token)
-    assert allocation.due() is not None
+    assert found == due_at
+
+
+def test_before_anything_is_known_whole_experts_are_kept_where_pieces_cost_much() -> None:
+    """And the paper's halves where they cost nothing, or nobody is to count that."""
+    kept = {}
+    for name, options, timing in (
+        ("free", MoEpicOptions(), TIMES),
+        ("dear", MoEpicOptions(), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
+        ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
+    ):
+        allocation = MoEpic(SHAPE, options)
+        allocation.begin(allocation.shares([49]))
+        job = allocation.due()
+        assert job is not None
+        plan = job(timing).plan
+        kept[name] = [(layer.kept_experts, layer.kept_segments) for layer in plan.layers]
+        assert sum(layer.budget_segments for layer in plan.layers) == 49
+        plan.check_fits(SHAPE)
+    assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
+
+
+def test_what_is_not_counted_changes_no_configuration() -> None:
+    for pieces in (True, False):
+        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=pieces))
+        allocation.begin(allocation.shares([49]))
+        for token in range(30):
+            tell(allocation, token)
+        job = allocation.due()
+        assert job is not None
+        costs = Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)
+        assert (job(costs) == job(TIMES)) == (not pieces)
+        tops = {layer.kept_segments for layer in job(costs).plan.layers}
+        assert (tops <= {0, 4}) == pieces
 
 
 def test_a_job_holds_what_was_seen_until_then() -> None:
@@ -167,6 +204,8 @@ def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> No
         ("split", {"tau": "5"}, r"option 'tau': unknown; accepted: theta"),
         ("moepic", {"tau": "0"}, r"tau=0: must be at least 1 token"),
         ("moepic", {"zeta": "1"}, r"zeta=1.0: must be above 0 and below 1"),
+        ("moepic", {"start": "whole"}, r"start='whole': unknown; accepted: timed, half"),
+        ("moepic", {"pieces": "1"}, r"pieces='1': accepted: yes, true"),
         ("uniform", {"theta": "0.5"}, r"option 'theta': unknown; there are none"),
     ],
 )

@@ -47,7 +47,7 @@ PREDICTING = (
     "lru:prediction=lookahead:preemption=late",
     "lru:prediction=lookahead:order=id",
     "lfu:prediction=counts:distance=2:transfer=synchronous:preemption=late:order=id",
-    "moepic",
+    "moepic:start=half",  # the other start comes when times are known, in the engine measured ones
     "moepic:allocation=split:prediction=random",
     "lru:allocation=split:prediction=lookahead:distance=2",
 )

@@ -42,6 +42,9 @@ def test_times_of_a_step_are_those_of_the_machine() -> None:
     times = step_times(shape, hardware.link, compute_model(hardware, shape, None))
     assert times.attention_ns == (100,) * 3 and times.moe_ns == (2 * 58,) * 3 and times.head_ns == 1000
     assert times.load_ns == (96 + 4 * 3,) * 3, "a segment at a time"
+    assert times.piece_ns == (10,) * 3 and times.ask_ns == (0,) * 3, "a launch"
+    whole = step_times(Geometry(sized(3, 4, 2), 1), hardware.link, compute_model(hardware, shape, None))
+    assert whole.piece_ns == (0,) * 3, "there are no pieces"
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_
     rows = results(study, ["moepic:tau=100", "moepic:allocation=split"], "50%")
     ours, fixed = rows["moepic:tau=100"], rows["moepic:allocation=split"]
     found = ours["allocation"]
-    assert found["configurations"] == 5, "of 600 tokens, after each 100 but the last"
+    assert found["configurations"] == 7, "of 600 tokens before the first, after 64, and after each 100 more"
     assert found["experts"][0] > max(found["experts"][1:])
     assert ours["tpot_s"] < fixed["tpot_s"]
     assert ours["memory_bytes"] == fixed["memory_bytes"]
@@ -71,4 +74,4 @@ def test_without_sizes_there_are_rates(planted: Any) -> None:
     """Loads take no time there: what is kept is worked out all the same."""
     study = replace(make_study(planted), layers=None)
     row = results(study, ["moepic:tau=100"], "50%")["moepic:tau=100"]
-    assert row["allocation"]["configurations"] == 5 and row["hit_rate"] > 0.5 and row["tpot_s"] is None
+    assert row["allocation"]["configurations"] == 7 and row["hit_rate"] > 0.5 and row["tpot_s"] is None

@@ -76,7 +76,9 @@ def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
         rates = rates_of_trace(trace, spans, tell)
     if not trace.is_complete:
         notes.append("the recording was cut off; what there is of it counts")
-    if not trace.is_real("lookahead"):
+    if trace.is_modelled("lookahead"):
+        notes.append(f"lookahead: {trace.manifest.fields['lookahead'].note}")
+    elif not trace.is_real("lookahead"):
         reason = "the trace has no lookahead (`expertly trace record --full` records it)"
         notes.append(f"{reason}: nothing counts as predicted, so that keeping is worth all and splitting little")
     return Observed(trace.manifest.model, geometry, rates, timing, times, budgets, notes)

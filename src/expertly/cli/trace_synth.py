@@ -43,6 +43,13 @@ def add_parser(subparsers: Any) -> None:
     add("--markov", type=share, metavar="P", help="chance that an expert is kept for the next token (zipf; default: 0)")
     add("--phases", type=positive_int, metavar="N", help="between which popularity is dealt anew (zipf; default: 1)")
     add("--working-set", type=positive_int, metavar="N", help="experts in use (stationary; default: 2 K)")
+    add(
+        "--lookahead",
+        type=share,
+        metavar="P",
+        help="add scores of the next layer, modelled: so many of its K best are needed (default: none; 0.905 is what "
+        "ProMoE states)",
+    )
     add("--seed", type=seed, default=0, metavar="N", help="default: 0")
     add_json_flag(parser)
 
@@ -57,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         model=f"synthetic {args.workload}",
         num_requests=args.requests,
         prefill_tokens=args.prefill_tokens,
+        lookahead=args.lookahead,
         seed=args.seed,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["expertly", *sys.argv[1:]]),

@@ -10,24 +10,25 @@ from expertly.policies.eviction.base import ScoredPolicy
 
 
 def keep_best(keeper: Keeper, layer: int, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
-    """Decide what is kept from now on; of each needed expert the mask that is. The rest of it passes.
+    """Decide what is kept from now on; of each needed expert the mask that is. The rest of it passes: where the layer
+    keeps tops of experts, all behind them.
 
     What was kept and is to pass stays in its slots until it is computed: no more of it than the ring has room for.
     Nothing of `guessed` goes. Experts are dense ids.
     """
-    cache, full = keeper.caches[layer], keeper.residency.full
+    cache, top = keeper.caches[layer], keeper.tops[layer]
     policy, kept = cache.policy, cache.kept
     assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
     policy.needed(needed)
-    wanted = dict.fromkeys(needed, full)
-    excess = sum((full & ~kept.get(eid, 0)).bit_count() for eid in needed) - cache.room
+    wanted = {eid: top | kept.get(eid, 0) for eid in needed}  # of other tops before there may be more
+    excess = sum((top & ~kept.get(eid, 0)).bit_count() for eid in needed) - cache.room
     if excess > 0:
         others = policy.scored_victims({*needed, *guessed})
         can_pass = keeper.ring_room(layer)
         for _, eid in merge(others, sorted((policy.score(eid), eid) for eid in needed)):
             if eid in wanted:
-                new = full & ~kept.get(eid, 0)
-                gone = highest_bits(new | highest_bits(full & ~new, can_pass), excess)
+                new = top & ~kept.get(eid, 0)
+                gone = highest_bits(new | highest_bits(wanted[eid] & ~new, can_pass), excess)
                 wanted[eid] &= ~gone
                 can_pass -= (gone & ~new).bit_count()
             else:

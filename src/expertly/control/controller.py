@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Sequence
 from expertly.control.budget import Budget
 from expertly.control.counters import LayerCounters, PhaseCounters
 from expertly.control.demands import Demands
-from expertly.control.keeper import Keeper, mask_of, whole_tops
+from expertly.control.filling import Filling
+from expertly.control.keeper import Keeper, mask_of, single_segments, whole_tops
 from expertly.control.sharing import Sharing
 from expertly.control.speculation import Speculation
 from expertly.control.turns import Turns
@@ -33,7 +34,8 @@ class Controller:
     and evicts for it; "best" keeps, of what was kept and what is needed, what the policy (a ScoredPolicy) values most,
     and passes the rest through the ring. `ahead`: where what is loaded ahead goes: "cache" evicts for it, "ring" takes
     free places and evicts nothing. `prefetch`: what of it goes first (a key of PREFETCHES). `window`: segments in
-    flight ahead.
+    flight ahead. `fill`: what layers are to keep since shares changed is loaded when it is needed ("demand"), or also
+    while nothing else is ("idle").
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Controller:
         ahead: str = "cache",
         prefetch: str = "score",
         window: int | None = None,
+        fill: str = "demand",
         allocation: Allocation | None = None,
     ) -> None:
         self.geometry = geometry
@@ -63,7 +66,6 @@ class Controller:
         if self.allocation.is_online:
             self._sharing = Sharing(self.allocation, self.keeper, self.counters, budget.layer_shares)
         self._keeps_best = admission == "best"
-        assert not (self._keeps_best and tops is not None), "it weighs whole experts"
         self._ahead_evicts = ahead == "cache"
         if window is None:  # what one token's experts of a layer take
             window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
@@ -76,6 +78,9 @@ class Controller:
         """More would have been loaded ahead if parts of experts that pass had left places. They may have since."""
         self._demands = Demands(geometry, self.keeper, self.speculation, self.counters)
         self._in_flight, self._deferred = self._demands.in_flight, self._demands.deferred
+        self._filling: Filling | None = None
+        if fill == "idle":
+            self._filling = Filling(geometry, self.keeper, self.speculation, self._demands, self.counters)
         self._turns: Turns | None = None
         if order == "id" or self.finds_late:
             by_id, early = order == "id", not self.finds_late
@@ -138,8 +143,8 @@ class Controller:
             is_decoding = self._in_flight[piece]
             assert is_decoding is not None, "a demand needs no promotion"
             self._in_flight[piece] = None
-            self.speculation.taken_back(first + piece.expert, piece.num_segments)
-            self._phase(router.layer, is_decoding).count_ahead(-piece.num_segments, nbytes)
+            is_fill = self.speculation.promoted(first + piece.expert, piece)
+            self._phase(router.layer, is_decoding).count_ahead(-piece.num_segments, nbytes, is_fill=is_fill)
             needs_decode = router.is_decode[router.experts.index(piece.expert)]
             self._phase(router.layer, needs_decode).loaded_nbytes += piece.num_segments * nbytes
 
@@ -150,6 +155,7 @@ class Controller:
         self.residency.arrived(piece)
         if piece in self._in_flight:
             del self._in_flight[piece]
+            self.speculation.fills.pop(piece, None)
             return True
         eid = self.geometry.first_expert_id(piece.layer) + piece.expert
         if self._turns is not None and self._turns.arrived(eid, piece):
@@ -206,6 +212,8 @@ class Controller:
         self.caches[layer].policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
         if self._sharing is not None:
             self._sharing.layer_ended(router, self.speculation.guessed)
+        if self._filling is not None:
+            self._filling.layer_ended(router)
 
     def predict(self, prediction: Prediction) -> None:
         """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
@@ -254,13 +262,32 @@ class Controller:
             if not mask:
                 speculation.stays(layer, eid)
             elif has_room:
-                ahead = _single_segments(keeper.allocate(layer, eid, mask))
+                ahead = single_segments(keeper.allocate(layer, eid, mask))
                 speculation.submitted(eid, ahead, keeper.is_decoding)
                 self._phase(layer, keeper.is_decoding).count_ahead(count, self.geometry.segment_nbytes(layer))
                 pieces += ahead
             if protected is not None:
                 protected.add(eid)
         return pieces
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether `fill` may have something: layers lack what they are to keep, and nothing is in flight that anybody
+        needs or predicted. While experts have turns others of their layer are to come.
+        """
+        if self._filling is None or not (self._turns is None or self._router is None):
+            return False
+        return self._filling.is_due()
+
+    def fill(self) -> list[Piece]:
+        """Where `can_fill`: what to load behind all else, in this order; single segments."""
+        assert self._filling is not None
+        return self._filling.load(self._router)
+
+    def unfill(self, pieces: Sequence[Piece]) -> None:
+        """These were to fill shares and have not been begun; they will not come now."""
+        for piece in pieces:
+            self._withdraw(piece.layer, (piece,))
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
@@ -322,8 +349,9 @@ class Controller:
         assert not (self._in_flight or self._deferred or self._open)
         residency, speculation = self.residency, self.speculation
         coming = [piece for pieces in speculation.in_flight.values() for piece in pieces]
-        assert speculation.num_in_flight == sum(piece.num_segments for piece in coming)
-        assert speculation.num_in_flight == sum(mask.bit_count() for mask in residency.loading)
+        predicted = [piece for piece in coming if piece not in speculation.fills]
+        assert speculation.num_in_flight == sum(piece.num_segments for piece in predicted)
+        assert len(coming) == len(predicted) + len(speculation.fills) == sum(map(int.bit_count, residency.loading))
         for eid in range(self.geometry.num_experts):
             if self.keeper.unkept(self.geometry.layer_of_expert(eid), eid):
                 assert eid in speculation.waiting or eid in speculation.in_flight
@@ -352,9 +380,12 @@ class Controller:
         first = self.geometry.first_expert_id(layer)
         for piece in pieces:
             assert piece.layer == layer, "only what was to be loaded ahead for this layer is withdrawn"
+            is_fill = piece in self.speculation.fills
             phase = self._phase(layer, self.speculation.withdrawn(first + piece.expert, piece))
-            phase.count_ahead(-piece.num_segments, self.geometry.segment_nbytes(layer))
+            phase.count_ahead(-piece.num_segments, self.geometry.segment_nbytes(layer), is_fill=is_fill)
             self.keeper.forget(piece)
+            if is_fill:
+                self.keeper.unfilled[layer] = None
 
     def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
         counters = self.counters[layer]
@@ -363,11 +394,3 @@ class Controller:
     def _of_layer(self, masks: list[int], layer: int) -> list[int]:
         first = self.geometry.first_expert_id(layer)
         return masks[first : first + self.geometry.layers[layer].num_experts]
-
-
-def _single_segments(pieces: list[Piece]) -> list[Piece]:
-    return [
-        piece if piece.num_segments == 1 else Piece(piece.layer, piece.expert, piece.segment + i, 1, piece.slot + i)
-        for piece in pieces
-        for i in range(piece.num_segments)
-    ]

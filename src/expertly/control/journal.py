@@ -70,6 +70,15 @@ class JournaledController(Controller):
         self._note("load_ahead", None, pieces)
         return pieces
 
+    def fill(self) -> list[Piece]:
+        pieces = super().fill()
+        self._note("fill", None, pieces)
+        return pieces
+
+    def unfill(self, pieces: Sequence[Piece]) -> None:
+        super().unfill(pieces)
+        self._note("unfill", list(pieces), None)
+
     def preload(self, layer: int, expert: int) -> list[Piece]:
         pieces = super().preload(layer, expert)
         self._note("preload", [layer, expert], pieces)
@@ -145,11 +154,11 @@ def _answer(controller: JournaledController, line: str, made: list[str], where: 
             controller.configure(SplitPlan(controller.geometry, tuple(LayerSplit(*layer) for layer in observation)))
         elif name == "preload":
             controller.preload(*observation)
-        elif name == "promote":
-            controller.promote(list(map(piece, observation)))
+        elif name in ("promote", "unfill"):
+            getattr(controller, name)(list(map(piece, observation)))
         elif name == "end_layer":
             controller.end_layer(list(map(piece, observation or ())))
-        elif name in ("load_ahead", "abandon"):
+        elif name in ("load_ahead", "fill", "abandon"):
             getattr(controller, name)()
         else:
             raise TraceError(f"{where}: call {name!r}: unknown")

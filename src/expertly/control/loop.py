@@ -149,10 +149,26 @@ class Ahead:
         return awaited
 
     def refill(self) -> None:
-        """Load more where there is room."""
-        pieces = self._controller.load_ahead()
+        """Load more where there is room; where nothing is, what fills the shares of layers."""
+        controller = self._controller
+        pieces = controller.load_ahead()
+        if pieces and controller.speculation.fills:
+            self._unfill()
+        elif not pieces and controller.can_fill:
+            pieces = controller.fill()
         if pieces:
             self._transport.submit_ahead(pieces)
+
+    def _unfill(self) -> None:
+        """What was predicted goes before what fills shares: take that back, as far as it has not been begun."""
+        controller, waiting = self._controller, self._controller.speculation.waiting
+        first = controller.geometry.first_expert_id
+        gone: list[Piece] = []
+        for piece in list(controller.speculation.fills):
+            if piece not in gone and first(piece.layer) + piece.expert not in waiting:
+                gone += self._transport.withdraw(piece.layer, (piece.expert,))
+        if gone:
+            controller.unfill(gone)
 
     def _take(self) -> bool:
         has_new = False

@@ -38,9 +38,11 @@ class Speculation:
         self._geometry = geometry
         self.window = window
         self.now = geometry.num_layers - 1  # the layer whose router spoke last; an iteration begins behind the last one
-        self.is_used = False  # has anything ever been predicted?
-        self.num_in_flight = 0  # segments
+        self.is_used = False  # has anything ever been predicted, or been loaded to fill a share?
+        self.num_in_flight = 0  # segments, of what was predicted
         self.in_flight: dict[int, dict[Piece, bool]] = {}  # expert -> pieces: asked for by decode?
+        self.fills: dict[Piece, None] = {}
+        """Of all pieces that are to come, those that fill a layer's share: nobody predicted them."""
         self.waiting: dict[int, int] = {}  # expert whose layer has not run -> segments loaded ahead for it
         self._settling: tuple[PhaseCounters, dict[int, _Loaded]] | None = None  # of the layer whose router spoke last
         self.likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
@@ -131,22 +133,41 @@ class Speculation:
         self.num_in_flight += num_segments
         self.waiting[expert] = self.waiting.get(expert, 0) + num_segments
 
+    def filling(self, expert: int, pieces: Sequence[Piece], is_decoding: bool) -> None:
+        """These pieces fill a layer's share."""
+        self.is_used = True
+        self.in_flight.setdefault(expert, {}).update(dict.fromkeys(pieces, is_decoding))
+        self.fills.update(dict.fromkeys(pieces))
+
     def ended(self, expert: int, piece: Piece) -> bool:
         """A piece has arrived or was withdrawn; whether decode had asked for it."""
         pieces = self.in_flight[expert]
         is_decoding = pieces.pop(piece)
-        self.num_in_flight -= piece.num_segments
+        if piece in self.fills:
+            del self.fills[piece]
+        else:
+            self.num_in_flight -= piece.num_segments
         if not pieces:
             del self.in_flight[expert]
         return is_decoding
 
     def withdrawn(self, expert: int, piece: Piece) -> bool:
         """A piece will not come; whether decode had asked for it."""
+        if piece in self.fills:
+            return self.ended(expert, piece)
         if expert in self.waiting:
             self.waiting[expert] -= piece.num_segments
         else:
             self.taken_back(expert, piece.num_segments)
         return self.ended(expert, piece)
+
+    def promoted(self, expert: int, piece: Piece) -> bool:
+        """A piece that the running layer waits for is a demand now; whether it was to fill a share."""
+        if piece in self.fills:
+            del self.fills[piece]
+            return True
+        self.taken_back(expert, piece.num_segments)
+        return False
 
     def taken_back(self, expert: int, num_segments: int) -> None:
         """So many segments for the running layer were not loaded ahead after all."""
@@ -156,7 +177,7 @@ class Speculation:
     def join(self, expert: int) -> dict[Piece, bool]:
         """The pieces of an expert in flight, and whether decode had asked for them; a layer waits for them now."""
         pieces = self.in_flight.pop(expert, {})
-        self.num_in_flight -= sum(piece.num_segments for piece in pieces)
+        self.num_in_flight -= sum(piece.num_segments for piece in pieces if piece not in self.fills)
         return pieces
 
     def is_stale(self, expert: int) -> bool:
@@ -175,6 +196,7 @@ class Speculation:
         self._heads.clear()
         self.now = self._geometry.num_layers - 1
         self.in_flight.clear()
+        self.fills.clear()
         self.waiting.clear()
         self.likely.clear()
         self._settling = None

@@ -19,6 +19,7 @@ from expertly.engine.backend import Backend
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.configuring import Configuring
 from expertly.engine.routing import Dispatch
+from expertly.engine.step_times import StepTimes
 
 
 class Device:
@@ -99,17 +100,20 @@ class Device:
             runner.compute(piece)
             backend.used(piece)
 
-        transport = _TimedTransport(backend) if self.configuring is None else _MeasuredTransport(backend)
+        times = None if self.configuring is None else self.configuring.times
+        transport = _TimedTransport(backend) if times is None else _MeasuredTransport(backend)
+        compute: Callable[[Piece], None] = use
+        if times is not None and False not in work.router.is_decode:
+            compute = _timed(use, times)
         if self.ahead is None:
-            run_layer(self.controller, transport, work.router, use)
+            run_layer(self.controller, transport, work.router, compute)
         else:
-            run_layer(self.controller, transport, work.router, use, self.ahead, routed)
+            run_layer(self.controller, transport, work.router, compute, self.ahead, routed)
         device_ns = backend.stall_ns()
-        if self.configuring is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
-            elapsed_ns = transport.elapsed_ns + device_ns
-            self.configuring.times.loaded(
-                work.router.layer, transport.num_segments, elapsed_ns, has_waited=transport.has_waited
-            )
+        if times is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
+            layer, elapsed_ns = work.router.layer, transport.elapsed_ns + device_ns
+            times.loaded(layer, transport.num_segments, elapsed_ns, has_waited=transport.has_waited)
+            times.asked(layer, transport.asking_ns)
         return runner.outputs, transport.stall_ns + device_ns
 
     def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
@@ -140,6 +144,17 @@ class Device:
         self.backend.close()
 
 
+def _timed(use: Callable[[Piece], None], times: StepTimes) -> Callable[[Piece], None]:
+    """The same, and how long it took."""
+
+    def measured(piece: Piece) -> None:
+        start = time.perf_counter_ns()
+        use(piece)
+        times.computed(piece.layer, piece.num_segments, time.perf_counter_ns() - start)
+
+    return measured
+
+
 class _TimedTransport:
     """The backend, with the time waited for it."""
 
@@ -166,6 +181,7 @@ class _MeasuredTransport(_TimedTransport):
         self.submit = self._noted_submit
         self._backend = backend
         self._asked_ns = 0
+        self.asking_ns = 0  # what that took the asking thread
         self.elapsed_ns = 0  # from the first demand to the last arrival
         self.has_waited = False  # for that
         self.num_segments = 0  # that have arrived since
@@ -177,8 +193,10 @@ class _MeasuredTransport(_TimedTransport):
         return piece
 
     def _noted_submit(self, pieces: Iterable[Piece]) -> None:
-        self._asked_ns = self._asked_ns or time.perf_counter_ns()
+        start = time.perf_counter_ns()
+        self._asked_ns = self._asked_ns or start
         self._backend.submit(pieces)
+        self.asking_ns += time.perf_counter_ns() - start
 
     def _counted_poll(self) -> Piece | None:
         piece = self._backend.poll()

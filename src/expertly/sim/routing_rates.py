@@ -56,7 +56,7 @@ class _Gathering:
 
     def __init__(self, trace: Trace) -> None:
         self._shapes = trace.manifest.layers
-        self._looks_ahead = trace.is_real("lookahead")
+        self._looks_ahead = trace.is_real("lookahead") or trace.is_modelled("lookahead")
         self.statistics = [LayerStatistics(layer.num_experts, half_life=None) for layer in self._shapes]
         self._next: dict[int, tuple[int, Floats]] = {}  # of each request: its next token's first layer, and [E]
         self.num_tokens = 0

@@ -21,4 +21,14 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
             for layer in layers
         ],
         head_ns=compute.head_ns(1),
+        piece_ns=[_further_piece_ns(compute, layer, whole) for layer in layers],
+        ask_ns=compute.submit_ns,
     )
+
+
+def _further_piece_ns(compute: ComputeModel, layer: int, whole: int) -> int:
+    """What two halves of an expert take beyond the whole."""
+    if whole == 1:
+        return 0
+    halves_ns = sum(compute.piece_ns(layer, 1, num) for num in (whole // 2, whole - whole // 2))
+    return max(0, halves_ns - compute.piece_ns(layer, 1, whole))

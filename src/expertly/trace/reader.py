@@ -110,6 +110,10 @@ class Trace:
         """Whether the trace has the field and nothing about it was made up."""
         return self.has(field) and self.manifest.fields[field].is_real
 
+    def is_modelled(self, field: str) -> bool:
+        """Whether the trace has the field, made up to a stated accuracy."""
+        return self.has(field) and self.manifest.fields[field].is_modelled
+
     def rows(self, field: str, start: int, stop: int) -> Array:
         """Rows `[start, stop)` of a field, [stop - start, ...], read-only; a view of the file within a shard.
 

@@ -46,6 +46,9 @@ DTYPES = {**REQUIRED, **OPTIONAL}
 TOKEN_VECTORS = "token-vectors"
 """Generator of an `embedding` that is not stored: a fixed random vector for each token id."""
 
+MODELLED = "modelled: "
+"""How the note of a field begins that was made up to be studied, with the accuracy that it states."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceLayer:
@@ -92,6 +95,11 @@ class FieldInfo:
     @property
     def is_stored(self) -> bool:
         return self.generator is None
+
+    @property
+    def is_modelled(self) -> bool:
+        """Not real, and as good as it states: what is found with it is labelled."""
+        return not self.is_real and self.note.startswith(MODELLED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
+from expertly.trace.modelled import modelled_field, modelled_lookahead
 from expertly.trace.schema import MAX_EXPERTS, REQUIRED, TraceLayer, trace_field
 from expertly.trace.writer import whole_trace
 
@@ -147,6 +148,7 @@ def write_workload(
     model: str,
     num_requests: int = 1,
     prefill_tokens: int = 0,
+    lookahead: float | None = None,
     seed: int = 0,
     created: str = "",
     command: str = "",
@@ -154,13 +156,15 @@ def write_workload(
     """Write `workload` as a trace, its tokens shared out evenly among the requests, one after the other.
 
     The first `prefill_tokens` of a request are one iteration, every other token is one by itself. Weights are random
-    and fall within a token.
+    and fall within a token. `lookahead` adds scores of the next layer of that accuracy (`modelled_lookahead`).
     """
     sizes = _request_sizes(workload.num_tokens, num_requests, prefill_tokens)
     layers = (TraceLayer(workload.num_experts, workload.top_k),) * workload.num_layers
     notes = dict.fromkeys(REQUIRED, "made up") | {"token": "none: -1"}
     fields = [trace_field(name, layers, is_real=False, note=note) for name, note in notes.items()]
-    rng = np.random.default_rng([seed, 1])
+    if lookahead is not None:
+        fields.append(modelled_field(layers, lookahead))
+    rng, foretelling = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
     with whole_trace(folder, model=model, layers=layers, fields=fields, created=created, command=command) as writer:
         for _ in range(num_requests):
             writer.begin_request(num_prompt_tokens=prefill_tokens)
@@ -172,16 +176,17 @@ def write_workload(
             request = np.searchsorted(ends, token, "right")
             place = token - (ends - sizes)[request]  # in its request
             weights = np.sort(rng.standard_exponential(experts.shape, np.float32), axis=-1)[..., ::-1]
-            pending.append(
-                {
-                    "experts": experts,
-                    "weights": weights / weights.sum(-1, keepdims=True),
-                    "request": request,
-                    "is_prefill": place < prefill_tokens,
-                    "token": np.full(len(token), -1),
-                    "place": place,
-                }
-            )
+            block = {
+                "experts": experts,
+                "weights": weights / weights.sum(-1, keepdims=True),
+                "request": request,
+                "is_prefill": place < prefill_tokens,
+                "token": np.full(len(token), -1),
+                "place": place,
+            }
+            if lookahead is not None:
+                block["lookahead"] = modelled_lookahead(foretelling, experts, workload.num_experts, lookahead)
+            pending.append(block)
             first += len(experts)
             if place[-1] + 1 >= prefill_tokens:  # a prefill goes on in the next block until it is whole
                 rows = {name: np.concatenate([block[name] for block in pending]) for name in pending[0]}

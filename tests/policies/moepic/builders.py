@@ -35,15 +35,15 @@ def gathered(seed: int, experts: int = 6, top_k: int = 2, tokens: int = 150) -> 
     return layer.rates()
 
 
-def random_model(seed: int) -> tuple[Geometry, int, list[LayerRates], Timing]:
-    """Three small layers, the segments to keep, their rates and times."""
+def random_model(seed: int, piece_ns: int = 0) -> tuple[Geometry, int, list[LayerRates], Timing]:
+    """Three small layers, the segments to keep, their rates and times; an expert loads in 100 us."""
     dice = np.random.default_rng(seed)
     experts, segments, top_k = int(dice.integers(4, 7)), int(dice.choice([1, 2, 4])), int(dice.integers(1, 3))
     shape = shape_of(3, experts, top_k, segments)
     rates = [gathered(100 * seed + int(dice.integers(100)), experts, top_k) for _ in range(3)]
     attention_ns, moe_ns, head_ns = (int(100_000 * dice.uniform(0.1, 1.0)) for _ in range(3))
     kept = int(dice.integers(3, 3 * experts * segments // 2 + 1))
-    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns)
+    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns, piece_ns, piece_ns // 2)
 
 
 def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -25,9 +25,10 @@ def budgets_of(found: Configuration) -> list[int]:
     return [one.budget_segments for one in found.plan.layers]
 
 
+@pytest.mark.parametrize("piece_ns", [0, 15_000])
 @pytest.mark.parametrize("seed", range(20))
-def test_budgets_are_possible_and_no_worse_than_equal_ones(seed: int) -> None:
-    shape, kept, rates, timing = random_model(seed)
+def test_budgets_are_possible_and_no_worse_than_equal_ones(seed: int, piece_ns: int) -> None:
+    shape, kept, rates, timing = random_model(seed, piece_ns)
     found = configure(shape, [kept], rates, timing)
     most = shape.layers[0].num_experts * shape.segments_per_expert
     assert sum(budgets_of(found)) == kept
@@ -55,10 +56,11 @@ def test_what_is_forecast_is_of_the_plan(seed: int) -> None:
     assert found.start_exposed_ns == forecaster.exposed_with(uniform_plan(shape, [kept]).layers)
 
 
-def test_the_gap_to_the_best_of_all_budgets() -> None:
+@pytest.mark.parametrize("piece_ns", [0, 15_000])
+def test_the_gap_to_the_best_of_all_budgets(piece_ns: int) -> None:
     gaps = []
     for seed in range(30):
-        shape, kept, rates, timing = random_model(seed)
+        shape, kept, rates, timing = random_model(seed, piece_ns)
         forecaster, near, least = Forecaster(shape, rates, timing), None, float("inf")
         for budgets in allocations(3, kept, shape.layers[0].num_experts * shape.segments_per_expert):
             near = forecaster.forecast(budgets, near)
@@ -71,9 +73,25 @@ def test_the_gap_to_the_best_of_all_budgets() -> None:
     assert statistics.median(gaps) <= 0.05
 
 
+def test_split_experts_are_expected_to_be_kept_only_where_their_pieces_pay() -> None:
+    """The dearer a piece, the fewer layers keep parts; what is expected is of the plan, pieces and all."""
+    num_split = []
+    for piece_ns in (1, 15_000, 1_000_000):
+        found_split = 0
+        for seed in range(12):
+            shape, kept, rates, timing = random_model(seed, piece_ns)
+            found = configure(shape, [kept], rates, timing)
+            forecast = Forecaster(shape, rates, timing).exposed_with(found.plan.layers)
+            assert found.exposed_ns == pytest.approx(forecast)
+            found_split += sum(0 < one.kept_segments < shape.segments_per_expert for one in found.plan.layers)
+        num_split.append(found_split)
+    assert num_split[0] > num_split[1] > num_split[2] == 0
+
+
+@pytest.mark.parametrize("piece_ns", [0, 15_000])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_forecast_near_another_is_as_one_from_nothing(seed: int) -> None:
-    shape, _, rates, timing = random_model(seed)
+def test_a_forecast_near_another_is_as_one_from_nothing(seed: int, piece_ns: int) -> None:
+    shape, _, rates, timing = random_model(seed, piece_ns)
     forecaster, dice, near = Forecaster(shape, rates, timing), np.random.default_rng(seed), None
     most = shape.layers[0].num_experts * shape.segments_per_expert
     for _ in range(20):

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import numpy as np
 import pytest
 
 from expertly.policies.moepic.statistics import LayerRates
 from expertly.policies.moepic.subproblem import LayerProblem, Splits
+from expertly.policies.moepic.timing import Timing
 from tests.policies.moepic.builders import gathered, perfect, rates_of, useless
 
 LOAD_NS = 100_000
+
+
+def problem_of(
+    rates: LayerRates,
+    top_k: int,
+    segments: int,
+    load_ns: int = LOAD_NS,
+    moe_ns: int = 40_000,
+    piece_ns: int = 0,
+    ask_ns: int = 0,
+) -> LayerProblem:
+    timing = Timing((top_k,), (0,), (moe_ns,), (load_ns,), 0, (piece_ns,), (ask_ns,))
+    return LayerProblem(rates, 0, timing, Splits(rates.num_experts, segments))
+
+
+def loaded_with(problem: LayerProblem, experts: int, segments: int, window_ns: float) -> float:
+    return problem.loaded_with(experts, segments, window_ns)[0]
 
 
 def loaded_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> float:
@@ -30,14 +50,14 @@ def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
     dice = np.random.default_rng(seed)
     num, segments, top_k = int(dice.integers(2, 9)), int(dice.choice([1, 2, 4, 8])), int(dice.integers(1, 3))
     rates = gathered(seed, num, top_k)
-    problem = LayerProblem(rates, top_k, Splits(num, segments))
+    problem = problem_of(rates, top_k, segments)
     for window in (0.0, float(dice.uniform(0, 1)), float(dice.uniform(1, 3)), 100.0):
         of = {
             (c, s): loaded_by_definition(rates, top_k, c, s / segments, window)
             for c in range(num + 1)
             for s in (range(1, segments + 1) if c else [0])
         }
-        curve = problem.curve(window * LOAD_NS, LOAD_NS)
+        curve = problem.curve(window * LOAD_NS)
         assert len(curve.loaded) == num * segments + 1
         for budget in range(num * segments + 1):
             chosen = curve.kept_experts(budget), curve.kept_segments(budget)
@@ -45,16 +65,78 @@ def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
             assert curve.loaded[budget] == pytest.approx(of[chosen])
             assert of[chosen] == pytest.approx(max(m for (c, s), m in of.items() if c * s <= budget))
         for (c, s), loaded in of.items():
-            assert problem.loaded_with(c, s, window * LOAD_NS, LOAD_NS) == pytest.approx(loaded)
+            assert loaded_with(problem, c, s, window * LOAD_NS) == pytest.approx(loaded)
+
+
+def met_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> tuple[float, ...]:
+    """Further pieces, what of them is early, and experts that lack something."""
+    taken = needed = foretold = 0.0
+    for y in range(rates.num_experts):
+        taken += 1 - rates.predicted_hits[y, experts] * theta
+        if taken > min(window, top_k) + 1e-9:
+            break
+        needed += rates.accuracy[y]
+        foretold += rates.accuracy[y] * rates.predicted_hits[y, experts]
+    tops_alone = max(0.0, top_k * rates.hits[experts] - foretold)
+    if experts and theta < 1:
+        return top_k, tops_alone * (1 - theta), top_k - needed
+    return 0, 0.0, top_k - needed - tops_alone
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_pieces_that_cost_something_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
+    """Equation 6 and what pieces add, over every number of missing experts, against trying all splits."""
+    dice = np.random.default_rng(seed)
+    num, segments, top_k = int(dice.integers(2, 9)), int(dice.choice([2, 4, 8])), int(dice.integers(1, 3))
+    rates, moe_ns = gathered(seed, num, top_k), int(dice.integers(10_000, 200_000))
+    piece_ns, ask_ns = int(dice.integers(1, 40_000)), int(dice.integers(0, 20_000))
+    problem = problem_of(rates, top_k, segments, moe_ns=moe_ns, piece_ns=piece_ns, ask_ns=ask_ns)
+
+    def costs(experts: int, theta: float, window: float) -> float:
+        loaded = loaded_by_definition(rates, top_k, experts, theta, window)
+        further, early, lacking = met_by_definition(rates, top_k, experts, theta, window)
+        lacking = min(max(lacking, top_k - loaded), top_k)
+        expected = further * piece_ns
+        for missing in range(1, top_k + 1) if lacking > 1e-9 else ():
+            chance = comb(top_k, missing) * (lacking / top_k) ** missing * (1 - lacking / top_k) ** (top_k - missing)
+            here = top_k - missing * (top_k - loaded) / lacking
+            hidden = here * moe_ns / top_k + missing / lacking * early * piece_ns
+            expected += chance * (ask_ns + max(0.0, (top_k - here) * LOAD_NS - hidden))
+        return expected
+
+    for window in (0.0, float(dice.uniform(0, 1)), float(dice.uniform(1, 3)), 100.0):
+        of = {
+            (c, s): costs(c, s / segments, window)
+            for c in range(num + 1)
+            for s in (range(1, segments + 1) if c else [0])
+        }
+        curve = problem.curve(window * LOAD_NS)
+        assert (np.diff(curve.exposed_ns) <= 0).all()
+        for budget in range(num * segments + 1):
+            chosen = curve.kept_experts(budget), curve.kept_segments(budget)
+            assert chosen[0] * chosen[1] <= budget
+            assert curve.exposed_ns[budget] == pytest.approx(of[chosen], abs=1e-3)
+            assert of[chosen] == pytest.approx(min(cost for (c, s), cost in of.items() if c * s <= budget), abs=1e-3)
+
+
+def test_pieces_that_cost_more_than_they_spare_are_not_made() -> None:
+    """As below, where an eighth of all experts is best: from some cost of a piece on, four whole ones are kept."""
+    ranks = np.zeros((32, 32))
+    ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
+    rates, found = rates_of(ranks, (np.arange(32) < 2).astype(float)), []
+    for piece_ns in (0, 1, 20_000):
+        curve = problem_of(rates, 2, 8, piece_ns=piece_ns).curve(0.9 * LOAD_NS)
+        found.append((curve.kept_experts(32), curve.kept_segments(32)))
+    assert found == [(32, 1), (32, 1), (4, 8)]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_more_memory_and_more_time_never_load_less(seed: int) -> None:
     rates = gathered(seed, 16, 3)
-    problem = LayerProblem(rates, 3, Splits(16, 4))
+    problem = problem_of(rates, 3, 4)
     before = np.zeros(16 * 4 + 1)
     for window in np.linspace(0, 6, 25):
-        loaded = problem.curve(window * LOAD_NS, LOAD_NS).loaded
+        loaded = problem.curve(window * LOAD_NS).loaded
         assert (np.diff(loaded) >= 0).all()
         assert (loaded >= before - 1e-9).all()
         assert loaded.max() <= 3
@@ -63,8 +145,8 @@ def test_more_memory_and_more_time_never_load_less(seed: int) -> None:
 
 def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
     """All is prefetched in time: m is K whatever is kept, and what is kept need not be moved."""
-    problem = LayerProblem(perfect(8, 2), 2, Splits(8, 4))
-    curve = problem.curve(10 * LOAD_NS, LOAD_NS)
+    problem = problem_of(perfect(8, 2), 2, 4)
+    curve = problem.curve(10 * LOAD_NS)
     assert (curve.loaded == 2).all()
     assert curve.kept_experts(0) == 0
     for budget in range(1, 33):
@@ -77,29 +159,31 @@ def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
 
 def test_the_buffer_ends_prefetching_where_the_window_does_not() -> None:
     rates = useless(8, 2)
-    problem = LayerProblem(rates, 2, Splits(8, 4))
-    assert problem.loaded_with(0, 0, 1e12, LOAD_NS) == pytest.approx(2 * 2 / 8)  # the first K predicted
-    assert problem.loaded_with(0, 0, 0.0, LOAD_NS) == 0
-    assert problem.loaded_with(0, 0, 0.0, 0) == pytest.approx(2 * 2 / 8)  # loads that take no time
+    problem = problem_of(rates, 2, 4)
+    assert loaded_with(problem, 0, 0, 1e12) == pytest.approx(2 * 2 / 8)  # the first K predicted
+    assert loaded_with(problem, 0, 0, 0.0) == 0
+    assert loaded_with(problem_of(rates, 2, 4, load_ns=0), 0, 0, 0.0) == pytest.approx(
+        2 * 2 / 8
+    )  # loads that take no time
 
 
 def test_a_prefetch_that_just_fits_is_made() -> None:
     rates = perfect(10, 3)
-    problem = LayerProblem(rates, 3, Splits(10, 10))
+    problem = problem_of(rates, 3, 10)
     for experts in range(1, 11):
         taken = sum(1 - rates.predicted_hits[y, experts] * 0.3 for y in range(2))
-        loaded = problem.loaded_with(experts, 3, taken * LOAD_NS, LOAD_NS)
+        loaded = loaded_with(problem, experts, 3, taken * LOAD_NS)
         assert loaded == pytest.approx(3 * rates.hits[experts] * 0.3 + taken)
 
 
 def test_useless_predictions_want_the_hottest_experts_whole() -> None:
-    curve = LayerProblem(useless(32, 4), 4, Splits(32, 8)).curve(1.5 * LOAD_NS, LOAD_NS)
+    curve = problem_of(useless(32, 4), 4, 8).curve(1.5 * LOAD_NS)
     for experts in (1, 2, 4, 8):
         assert (curve.kept_experts(8 * experts), curve.kept_segments(8 * experts)) == (experts, 8)
 
 
 def test_perfect_predictions_in_time_want_nothing_kept() -> None:
-    curve = LayerProblem(perfect(32, 4), 4, Splits(32, 8)).curve(4 * LOAD_NS, LOAD_NS)
+    curve = problem_of(perfect(32, 4), 4, 8).curve(4 * LOAD_NS)
     assert curve.loaded[0] == 4 == curve.loaded[-1]
 
 
@@ -111,8 +195,8 @@ def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:
     ranks = np.zeros((32, 32))
     ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
     rates = rates_of(ranks, (np.arange(32) < 2).astype(float))
-    problem = LayerProblem(rates, 2, Splits(32, 8))
-    curve = problem.curve(0.9 * LOAD_NS, LOAD_NS)
+    problem = problem_of(rates, 2, 8)
+    curve = problem.curve(0.9 * LOAD_NS)
     assert (curve.kept_experts(32), curve.kept_segments(32)) == (32, 1)
     assert curve.loaded[32] == pytest.approx(1 + 1 / 8)
-    assert problem.loaded_with(4, 8, 0.9 * LOAD_NS, LOAD_NS) == pytest.approx(1)
+    assert loaded_with(problem, 4, 8, 0.9 * LOAD_NS) == pytest.approx(1)

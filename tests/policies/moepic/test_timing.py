@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.moepic.timing import Parts, Timing
 from tests.policies.moepic.builders import shape_of
 
 TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
@@ -58,11 +60,44 @@ def test_many_at_once_are_each_of_them() -> None:
     assert TIMING.exposed_of_ns(1, loaded).tolist() == [TIMING.exposed_ns(1, float(m)) for m in loaded]
 
 
+COSTLY = replace(TIMING, piece_ns=(10, 0), ask_ns=(4, 0))
+
+
+def parts(further: float = 0, early: float = 0, lacking: float = 0) -> Parts[float]:
+    return Parts(further, early, lacking)
+
+
+def test_pieces_and_asking_cost_their_own_time() -> None:
+    """All there in halves: two pieces more. One of two always missing: asked for in 3 tokens of 4, as either may be."""
+    assert COSTLY.exposed_ns(0, 2.0, parts(further=2)) == 20
+    assert COSTLY.next_window_ns(0, 2.0, parts(further=2)) == 100 + 20 + 50
+    without_load = replace(COSTLY, load_ns=(0, 0))
+    assert without_load.exposed_ns(0, 1.0, parts(lacking=1)) == pytest.approx(0.75 * 4)
+    assert COSTLY.counts_parts(0) and not COSTLY.counts_parts(1) and COSTLY.without_parts() == TIMING
+
+
+def test_what_is_exposed_is_the_mean_over_tokens() -> None:
+    """Either of two experts is missing half the time: none, one (80 of loading behind 50) or both (160), by 1, 2, 1."""
+    free_asking = replace(COSTLY, ask_ns=(0, 0))
+    assert free_asking.exposed_ns(0, 1.0, parts(lacking=1)) == pytest.approx((2 * 30 + 160) / 4)
+    assert TIMING.exposed_ns(0, 1.0) == 30, "the paper's mean token"
+
+
+def test_tops_are_computed_while_their_rest_loads() -> None:
+    """Both tops are there, half of each: 80 load behind 50 and the 10 that half a piece each costs more."""
+    free_asking = replace(COSTLY, ask_ns=(0, 0))
+    exposed = free_asking.exposed_ns(0, 1.0, parts(further=2, early=1, lacking=2))
+    assert exposed == pytest.approx(80 - 50 - 10 + 20)
+    assert free_asking.next_window_ns(0, 1.0, parts(further=2, early=1, lacking=2)) == 100 + 20 - 60 + 50
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"attention_ns": [1]}, r"attention_ns: 1 values; must be one for each of 2 layers"),
         ({"moe_ns": [1, -2]}, r"moe_ns\[1\]=-2: must be at least 0"),
+        ({"piece_ns": [1]}, r"piece_ns: 1 values; must be one for each of 2 layers"),
+        ({"ask_ns": -1}, r"ask_ns\[0\]=-1: must be at least 0"),
         ({"load_ns": -1}, r"load_ns\[0\]=-1: must be at least 0"),
         ({"head_ns": -3}, r"head_ns=-3: must be at least 0"),
     ],

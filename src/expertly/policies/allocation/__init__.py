@@ -29,7 +29,8 @@ class MakeAllocation:
     keeps: bool = True  # False: all slots are the ring's
     needs_layers: bool = False  # one cache a layer: over all layers there is nothing to share out
     takes_usage: bool = False  # Known.usage, where there is a training part
-    splits: bool = False  # may keep parts of experts, which the admission `best` cannot weigh
+    splits: bool = False  # may keep parts of experts
+    changes: bool = False  # what layers keep, while they run
     takes_plan: bool = False  # Known.plan, where there is one
 
     def __call__(
@@ -49,7 +50,10 @@ _BUILT_IN = {
     "uniform": MakeAllocation(lambda geometry, known, options: Uniform(geometry)),
     "none": MakeAllocation(lambda geometry, known, options: NoneKept(geometry), keeps=False),
     "adapmoe": MakeAllocation(
-        lambda geometry, known, options: AdapMoE(geometry, known.usage), needs_layers=True, takes_usage=True
+        lambda geometry, known, options: AdapMoE(geometry, known.usage),
+        needs_layers=True,
+        takes_usage=True,
+        changes=True,
     ),
     "split": MakeAllocation(
         lambda geometry, known, options: Split(geometry, options, known.plan),
@@ -63,6 +67,7 @@ _BUILT_IN = {
         MoEpicOptions,
         needs_layers=True,
         splits=True,
+        changes=True,
         takes_plan=True,
     ),
 }

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
+from typing import Literal
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.observation import Floats
 from expertly.policies.allocation.base import Job
 from expertly.policies.allocation.split import Split
-from expertly.policies.moepic.configurator import DEFAULT_ZETA, configure
+from expertly.policies.allocation.timed_split import timed_split
+from expertly.policies.moepic.configurator import DEFAULT_ZETA, Configuration, configure
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.moepic.statistics import LayerStatistics
+from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
+from expertly.policies.moepic.timing import Timing
 
-_FIRST = 256
-"""Tokens before the first configuration, where tau is more (our choice)."""
+_FIRST = (64, 256)
+"""Tokens before the first configurations, where tau is more (our choice)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class MoEpicOptions:
 
     tau: int = 5000  # decoded tokens between two configurations
     zeta: float = DEFAULT_ZETA  # share of what is kept that moves at a time
+    pieces: bool = True  # what computing experts in pieces costs is counted (ours), as far as it is known
+    start: Literal["timed", "half"] = "timed"  # what is best by times alone, once these are known (ours); theta 0.5
 
     def __post_init__(self) -> None:
         if self.tau < 1:
@@ -37,8 +39,9 @@ class MoEpicOptions:
 
 
 class MoEpic(Split):
-    """Begins as `split` with theta 0.5. After 256 tokens, or tau if that is less, and every tau more, a configuration
-    is due, made from what decode needed of each layer and what had been predicted of it by then.
+    """Begins as `split` with theta 0.5. As soon as times are known, and nothing else is, the split is due that is best
+    by these (`start`). After 64 and 256 tokens, as far as tau is more, and every tau, a configuration is due, made from
+    what decode needed of each layer and what had been predicted of it by then.
 
     A pass over several tokens counts as one that needs what all of them need: nobody says here which asked for what.
     Prompts are left out: they fill what is empty and evict nothing.
@@ -54,12 +57,18 @@ class MoEpic(Split):
     ) -> None:
         super().__init__(geometry, plan=plan)
         self._options = options
-        self._seen = [LayerStatistics(layer.num_experts, options.tau) for layer in geometry.layers]
+        self._seen = [
+            LayerStatistics(layer.num_experts, options.tau, early=number)
+            for number, layer in enumerate(geometry.layers)
+        ]
         self._predicted: list[Prediction | None] = [None] * geometry.num_layers  # the newest of each layer
         self._kept_slots: list[int] = []
         self._num_tokens = 0
-        first = options.tau if plan is not None else min(_FIRST, options.tau)
-        self._due: int | None = first  # None: a configuration is being worked out
+        self._early = [] if plan is not None else [num for num in _FIRST if num < options.tau]
+        """Before tau, numbers of tokens after which configurations are due."""
+        self._least = min([*self._early, options.tau])
+        self._due: int | None = 0 if plan is None and options.start == "timed" else self._least
+        """None: something is being worked out."""
         self._num_configurations = 0
 
     def begin(self, shares: Sequence[int]) -> None:
@@ -77,10 +86,11 @@ class MoEpic(Split):
         prediction, self._predicted[layer] = self._predicted[layer], None
         if not demand.serves_decode:
             return None
-        every = zip(demand.experts, demand.num_tokens, demand.is_decode, strict=True)
-        needed = [expert for expert, num, is_decode in every if num and is_decode]
-        scores = None if prediction is None else self._scores(prediction)
-        self._seen[layer].observe(np.array([needed or [-1]]), scores)  # a device's part of a layer may need none
+        needed = demand.experts
+        if False in demand.is_decode or 0 in demand.num_tokens:
+            every = zip(needed, demand.num_tokens, demand.is_decode, strict=True)
+            needed = [expert for expert, num, is_decode in every if num and is_decode]
+        self._seen[layer].note(needed, None if prediction is None else prediction.experts)
         if layer == self._geometry.num_layers - 1:
             self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
         return None
@@ -89,11 +99,12 @@ class MoEpic(Split):
         if self._due is None or self._num_tokens < self._due:
             return None
         self._due = None
-        rates = [seen.rates() for seen in self._seen]
-        return partial(configure, self._geometry, list(self._kept_slots), rates, zeta=self._options.zeta)
+        rates = [seen.rates() for seen in self._seen] if self._num_tokens >= self._least else None
+        return partial(_work_out, self._geometry, list(self._kept_slots), rates, self._options)
 
     def configured(self, plan: SplitPlan) -> None:
-        self._due = self._num_tokens + self._options.tau
+        following = [num for num in self._early if num > self._num_tokens]
+        self._due = following[0] if following else self._num_tokens + self._options.tau
         self._num_configurations += 1
 
     def facts(self) -> dict[str, object]:
@@ -101,8 +112,13 @@ class MoEpic(Split):
         learned = f"online, from {self._num_tokens} decoded tokens"
         return {"learned": learned, "configurations": self._num_configurations}
 
-    def _scores(self, prediction: Prediction) -> Floats:
-        """[1, E], by which experts lie in the order in which they are loaded; what is not named comes last."""
-        scores = np.zeros((1, self._geometry.layers[prediction.layer].num_experts), np.float32)
-        scores[0, prediction.experts] = np.arange(len(prediction.experts), 0, -1)
-        return scores
+
+def _work_out(
+    geometry: Geometry, kept: Sequence[int], rates: Sequence[LayerRates] | None, options: MoEpicOptions, timing: Timing
+) -> Configuration:
+    """From rates; without, from times alone."""
+    if not options.pieces:
+        timing = timing.without_parts()
+    if rates is None:
+        return timed_split(geometry, kept, timing)
+    return configure(geometry, kept, rates, timing, options.zeta)

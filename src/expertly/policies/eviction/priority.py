@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
 from expertly.core.errors import ConfigError
 
 
@@ -31,3 +34,10 @@ class CachePriority:
         """Of an expert that served `count` tokens, at least 1, the last of them token number `last_use`."""
         mantissa, exponent = math.frexp(count)
         return (last_use + exponent * self._halving) + math.log2(mantissa) * self._halving
+
+    def of_many(self, counts: npt.NDArray[np.intp], last_uses: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        """The same of many, to the last bit: NumPy's logarithm may differ there."""
+        mantissas, exponents = np.frexp(counts)
+        logs = np.array([math.log2(mantissa) for mantissa in mantissas.tolist()])
+        priorities: npt.NDArray[np.float64] = (last_uses + exponents * self._halving) + logs * self._halving
+        return priorities

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from expertly.core.geometry import Geometry
 from expertly.policies.moepic.plan import LayerSplit
-from expertly.policies.moepic.statistics import Doubles, LayerRates
+from expertly.policies.moepic.statistics import LayerRates
 from expertly.policies.moepic.subproblem import Curve, LayerProblem, Splits
 from expertly.policies.moepic.timing import Timing
 
@@ -21,7 +21,6 @@ class Forecast:
     budgets: tuple[int, ...]
     windows_ns: tuple[float, ...]
     curves: tuple[Curve, ...]  # of each layer with its window
-    exposed_of_ns: tuple[Doubles, ...]  # [E*P+1] of each layer with its window, by budget
     exposed_ns: tuple[float, ...]
     total_ns: float
 
@@ -48,41 +47,34 @@ class Forecaster:
         self._timing = timing
         num_segments = geometry.segments_per_expert
         splits = {num: Splits(num, num_segments) for num in {layer.num_experts for layer in geometry.layers}}
-        self._problems = [
-            LayerProblem(one, layer.top_k, splits[layer.num_experts])
-            for one, layer in zip(rates, geometry.layers, strict=True)
-        ]
+        self._problems = [LayerProblem(one, layer, timing, splits[one.num_experts]) for layer, one in enumerate(rates)]
 
     def forecast(self, budgets: Sequence[int], near: Forecast | None = None) -> Forecast:
         """Each layer's best split for its budget. A layer whose window is that of `near` costs nothing anew: one that
         differs in few budgets is the cheapest.
         """
         timing = self._timing
-        windows, curves, exposed_of, exposed = [], [], [], []
+        windows, curves, exposed = [], [], []
         window = timing.first_window_ns()
         for layer, (problem, budget) in enumerate(zip(self._problems, budgets, strict=True)):
-            if near is not None and near.windows_ns[layer] == window:
-                curve, of_budget = near.curves[layer], near.exposed_of_ns[layer]
-            else:
-                curve = problem.curve(window, timing.load_ns[layer])
-                of_budget = timing.exposed_of_ns(layer, curve.loaded)
+            is_as_before = near is not None and near.windows_ns[layer] == window
+            curve = near.curves[layer] if near is not None and is_as_before else problem.curve(window)
             windows.append(window)
             curves.append(curve)
-            exposed_of.append(of_budget)
-            exposed.append(float(of_budget[budget]))
+            exposed.append(float(curve.exposed_ns[budget]))
             if layer + 1 < timing.num_layers:
-                window = timing.next_window_ns(layer, float(curve.loaded[budget]))
-        return Forecast(tuple(budgets), tuple(windows), tuple(curves), tuple(exposed_of), tuple(exposed), sum(exposed))
+                window = timing.next_window_ns(layer, float(curve.loaded[budget]), curve.parts_with(budget))
+        return Forecast(tuple(budgets), tuple(windows), tuple(curves), tuple(exposed), sum(exposed))
 
     def outcomes_with(self, splits: Sequence[LayerSplit]) -> tuple[Outcome, ...]:
         """Of each layer with these splits, good or bad."""
         timing, outcomes = self._timing, []
         window = timing.first_window_ns()
         for layer, (problem, split) in enumerate(zip(self._problems, splits, strict=True)):
-            loaded = problem.loaded_with(split.kept_experts, split.kept_segments, window, timing.load_ns[layer])
-            outcomes.append(Outcome(window, loaded, timing.exposed_ns(layer, loaded)))
+            loaded, parts = problem.loaded_with(split.kept_experts, split.kept_segments, window)
+            outcomes.append(Outcome(window, loaded, timing.exposed_ns(layer, loaded, parts)))
             if layer + 1 < timing.num_layers:
-                window = timing.next_window_ns(layer, loaded)
+                window = timing.next_window_ns(layer, loaded, parts)
         return tuple(outcomes)
 
     def exposed_with(self, splits: Sequence[LayerSplit]) -> tuple[float, ...]:

@@ -63,13 +63,14 @@ class Pool:
         """
         free = {}
         for layer in self._layers:
-            loaded, budget = now.curves[layer].loaded, now.budgets[layer]
-            enough = int(np.searchsorted(loaded[: budget + 1], loaded[budget]))
+            loaded, exposed, budget = now.curves[layer].loaded, now.curves[layer].exposed_ns, now.budgets[layer]
+            is_as_good = (loaded[: budget + 1] == loaded[budget]) & (exposed[: budget + 1] == exposed[budget])
+            enough = int(np.argmax(is_as_good))
             free[layer] = budget - max(enough, self._least[layer])
         donors = sorted(self._layers, key=lambda layer: -free[layer])
         found = []
         for layer in self._layers:
-            exposed, budget = now.exposed_of_ns[layer], now.budgets[layer]
+            exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
             offered = exposed[budget : budget + sum(free.values()) - free[layer] + 1]
             gain = float(offered[0] - offered[-1])
             if gain > 0:
@@ -103,7 +104,7 @@ class Pool:
         shape = (len(self._steps), len(self._layers))
         gains, losses = np.full(shape, -np.inf), np.full(shape, np.inf)
         for place, layer in enumerate(self._layers):
-            exposed, budget = now.exposed_of_ns[layer], now.budgets[layer]
+            exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
             num_more = int(np.searchsorted(self._steps, len(exposed) - 1 - budget, side="right"))
             num_less = int(np.searchsorted(self._steps, budget - self._least[layer], side="right"))
             gains[:num_more, place] = exposed[budget] - exposed[budget + self._steps[:num_more]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats, Ids
 from expertly.policies.eviction.priority import CachePriority
+from expertly.policies.moepic.ranks import PriorityRanks
 
 Doubles = npt.NDArray[np.float64]
 
@@ -17,9 +20,12 @@ DEFAULT_HALF_LIFE = 5000.0
 """Tokens: as many as go by between two configurations (tau)."""
 
 _MAX_WEIGHT = 2.0**100
-_NEVER = np.inf
-_TOGETHER = 32  # tokens
+_TOGETHER = 64  # tokens
 _MAX_EXPERTS = 1 << 16  # an id and the bits of a score are sorted as one number
+_MAX_BYTE = 256  # ids of so many experts are bytes
+
+_Noted = tuple[Sequence[int], "bytes | array[int] | None", float, int]
+"""A token: needed experts; all by falling score, where there was a prediction; weight; pass, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,10 @@ class LayerStatistics:
     Ranks are those before the update that a token makes, as a cache finds them; ties, of ranks and of predicted scores,
     go to the lowest id. The paper counts all tokens alike for ever; here (our choice) a token's weight halves with
     every `half_life` tokens that follow it, so that what is configured next fits what runs now; None counts as the
-    paper does. Memory: 8 bytes * E * E, and 12 * E for each of 32 tokens. Raises ConfigError for a `half_life` that is
-    not above 0.
+    paper does. Tokens are noted, and counted 64 at a time, which is cheaper; the first time `early` tokens earlier, so
+    that not all layers count beside the same token. Memory: 8 bytes * E * E.
+
+    Raises ConfigError for a `half_life` that is not above 0.
     """
 
     def __init__(
@@ -55,35 +63,39 @@ class LayerStatistics:
         num_experts: int,
         half_life: float | None = DEFAULT_HALF_LIFE,
         priority: CachePriority | None = None,
+        early: int = 0,
     ) -> None:
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"half_life={half_life}: must be above 0 tokens")
         assert 0 < num_experts <= _MAX_EXPERTS
-        self._priority = CachePriority() if priority is None else priority
+        self.num_experts = num_experts
+        self.num_tokens = 0
         self._growth = 1.0 if half_life is None else 2.0 ** (1 / half_life)
         # Instead of all that was counted losing weight with every token, each token weighs more than the one before it.
         self._weight = 1.0
-        self.num_tokens = 0
-        self._num_used = [0] * num_experts
-        self._score = np.full(num_experts, _NEVER)  # minus the priority
-        self._ids = np.arange(num_experts)
-        self._ranked = self._ids.copy()  # experts by rank
-        self._rank = self._ids.copy()  # its inverse
+        self._ranks = PriorityRanks(num_experts, CachePriority() if priority is None else priority)
         self._needed = np.zeros(num_experts)  # weight of the needed experts, by their rank
         self._predicted_weight = 0.0  # of the tokens that had a prediction
         self._right = np.zeros(num_experts)  # of those that needed the y-th predicted one
         self._joint = np.zeros(num_experts * num_experts)  # [y, rank of the y-th predicted one]
-        self._row_of = self._ids * num_experts  # where y begins in `_joint`
-        # What tokens showed, until they are counted together, which is cheaper: they share rows of `_joint`.
-        self._rows: list[list[int]] = []  # needed experts
-        self._weights: list[float] = []
-        self._predicted_weights: list[float] = []  # 0: no prediction
-        self._scores = np.zeros((_TOGETHER, num_experts), np.float32)
-        self._ranks = np.zeros((_TOGETHER, num_experts), np.intp)
+        self._row_of = np.arange(num_experts) * num_experts  # where y begins in `_joint`
+        # What tokens showed, until they are counted.
+        self._until_counted = _TOGETHER - early % _TOGETHER
+        self._noted: list[_Noted] = []
+        self._after: list[int] = []  # of each pass: tokens when it has ended
+        self._id_dtype = np.uint8 if num_experts <= _MAX_BYTE else np.uint16
 
-    @property
-    def num_experts(self) -> int:
-        return len(self._ids)
+    def note(self, needed: Sequence[int], predicted: Sequence[int] | None = None) -> None:
+        """A pass of one token: the experts that it needs, all in 0..E-1 and none twice, and the predicted ones by
+        falling score, where there was a prediction; those that it does not name come last.
+        """
+        if predicted is not None and len(predicted) < self.num_experts:
+            is_named = np.zeros(self.num_experts, np.bool_)
+            is_named[list(predicted)] = True
+            predicted = [*predicted, *np.flatnonzero(~is_named).tolist()]
+        order = None if predicted is None else self._packed(predicted)
+        self._noted.append((needed, order, self._weight, len(self._after)))
+        self._end_pass(1)
 
     def observe(
         self, experts: Ids, predicted: Floats | None = None, is_predicted: npt.NDArray[np.bool_] | None = None
@@ -93,16 +105,14 @@ class LayerStatistics:
         What is not in 0..E-1 is no expert; none is twice in a row. All rows find the ranks that the passes before left.
         Rows outside `is_predicted`, [T], and all where there are no scores, had no prediction: they count for H alone.
         """
-        rows: list[list[int]] = experts.tolist()
-        for number, row in enumerate(rows):
+        orders = None if predicted is None else by_falling_score(predicted).astype(self._id_dtype)
+        for number, row in enumerate(experts.tolist()):
             if min(row) < 0 or max(row) >= self.num_experts:
-                rows[number] = row = [expert for expert in row if 0 <= expert < self.num_experts]
-            has_scores = predicted is not None and (is_predicted is None or is_predicted[number])
-            self._note(row, predicted[number] if predicted is not None and has_scores else None)
-        self._use(rows)
-        self._weight *= self._growth ** len(rows)
-        if self._weight > _MAX_WEIGHT:
-            self._lighten()
+                row = [expert for expert in row if 0 <= expert < self.num_experts]
+            has_scores = orders is not None and (is_predicted is None or is_predicted[number])
+            order = orders[number].tobytes() if orders is not None and has_scores else None
+            self._noted.append((row, order, self._weight, len(self._after)))
+        self._end_pass(len(experts))
 
     def learn(
         self, experts: Ids, predicted: Floats | None = None, is_predicted: npt.NDArray[np.bool_] | None = None
@@ -132,60 +142,49 @@ class LayerStatistics:
 
     def ranked(self) -> list[int]:
         """All experts by falling cache priority, now: the first C are those that a cache of C experts should hold."""
-        ranked: list[int] = self._ranked.tolist()
-        return ranked
+        self._count()
+        return self._ranks.ranked()
 
-    def _note(self, needed: list[int], scores: Floats | None) -> None:
-        """A token, which finds the ranks as they are."""
-        place = len(self._rows)
-        self._ranks[place] = self._rank
-        self._rows.append(needed)
-        self._weights.append(self._weight)
-        self._predicted_weights.append(0.0 if scores is None else self._weight)
-        if scores is not None:
-            self._scores[place] = scores
-        if place + 1 == _TOGETHER:
+    def _packed(self, experts: Sequence[int]) -> bytes | array[int]:
+        return bytes(experts) if self.num_experts <= _MAX_BYTE else array("H", experts)
+
+    def _end_pass(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._after.append(self.num_tokens)
+        self._weight *= self._growth**num_tokens
+        if len(self._noted) >= self._until_counted:
+            self._until_counted = _TOGETHER
             self._count()
+        if self._weight > _MAX_WEIGHT:
+            self._lighten()
 
     def _count(self) -> None:
         """All that was noted."""
-        num = len(self._rows)
-        if not num:
+        if not self._noted:
             return
-        ranks, weights, predicted_weights = (
-            self._ranks[:num],
-            np.array(self._weights),
-            np.array(self._predicted_weights),
-        )
-        tokens = np.repeat(np.arange(num), [len(row) for row in self._rows])
-        needed = np.array([expert for row in self._rows for expert in row], np.intp)
-        np.add.at(self._needed, ranks[tokens, needed], weights[tokens])
-        if predicted_weights.any():
-            orders = by_falling_score(self._scores[:num])
-            orders += np.arange(num)[:, None] * self.num_experts  # of each token its own
-            ranked = ranks.take(orders)
+        num = self.num_experts
+        rows, noted, token_weights, token_passes = zip(*self._noted, strict=True)
+        weights, passes = np.array(token_weights), np.array(token_passes, np.intp)
+        tokens = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        needed = np.array([expert for row in rows for expert in row], np.intp)
+        ranks = self._ranks.follow(needed, passes[tokens], np.array(self._after, np.intp))
+        np.add.at(self._needed, ranks[passes[tokens], needed], weights[tokens])
+        has_order = np.array([order is not None for order in noted])
+        if has_order.any():
+            packed = b"".join([order for order in noted if order is not None])
+            orders = np.frombuffer(packed, self._id_dtype).reshape(-1, num)
+            order_weights = weights[has_order]
+            ranked = ranks.take(orders + passes[has_order][:, None] * num)
             ranked += self._row_of
-            np.add.at(self._joint, ranked.reshape(-1), np.repeat(predicted_weights, self.num_experts))
-            places = np.empty_like(orders)
-            places.reshape(-1)[orders] = self._ids
-            np.add.at(self._right, places[tokens, needed], predicted_weights[tokens])
-            self._predicted_weight += float(predicted_weights.sum())
-        self._rows.clear()
-        self._weights.clear()
-        self._predicted_weights.clear()
-
-    def _use(self, rows: list[list[int]]) -> None:
-        """The ranks after these rows of needed experts."""
-        self.num_tokens = now = self.num_tokens + len(rows)
-        num_used, priority, score = self._num_used, self._priority, self._score
-        for row in rows:
-            for expert in row:
-                num_used[expert] += 1
-        for row in rows:
-            for expert in row:
-                score[expert] = -priority(num_used[expert], now)
-        self._ranked = score.argsort(kind="stable")
-        self._rank[self._ranked] = self._ids
+            np.add.at(self._joint, ranked.reshape(-1), np.repeat(order_weights, num))
+            places = np.empty((len(orders), num), np.intp)
+            places.reshape(-1)[orders + np.arange(len(orders))[:, None] * num] = np.arange(num)
+            is_with = has_order[tokens]
+            order_of = has_order.cumsum()[tokens[is_with]] - 1
+            np.add.at(self._right, places[order_of, needed[is_with]], order_weights[order_of])
+            self._predicted_weight += float(order_weights.sum())
+        self._noted.clear()
+        self._after.clear()
 
     def _lighten(self) -> None:
         """Weigh everything anew, a token 1: shares stay as they are."""

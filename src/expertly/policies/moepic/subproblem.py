@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.policies.moepic.statistics import Doubles, LayerRates
+from expertly.policies.moepic.timing import Parts, Timing
 
 Counts = npt.NDArray[np.intp]
 
@@ -47,7 +48,13 @@ class Curve:
 
     splits: Splits
     split: Counts  # [E*P+1] the best one, by its number in `splits`
-    loaded: Doubles  # [E*P+1] its m: never falls as the budget grows
+    loaded: Doubles  # [E*P+1] its m: never falls as the budget grows, where parts cost nothing of their own
+    exposed_ns: Doubles  # [E*P+1] what the layer then takes beyond all being there and whole: never grows
+    parts: Parts[Doubles] | None  # [splits]
+
+    def parts_with(self, budget: int) -> Parts[float] | None:
+        """Of the best split."""
+        return None if self.parts is None else parts_of(self.parts, int(self.split[budget]))
 
     def kept_experts(self, budget: int) -> int:
         return int(self.splits.experts[self.split[budget]])
@@ -60,28 +67,62 @@ class Curve:
 class LayerProblem:
     """The sub-problem of one layer, for any budget and window."""
 
-    def __init__(self, rates: LayerRates, top_k: int, splits: Splits) -> None:
+    def __init__(self, rates: LayerRates, layer: int, timing: Timing, splits: Splits) -> None:
         num = rates.num_experts
         assert num == splits.num_experts
-        self.splits, self.top_k = splits, top_k
+        self.splits, self._layer, self._timing = splits, layer, timing
+        self._top_k, self._load_ns = timing.top_k[layer], timing.load_ns[layer]
         predicted_hits = rates.predicted_hits.T  # [E+1, E] by C, then y
         # Sums over the first Y predicted experts, [C, Y] flat: of PH, and of PH * P; and of P, [Y]
         self._hits_of_first = _sums(predicted_hits)
         self._joint_of_first = _sums(predicted_hits * rates.accuracy)
         self._needed_of_first = _sums(rates.accuracy)
         self._begin: Counts = splits.experts * (num + 1)
-        self._cached: Doubles = top_k * rates.hits[splits.experts] * splits.theta  # A_cache
+        self._tops: Doubles = self._top_k * rates.hits[splits.experts]  # of the needed experts, those that are kept
+        self._cached: Doubles = self._tops * splits.theta  # A_cache
+        self._is_split = (splits.experts > 0) & (splits.theta < 1)
 
-    def loaded(self, window_ns: float, load_ns: float) -> Doubles:
-        """m of each split: what is kept, and what the prefetches bring that fit the window, at most K.
+    def loaded(self, window_ns: float) -> Doubles:
+        """m of each split: what is kept, and what the prefetches bring that fit the window, at most K."""
+        return self._met(window_ns)[0]
 
-        Y is the largest number of predicted experts whose prefetches (equation 9) together take no longer than the
-        window, and no more memory than the buffer of K experts.
+    def loaded_with(self, experts: int, segments: int, window_ns: float) -> tuple[float, Parts[float] | None]:
+        """m of one split, and its parts where they cost something of their own."""
+        number = self.splits.number[experts, segments]
+        loaded, parts = self._met(window_ns)
+        return float(loaded[number]), None if parts is None else parts_of(parts, number)
+
+    def curve(self, window_ns: float) -> Curve:
+        """The best split for each budget: the least exposed time; of equal ones the highest m, then that which keeps
+        most of what is needed, then the least memory, then the fewest experts.
+        """
+        splits, (loaded, parts) = self.splits, self._met(window_ns)
+        exposed = self._timing.exposed_of_ns(self._layer, loaded, parts)
+        # Where parts cost nothing the highest m has the least exposed time.
+        goods = [loaded, self._cached] if parts is None else [-exposed, loaded, self._cached]
+        rank, is_better = goods[0], np.zeros(len(loaded), np.bool_)
+        is_better[0] = True
+        best = np.maximum.accumulate(rank)
+        np.greater(best[1:], best[:-1], out=is_better[1:])
+        for good in goods[1:]:  # where that is as high as before, more is better; a level is all since it last rose
+            rank = np.where(rank == best, good, -1.0) + np.cumsum(is_better) * (self._top_k + 2.0)
+            best = np.maximum.accumulate(rank)
+            np.greater(best[1:], best[:-1], out=is_better[1:])
+        chosen = np.maximum.accumulate(np.where(is_better, np.arange(len(loaded)), 0))[splits.last]
+        return Curve(splits, chosen, loaded[chosen], exposed[chosen], parts)
+
+    def _met(self, window_ns: float) -> tuple[Doubles, Parts[Doubles] | None]:
+        """Of each split: Y is the largest number of predicted experts whose prefetches (equation 9) together take no
+        longer than the window, and no more memory than the buffer of K experts.
+
+        Parts (ours): where tops are kept, every needed expert comes in two pieces. Its rest lies where the buffer had
+        room; one that is not kept gets its top a place among the kept ones. Those tops whose rest is not there yet are
+        computed meanwhile.
         """
         num_experts, theta, begin = self.splits.num_experts, self.splits.theta, self._begin
-        room = float(self.top_k)  # in whole experts
-        if load_ns > 0:
-            room = min(room, window_ns / load_ns)
+        room = float(self._top_k)  # in whole experts
+        if self._load_ns > 0:
+            room = min(room, window_ns / self._load_ns)
         room = max(room, 0.0) + _ROUNDING
         taken_up_to = self._hits_of_first
         # What the first Y take, Y - theta * sum of PH, never falls with Y and is at most Y: a binary search for all.
@@ -91,31 +132,23 @@ class LayerProblem:
             more = np.minimum(count + step, num_experts)
             fits = more - theta * taken_up_to.take(begin + more) <= room
             np.copyto(count, more, where=fits)
-        prefetched = self._needed_of_first.take(count) - theta * self._joint_of_first.take(begin + count)  # equation 10
-        result: Doubles = np.minimum(self._cached + prefetched, self.top_k)
-        return result
+        needed, kept = self._needed_of_first.take(count), self._joint_of_first.take(begin + count)
+        loaded: Doubles = np.minimum(self._cached + (needed - theta * kept), self._top_k)  # equation 10
+        if not self._timing.counts_parts(self._layer):
+            return loaded, None
+        alone = np.maximum(self._tops - kept, 0.0)  # kept ones that were not prefetched
+        there = needed + np.where(self._is_split, 0.0, alone)
+        lacking = np.clip(self._top_k - there, self._top_k - loaded, self._top_k)
+        return loaded, Parts(
+            further=np.where(self._is_split, float(self._top_k), 0.0),
+            early=np.where(self._is_split, alone * (1 - theta), 0.0),
+            lacking=np.where(lacking > _ROUNDING, lacking, 0.0),
+        )
 
-    def loaded_with(self, experts: int, segments: int, window_ns: float, load_ns: float) -> float:
-        """m of one split."""
-        return float(self.loaded(window_ns, load_ns)[self.splits.number[experts, segments]])
 
-    def curve(self, window_ns: float, load_ns: float) -> Curve:
-        """The best split for each budget: the highest m; of equal ones that which keeps most of what is needed, then
-        the least memory, then the fewest experts.
-        """
-        splits, loaded = self.splits, self.loaded(window_ns, load_ns)
-        best = np.maximum.accumulate(loaded)
-        is_higher = np.empty(len(loaded), np.bool_)
-        is_higher[0] = True
-        np.greater(best[1:], best[:-1], out=is_higher[1:])
-        # Where m is as high as before, more kept is better. A level is all splits since m last rose.
-        level = np.cumsum(is_higher) * (self.top_k + 1.0)
-        rank = level + np.where(loaded == best, self._cached, 0.0)
-        best_rank = np.maximum.accumulate(rank)
-        is_better = is_higher
-        np.greater(best_rank[1:], best_rank[:-1], out=is_better[1:])
-        chosen = np.maximum.accumulate(np.where(is_better, np.arange(len(loaded)), 0))[splits.last]
-        return Curve(splits, chosen, loaded[chosen])
+def parts_of(parts: Parts[Doubles], number: int) -> Parts[float]:
+    """Of one split, by its number."""
+    return Parts(float(parts.further[number]), float(parts.early[number]), float(parts.lacking[number]))
 
 
 def _sums(shares: Doubles) -> Doubles:

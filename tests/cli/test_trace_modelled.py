@@ -1,0 +1,97 @@
+"""`expertly trace synth --lookahead`: what systems do that look ahead by it, and the label of that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.cli.main import main
+
+SYNTH = [
+    "--layers",
+    "6",
+    "--experts",
+    "8",
+    "--top-k",
+    "2",
+    "--tokens",
+    "600",
+    "--requests",
+    "4",
+    "--prefill-tokens",
+    "5",
+]
+GEOMETRY = """name = "small"
+num_layers = 6
+[layer]
+num_experts = 8
+top_k = 2
+hidden_size = 64
+intermediate_size = 64
+num_matrices = 3
+itemsize = 2
+"""
+
+
+@pytest.fixture
+def geometry(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(GEOMETRY)
+    return path
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["simulate", *map(str, arguments), "--hardware", "rtx3090", "--memory", "50%", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometry, capsys):
+    trace = tmp_path / "trace"
+    assert main(["trace", "synth", str(trace), *SYNTH, "--lookahead", "0.8"]) == 0
+    capsys.readouterr()
+    half = "moepic:allocation=split"
+    systems = f"lru:prediction=lookahead,adapmoe,moepic,{half},lru"
+    facts = simulated(capsys, trace, "--geometry", geometry, "--system", systems)
+    rows = {row["system"]: row for row in facts["results"]}
+    assert all(row["skipped"] is None for row in rows.values())
+    assert rows["lru:prediction=lookahead"]["prediction_accuracy"] == pytest.approx(0.8, abs=0.03)
+    assert all(rows[name]["prefetched_bytes"] > 0 for name in ("adapmoe", "moepic", half))
+    assert rows[half]["partial_hit_rate"] > 0
+    note = "lookahead: modelled: 0.8 of the K best of the next layer are needed; nothing of the next token"
+    assert note in facts["notes"]
+    alone = simulated(capsys, trace, "--geometry", geometry, "--system", "lru")
+    assert not any("modelled" in note for note in alone["notes"])
+
+
+def test_without_it_they_are_left_out(tmp_path, geometry, capsys):
+    trace = tmp_path / "trace"
+    assert main(["trace", "synth", str(trace), *SYNTH]) == 0
+    capsys.readouterr()
+    rows = simulated(capsys, trace, "--geometry", geometry, "--system", "moepic")["results"]
+    assert "needs lookahead" in rows[0]["skipped"]
+
+
+def test_a_plan_can_be_made_from_it_and_says_so(tmp_path, geometry, capsys):
+    trace = tmp_path / "trace"
+    assert main(["trace", "synth", str(trace), *SYNTH, "--lookahead", "1"]) == 0
+    asked = ["configure", str(trace), "--geometry", str(geometry), "--hardware", "rtx3090", "--memory", "50%"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "lookahead: modelled: 1 of the K best" in shown and "the trace has no lookahead" not in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lookahead", "1.5"], "'1.5': must be from 0 to 1"),
+        (["--lookahead", "0.9", "--top-k", "5"], "lookahead=0.9: of 8 experts, top-5, too few are not needed"),
+    ],
+)
+def test_refusals(tmp_path, capsys, flags, message):
+    assert main(["trace", "synth", str(tmp_path / "trace"), *SYNTH, *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,104 @@
+"""Tops of experts kept beside every predictor and every policy that orders one layer: the parts go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly import parts
+from expertly.control.controller import Controller
+from expertly.core.messages import Piece, RouterRan, Step
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.predictor import PREDICTORS
+from expertly.sim.hardware import Link
+from expertly.sim.study import Memory, Study
+from expertly.systems import get_system
+from tests.sim.drive import make_study, make_trace, random_passes, sized, toy
+
+LAYERS = sized(3, 10, 2)
+MEMORY = Memory("45%")
+SPLITS = {"split": "", "moepic": ":tau=4"}
+"""Allocations that keep parts of experts, and their options here."""
+
+
+class Checking(Controller):
+    """Checks itself after every event."""
+
+    num_checks = 0
+
+    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
+        step = super().begin_layer(router, withdrawn)
+        self.keeper.check()
+        return step
+
+    def loaded(self, piece: Piece) -> bool:
+        is_awaited = super().loaded(piece)
+        self.keeper.check()
+        return is_awaited
+
+    def computed(self, piece: Piece) -> Step | None:
+        step = super().computed(piece)
+        self.keeper.check()
+        return step
+
+    def end_layer(self, withdrawn: Sequence[Piece] = ()) -> None:
+        super().end_layer(withdrawn)
+        self.check()
+        self.num_checks += 1
+
+    def load_ahead(self) -> list[Piece]:
+        pieces = super().load_ahead()
+        self.keeper.check()
+        return pieces
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: Any) -> Study:
+    folder: Path = tmp_path_factory.mktemp("trace") / "trace"
+    passes = random_passes(8, LAYERS, 5, prompt=4, num_requests=2)
+    trace = make_trace(folder, passes, LAYERS, num_requests=2, is_full=True)
+    return make_study(trace, toy(link=Link(0.02e9, 7, 3)), segments=4, matcher="inline")
+
+
+def of_one_layer(prediction: str) -> list[str]:
+    """The policies that can order a layer whose share changes, beside this prediction, as parts of a system."""
+    predicts = prediction != "none" and PREDICTORS[prediction].gives_probabilities
+    found = []
+    for name, one in EVICTIONS.items():
+        if one.is_sized or (one.needs_probabilities and not predicts):
+            continue
+        if not one.needs_future:
+            found.append(f"eviction={name}")
+        if one.is_scored:
+            found.append(f"eviction={name}:admission=best")
+    return found
+
+
+def test_they_are_all_that_split() -> None:
+    assert list(SPLITS) == [name for name, one in ALLOCATIONS.items() if one.splits]
+
+
+@pytest.mark.parametrize("allocation", SPLITS)
+@pytest.mark.parametrize("prediction", ["none", *PREDICTORS])
+def test_parts_of_experts_are_kept_beside_it(
+    study: Study, prediction: str, allocation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "Controller", Checking)
+    evictions = of_one_layer(prediction)
+    assert len(evictions) >= 7
+    for number, eviction in enumerate(evictions):
+        ahead = "" if prediction == "none" else f":ahead={('cache', 'ring')[number % 2]}"
+        spec = f"lru:scope=layer:prediction={prediction}{ahead}:{eviction}:allocation={allocation}{SPLITS[allocation]}"
+        system = get_system(spec)
+        simulator = study.simulate(system, MEMORY.budget(study.geometry))
+        control = simulator.controller
+        assert isinstance(control, Checking) and control.num_checks == 12 * len(LAYERS)
+        decode = [counters.decode for counters in control.counters]
+        assert sum(one.partial_hits for one in decode), f"{spec}: tops were here when the router asked"
+        assert prediction == "none" or sum(one.predicted for one in decode), spec
+        if allocation == "moepic":
+            assert control.allocation.facts()["configurations"], spec
