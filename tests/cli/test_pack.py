@@ -67,6 +67,24 @@ def test_packs_lists_verifies_and_removes(capsys: pytest.CaptureFixture[str], so
     assert not store.exists()
 
 
+def test_packs_in_the_codec_that_is_asked_for(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+    packed = run_json(capsys, str(source), "--codec", "planes")
+    assert (packed["codec"], packed["why_codec"]) == ("planes", "it was asked for")
+    assert packed["ratio"] == packed["expert_stored_bytes"] / packed["expert_bytes"] < 1
+    plain = run_json(capsys, str(source), "--codec", "none")
+    assert (plain["codec"], plain["ratio"]) == ("none", 1) and plain["store"] != packed["store"]
+    listed = run_json(capsys, "--list")["stores"]
+    assert [(entry["codec"], entry["ratio"] < 1) for entry in listed] == [("none", False), ("planes", True)]
+    assert run_json(capsys, "--verify", packed["store"])["ratio"] == packed["ratio"]
+    assert main(["pack", "--list"]) == 0
+    assert "  planes  " in capsys.readouterr().out
+    assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--codec", "planes"]) == 0
+    err = capsys.readouterr().err
+    assert "144 KiB in float32, stored in 0." in err and "codec planes: it was asked for" in err
+    assert main(["pack", str(source)]) == 0
+    assert "codec none: 0.1 MiB of experts are too few for measuring to pay" in capsys.readouterr().err
+
+
 def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
     assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
@@ -95,6 +113,8 @@ def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Pat
         (["--verify", "/absent"], "no such folder"),
         (["--verify", "/"], "not a packed store"),
         (["x", "--dtype", "NaN"], "dtype='NaN'"),
+        (["x", "--codec", "zip"], "codec='zip': unknown; accepted: none, planes, auto"),
+        (["--list", "--codec", "planes"], "not accepted with --list"),
     ],
 )
 def test_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

@@ -146,7 +146,8 @@ def test_a_layout_that_only_shapes_tell_is_read(tmp_path: Path) -> None:
         assert_holds_what_transformers_loads(store, source, reference)
 
 
-def test_packing_needs_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "planes", "auto"])
+def test_packing_needs_little_memory(tmp_path: Path, codec: str) -> None:
     """A dense tensor and a layer of experts larger than all the memory that packing may add."""
     model = make_model("qwen3_moe")
     config = model.config
@@ -167,14 +168,14 @@ from expertly.models.packing import pack
 from expertly.models import adapter
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-pack(sys.argv[3], sys.argv[3] + "-store")  # all that is imported late
+pack(sys.argv[3], sys.argv[3] + "-store", codec="planes")  # all that is imported late
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-pack(sys.argv[1], sys.argv[2])
+pack(sys.argv[1], sys.argv[2], codec=sys.argv[4])
 print(status("VmHWM") - before)
 """
     warm = make_checkpoint("qwen3_moe", tmp_path / "warm", dtype=torch.bfloat16)
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / "store"), str(warm)]
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "store"), str(warm), codec]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

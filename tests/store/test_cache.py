@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.store.cache import cache_folder, entry_folder, list_entries, remove_entry, stores_folder
+from expertly.store.cache import (
+    LEARNED,
+    cache_folder,
+    entry_folder,
+    learned_beside,
+    list_entries,
+    remove_entry,
+    stores_folder,
+)
 from expertly.store.writer import StoreWriter
+from tests.store import planes
 from tests.store.builders import DENSE, PLAN, write_store
 
 OTHER = replace(PLAN, identity="1" * 64, source="/elsewhere", dtype="float16")
@@ -35,6 +44,41 @@ def test_the_folder_is_the_user_s_choice(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_an_entry_is_named_by_what_it_is() -> None:
     folder = entry_folder("../../etc", "ab" * 32, "bfloat16", Path("/cache"))
     assert folder == Path("/cache/stores/______etc-abababababababab-bfloat16")
+
+
+def test_codecs_have_folders_of_their_own_and_share_what_was_learned() -> None:
+    plain, in_planes = (
+        entry_folder("toy", "ab" * 32, "float16", Path("/cache"), codec) for codec in ("none", "planes")
+    )
+    assert in_planes == Path("/cache/stores/toy-abababababababab-float16-planes")
+    for kind in LEARNED:
+        learned = Path(f"/cache/stores/toy-abababababababab-float16.{kind}")
+        assert learned_beside(plain, kind) == learned_beside(in_planes, kind) == learned
+
+
+def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> None:
+    folder, in_planes = (
+        entry_folder(PLAN.model_type, PLAN.identity, PLAN.dtype, tmp_path, codec) for codec in ("none", "planes")
+    )
+    for first, second in ((folder, in_planes), (in_planes, folder)):
+        write_store(folder)
+        planes.write_planes(in_planes)
+        maps = learned_beside(folder, "maps")
+        maps.write_text("learned")
+        remove_entry(first.name, tmp_path)
+        assert maps.exists()
+        remove_entry(second.name, tmp_path)
+        assert not maps.exists() and list(stores_folder(tmp_path).iterdir()) == []
+
+
+def test_lists_codec_and_ratio(tmp_path: Path) -> None:
+    store = planes.write_planes(stores_folder(tmp_path) / "b")
+    write_store(stores_folder(tmp_path) / "a")
+    (stores_folder(tmp_path) / "c").mkdir()
+    plain, in_planes, damaged = list_entries(tmp_path)
+    assert (plain.codec, plain.ratio) == ("none", 1.0)
+    assert in_planes.codec == "planes" and in_planes.ratio == pytest.approx(store.ratio, abs=0.02)
+    assert damaged.codec == "" and damaged.problem
 
 
 def test_lists_what_is_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ FULL = Manifest(
 )
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    FULL.write(tmp_path)
-    assert Manifest.read(tmp_path) == FULL
+@pytest.mark.parametrize("codec", ["none", "planes"])
+def test_round_trip(tmp_path: Path, codec: str) -> None:
+    full = replace(FULL, codec=codec)
+    full.write(tmp_path)
+    assert Manifest.read(tmp_path) == full
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]  # no temporary file is left
 
 
@@ -29,6 +32,7 @@ BAD = {
     "source": [None],
     "model_type": [None, []],
     "dtype": ["NaN", None, "int8", ["bfloat16"], "BF16"],
+    "codec": ["zstd", None, 1, "auto", ["planes"], ""],
     "layers": [None, [], [{}, {}], [1, 2], {}],
     "sites": [None, [], ["a"], [1, 2]],
     "files": [None, [], {"x": 1}, {"x": {"nbytes": -1, "checksum": 0}}, {"x": {"nbytes": 1.5, "checksum": 0}}],

@@ -17,6 +17,7 @@ from expertly.cli.output import (
     reserved_stdout,
     table,
 )
+from expertly.core.codecs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.store import cache
 from expertly.store.dtypes import STORE_DTYPES, check_store_dtype
@@ -32,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     add("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id, or demo for the demo model")
     add("--out", type=Path, metavar="DIR", help="write the store here (default: in the cache folder)")
     add("--dtype", metavar="NAME", help=f"of the experts: {', '.join(STORE_DTYPES)} (default: the checkpoint's)")
+    add("--codec", metavar="NAME", help="of the experts: none, planes or auto (default: auto, the faster one here)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--list", action="store_true", help="show the stores in the cache folder")
     group.add_argument("--remove", metavar="NAME", help="remove a store from the cache folder")
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = next((name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)), None)
     if chosen is None:
         return _pack(args)
-    for name in ("model", "out", "dtype"):
+    for name in ("model", "out", "dtype", "codec"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
     return {"list": _list, "remove": _remove, "verify": _verify}[chosen](args)
@@ -56,6 +58,7 @@ def _pack(args: argparse.Namespace) -> int:
         )
     if args.dtype is not None:
         check_store_dtype(args.dtype)
+    codec = "auto" if args.codec is None else check_codec(args.codec)
     start = time.monotonic()
     with reserved_stdout() as stdout:
         from expertly.models.packing import pack, pack_cached, source_folder
@@ -63,15 +66,16 @@ def _pack(args: argparse.Namespace) -> int:
         with progress_bar() as bar:
             progress = None if bar is None else lambda done, total: bar("packing", done, total)
             if args.out is None:
-                store = pack_cached(args.model, args.dtype, progress=progress)
+                store = pack_cached(args.model, args.dtype, progress=progress, codec=codec)
             else:
-                store = pack(source_folder(args.model), args.out, args.dtype, progress)
+                store = pack(source_folder(args.model), args.out, args.dtype, progress, codec)
     seconds = time.monotonic() - start
     if args.json:
-        print_json({**_facts(store), "seconds": seconds}, stdout)
+        print_json({**_facts(store), "why_codec": store.why_codec, "seconds": seconds}, stdout)
     else:
         print(store.folder, file=stdout)
         message(f"expertly: {_summary(store)}, {format_seconds(seconds)}")
+        message(f"expertly: codec {store.codec}: {store.why_codec}")
     return 0
 
 
@@ -82,9 +86,14 @@ def _list(args: argparse.Namespace) -> int:
     elif not entries:
         message(f"expertly: no store in {cache.stores_folder()}")
     else:
-        rows = [(e.name, format_nbytes(e.nbytes), e.dtype or "-", e.problem or e.source) for e in entries]
-        print(table(("store", "size", "dtype", "packed from"), rows))
+        print(table(("store", "size", "dtype", "codec", "ratio", "packed from"), [_row(entry) for entry in entries]))
     return 0
+
+
+def _row(entry: CacheEntry) -> tuple[str, ...]:
+    ratio = f"{entry.ratio:.2f}" if entry.codec else "-"
+    size = format_nbytes(entry.nbytes)
+    return entry.name, size, entry.dtype or "-", entry.codec or "-", ratio, entry.problem or entry.source
 
 
 def _remove(args: argparse.Namespace) -> int:
@@ -110,10 +119,10 @@ def _verify(args: argparse.Namespace) -> int:
 def _summary(store: PackedStore) -> str:
     manifest = store.manifest
     num_experts = sum(layer.num_experts for layer in manifest.layers)
-    experts = format_nbytes(sum(layer.nbytes for layer in manifest.layers))
-    return (
-        f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts} in {manifest.dtype}"
-    )
+    experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.dtype}"
+    if store.codec != "none":
+        experts += f", stored in {store.ratio:.2f} of that"
+    return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"
 
 
 def _facts(store: PackedStore) -> dict[str, Any]:
@@ -124,9 +133,12 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "identity": manifest.identity,
         "model_type": manifest.model_type,
         "dtype": manifest.dtype,
+        "codec": store.codec,
+        "ratio": store.ratio,
         "layers": len(manifest.layers),
         "experts": sum(layer.num_experts for layer in manifest.layers),
-        "expert_bytes": sum(layer.nbytes for layer in manifest.layers),
+        "expert_bytes": store.experts_nbytes,
+        "expert_stored_bytes": store.experts_stored_nbytes,
         "dense_bytes": store.dense_nbytes,
         "store_bytes": store.nbytes,
     }
@@ -140,5 +152,7 @@ def _entry_facts(entry: CacheEntry) -> dict[str, Any]:
         "source": entry.source,
         "model_type": entry.model_type,
         "dtype": entry.dtype,
+        "codec": entry.codec,
+        "ratio": entry.ratio,
         "problem": entry.problem,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -39,18 +39,22 @@ class ExpertsReader:
         """Checkpoint tensors that are experts, and so not dense."""
         return {name for group in self._groups.values() for name in group.names}
 
-    def experts(self, dtype: torch.dtype) -> Iterator[Bytes]:
-        """The bytes of all experts in `dtype`, in order, some neurons at a time."""
+    def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
+        """The bytes of all experts, or of those of `only`, in `dtype`, in order, some neurons at a time."""
         geometry = self._site.geometry
         step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
-        for expert in range(geometry.num_experts):
-            first, second = _targets(self._site, expert)
-            matrices = list(self._matrices(first, second, expert))
-            for start in range(0, geometry.intermediate_size, step):
-                rows = (cast(m[start : start + step], dtype, f"expert {expert} of {self._site.name}") for m in matrices)
-                yield to_bytes(torch.stack(list(rows), dim=1))
-            del matrices  # before the next expert's are made
-        self._whole.clear()
+        try:
+            for expert in range(geometry.num_experts) if only is None else only:
+                first, second = _targets(self._site, expert)
+                matrices = list(self._matrices(first, second, expert))
+                for start in range(0, geometry.intermediate_size, step):
+                    rows = (
+                        cast(m[start : start + step], dtype, f"expert {expert} of {self._site.name}") for m in matrices
+                    )
+                    yield to_bytes(torch.stack(list(rows), dim=1))
+                del matrices  # before the next expert's are made
+        finally:
+            self._whole.clear()
 
     def _matrices(self, first: str, second: str, expert: int) -> Iterator[torch.Tensor]:
         """Gate (if any), up and transposed down, each [I, H]."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
+from expertly.core.codecs import CODECS, CodecChoice, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
@@ -18,11 +21,12 @@ from expertly.models.layout import ExpertsReader
 from expertly.models.tensors import cast, read_tensor, to_bytes
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
 from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES, check_store_dtype
 from expertly.store.extras import copy_extras
 from expertly.store.manifest import Manifest
-from expertly.store.packed import DENSE_NAME, PackedStore, experts_name, is_packed_store
-from expertly.store.writer import Progress, StoreWriter
+from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
+from expertly.store.writer import Progress, StoreWriter, begun_codec
 
 DEMO_NAME = "demo"
 
@@ -32,37 +36,47 @@ def pack_cached(
     dtype: str | None = None,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
+    codec: str = "auto",
 ) -> PackedStore:
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
     `model`: a checkpoint folder, a packed store (opened as it is), a hub id (downloaded), or None or "demo" for the
-    demo model. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype or the folder.
+    demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made; where that does
+    not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store says which it
+    was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or the folder.
     """
+    check_codec(codec)
     folder = source_folder(model)
     if is_packed_store(folder):
-        return _open_store(folder, dtype)
+        return _open_store(folder, dtype, codec)
     checkpoint = Checkpoint.open(folder)
     name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
     model_type = str(checkpoint.config.get("model_type"))
-    return _pack(checkpoint, entry_folder(model_type, checkpoint.identity, name, cache_dir), name, progress)
+    folders = {one: entry_folder(model_type, checkpoint.identity, name, cache_dir, one) for one in CODECS}
+    return _pack(checkpoint, folders, name, codec, progress)
 
 
 def pack(
-    source: str | Path, folder: str | Path, dtype: str | None = None, progress: Progress | None = None
+    source: str | Path,
+    folder: str | Path,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    codec: str = "auto",
 ) -> PackedStore:
     """Write the checkpoint folder `source` as a packed store at `folder`, and open it.
 
     Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
     opened. `dtype` is that of the experts (default: the config's, else what most weights have); dense tensors stay
-    as they are stored. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in
-    memory. Raises CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a
-    disk that is full, ConfigError for the dtype.
+    as they are stored. `codec`: see `pack_cached`. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one
+    quantised dense tensor, in memory. Raises CheckpointError (UnsupportedModelError) for the source, StoreError for
+    what is at `folder` or a disk that is full, ConfigError for the dtype or the codec.
     """
+    check_codec(codec)
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = Checkpoint.open(Path(source))
     name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
-    return _pack(checkpoint, Path(folder), name, progress)
+    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), name, codec, progress)
 
 
 def source_folder(model: str | Path | None) -> Path:
@@ -92,22 +106,48 @@ def default_dtype(checkpoint: Checkpoint) -> str:
     return "bfloat16" if config.get("quantization_config") or not nbytes[stored] else names[stored]
 
 
-def _open_store(folder: Path, dtype: str | None, identity: str | None = None) -> PackedStore:
+def _open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
     store = PackedStore.open(folder, identity)
+    again = f"pack {store.manifest.source} again for another"
     if dtype is not None and check_store_dtype(dtype) != store.manifest.dtype:
-        raise ConfigError(
-            f"dtype={dtype!r}: the packed store {folder} holds {store.manifest.dtype}; pack {store.manifest.source} "
-            "again for another"
-        )
-    return store
+        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {store.manifest.dtype}; {again}")
+    if codec not in ("auto", store.codec):
+        raise ConfigError(f"codec={codec!r}: the packed store {folder} is in {store.codec}; {again}")
+    return replace(store, why_codec="the packed store is in it" if codec == "auto" else "it was asked for")
 
 
-def _pack(checkpoint: Checkpoint, folder: Path, dtype: str, progress: Progress | None) -> PackedStore:
+def _pack(
+    checkpoint: Checkpoint, folders: Mapping[str, Path], dtype: str, codec: str, progress: Progress | None
+) -> PackedStore:
+    """`folders`: where a store in each codec is or goes."""
+    packing = cache(partial(_Packing, checkpoint, dtype))
+    choice = CodecChoice(codec, "it was asked for")
+    if codec == "auto":
+        choice = _choose(checkpoint, folders, packing)
+    folder = folders[choice.codec]
     if is_packed_store(folder):
-        store = _open_store(folder, dtype, checkpoint.identity)
+        store = _open_store(folder, dtype, choice.codec, checkpoint.identity)
         copy_extras(checkpoint.folder, folder)
-        return store
-    return _Packing(checkpoint, dtype).write(folder, progress)
+    else:
+        store = packing().write(folder, choice.codec, progress)
+    return replace(store, why_codec=choice.why)
+
+
+def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], _Packing]) -> CodecChoice:
+    """That of the store that is there, or else was begun; where none or both are, the faster one."""
+    found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
+    stores = {store.codec: store for store in (PackedStore.open(folder, checkpoint.identity) for folder in found)}
+    if len(stores) == 1:
+        return CodecChoice(next(iter(stores)), "the model is packed in it")
+    if stores:
+        layers, planes = stores["planes"].manifest.layers, stores["planes"]
+        return choose_for(
+            layers, lambda: read_sample(layers, planes.frames), lambda: disk_rate_of(path for path, _ in planes.extents)
+        )
+    begun = {one for one in map(begun_codec, folders.values()) if one is not None}
+    if len(begun) == 1:
+        return CodecChoice(begun.pop(), "packing was begun in it")
+    return packing().choose(folders["none"])
 
 
 class _Packing:
@@ -133,7 +173,17 @@ class _Packing:
         if missing:
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
 
-    def write(self, folder: Path, progress: Progress | None) -> PackedStore:
+    def choose(self, folder: Path) -> CodecChoice:
+        """The codec for a store at `folder`."""
+        return choose_for([site.geometry for site in self._sites], self._sample, lambda: disk_rate_at(folder))
+
+    def _sample(self) -> Sample:
+        layers = [site.geometry for site in self._sites]
+        return Sample(
+            layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in sampled(layers))
+        )
+
+    def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint
         plan = Manifest(
             identity=checkpoint.identity,
@@ -143,13 +193,15 @@ class _Packing:
             layers=tuple(site.geometry for site in self._sites),
             sites=tuple(site.name for site in self._sites),
             files={},
+            codec=codec,
         )
-        with StoreWriter(folder, plan, tuple(self._dense), progress) as writer:
+        ratio = 1.0 if codec == "none" else self._sample().ratio
+        with StoreWriter(folder, plan, tuple(self._dense), progress, ratio) as writer:
             store = writer.finished_store()
             if store is not None:
                 return store
             for layer, reader in enumerate(self._readers):
-                if not writer.is_done(experts_name(layer)):
+                if not writer.is_layer_done(layer):
                     writer.write_layer(layer, reader.experts(self._torch_dtype))
             if not writer.is_done(DENSE_NAME):
                 writer.write_dense(self._dense_chunks)

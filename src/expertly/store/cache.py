@@ -12,7 +12,7 @@ from pathlib import Path
 from expertly.core.errors import ConfigError, StoreError
 from expertly.store.files import disk_errors
 from expertly.store.manifest import Manifest
-from expertly.store.packed import is_packed_store
+from expertly.store.packed import is_packed_store, stored_ratio
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
@@ -33,10 +33,15 @@ def stores_folder(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_folder()) / "stores"
 
 
-def entry_folder(model_type: str, identity: str, dtype: str, cache_dir: Path | None = None) -> Path:
-    """Where the store of a checkpoint in a dtype belongs."""
+_PLANES = "-planes"
+
+
+def entry_folder(
+    model_type: str, identity: str, dtype: str, cache_dir: Path | None = None, codec: str = "none"
+) -> Path:
+    """Where the store of a checkpoint in a dtype and a codec belongs."""
     label = re.sub(r"[^A-Za-z0-9_-]", "_", model_type)[:40]
-    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}"
+    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}{_PLANES if codec == 'planes' else ''}"
 
 
 LEARNED = ("maps", "matrices", "predictor")
@@ -44,10 +49,13 @@ LEARNED = ("maps", "matrices", "predictor")
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of what was learned about the model of a store, of a kind of LEARNED. It may not exist."""
+    """The file of what was learned about the model of a store, of a kind of LEARNED. It may not exist.
+
+    Stores of one model and dtype share it, whatever their codec.
+    """
     assert kind in LEARNED
     folder = folder.absolute()
-    return folder.with_name(f"{folder.name}.{kind}")
+    return folder.with_name(f"{folder.name.removesuffix(_PLANES)}.{kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ class CacheEntry:
     source: str
     model_type: str
     dtype: str
+    codec: str
+    ratio: float  # stored bytes of experts / bytes that they are computed with
     problem: str | None
 
 
@@ -75,7 +85,8 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
-    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and what was learned.
+    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and what was learned
+    about its model, unless a store of the model in another codec is left.
 
     A store that a model has open goes on working until it is closed. Raises ConfigError where none or several
     match, StoreError where another process is packing it or it cannot be removed.
@@ -99,12 +110,17 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
                     shutil.rmtree(doomed)
                 entry.folder.rename(doomed)
             shutil.rmtree(doomed)
-            for kind in LEARNED:
+            kept = entry.folder.with_name(_other_codec(entry.folder.name)).is_dir()
+            for kind in () if kept else LEARNED:
                 learned_beside(entry.folder, kind).unlink(missing_ok=True)
     finally:
         if lock >= 0:
             os.close(lock)
     return entry
+
+
+def _other_codec(name: str) -> str:
+    return name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
 
 
 def _is_source(entry: CacheEntry, name: str) -> bool:
@@ -117,12 +133,13 @@ def _entry(path: Path) -> CacheEntry:
         problem = (
             "unfinished: packing the model again completes it" if path.suffix == ".partial" else "not a whole store"
         )
-        return CacheEntry(path.name, path, nbytes, "", "", "", problem)
+        return CacheEntry(path.name, path, nbytes, "", "", "", "", 1.0, problem)
     try:
         manifest = Manifest.read(path)
     except StoreError as error:
-        return CacheEntry(path.name, path, nbytes, "", "", "", str(error))
-    return CacheEntry(path.name, path, nbytes, manifest.source, manifest.model_type, manifest.dtype, None)
+        return CacheEntry(path.name, path, nbytes, "", "", "", "", 1.0, str(error))
+    about = (manifest.source, manifest.model_type, manifest.dtype, manifest.codec, stored_ratio(manifest))
+    return CacheEntry(path.name, path, nbytes, *about, None)
 
 
 def _lock_of(folder: Path) -> int:

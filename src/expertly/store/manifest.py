@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from expertly.core.codecs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry
@@ -38,6 +39,7 @@ class Manifest:
     layers: tuple[LayerGeometry, ...]
     sites: tuple[str, ...]  # module path of each layer's experts
     files: Mapping[str, FileEntry]
+    codec: str = "none"  # how the experts are stored
     format_version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
@@ -50,6 +52,7 @@ class Manifest:
             "source": self.source,
             "model_type": self.model_type,
             "dtype": self.dtype,
+            "codec": self.codec,
             "layers": [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in self.layers],
             "sites": list(self.sites),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
@@ -74,6 +77,9 @@ class Manifest:
                 raise fail(field, "must be a string")
         if not isinstance(raw.get("dtype"), str) or raw["dtype"] not in STORE_DTYPES:
             raise fail("dtype", f"accepted: {', '.join(STORE_DTYPES)}")
+        codec = raw.get("codec", "none")  # stores that were made before there were any do not say
+        if not isinstance(codec, str) or codec not in CODECS:
+            raise fail("codec", f"this version of expertly reads {', '.join(CODECS)}; pack again")
         layers, sites, files = raw.get("layers"), raw.get("sites"), raw.get("files")
         if not isinstance(layers, list) or not layers:
             raise fail("layers", "must be a list of at least one layer")
@@ -89,6 +95,7 @@ class Manifest:
             tuple(_layer(path, i, layer, ITEMSIZE[raw["dtype"]]) for i, layer in enumerate(layers)),
             tuple(sites),
             {name: _entry(path, name, entry) for name, entry in files.items()},
+            codec,
         )
 
 

@@ -17,7 +17,9 @@ from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, read_safetensors_header
 from expertly.store.checkpoint import INDEX_NAME
 from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES
+from expertly.store.frame_index import FrameIndex
 from expertly.store.manifest import MANIFEST_NAME, Manifest
+from expertly.store.planes import checked_chunks, index_name, open_index, planes_name
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
@@ -26,12 +28,26 @@ _CHUNK_NBYTES = 4 << 20
 
 
 def experts_name(layer: int) -> str:
-    """File of a layer's experts: one tensor `experts`, [E, I, M, H]; M: gate (if any), up, down transposed."""
+    """File of a layer's experts as they are: `experts`, [E, I, M, H]; M: gate (if any), up, down transposed."""
     return f"experts-{layer:05d}.safetensors"
+
+
+def expert_files(codec: str, layer: int) -> tuple[str, ...]:
+    """Names of all files of a layer's experts."""
+    return (planes_name(layer), index_name(layer)) if codec == "planes" else (experts_name(layer),)
 
 
 def experts_shape(layer: LayerGeometry) -> tuple[int, int, int, int]:
     return (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
+
+
+def stored_ratio(manifest: Manifest) -> float:
+    """Stored bytes of experts / bytes that they are computed with, but for what fills pages."""
+    if manifest.codec == "none":
+        return 1.0
+    names = map(planes_name, range(len(manifest.layers)))
+    stored = sum(manifest.files[name].nbytes for name in names if name in manifest.files)
+    return stored / sum(layer.nbytes for layer in manifest.layers)
 
 
 def is_packed_store(folder: Path) -> bool:
@@ -40,12 +56,16 @@ def is_packed_store(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class PackedStore:
-    """An opened store: sizes and headers have been checked, nothing is in memory, no file is held open."""
+    """An opened store: sizes, headers and indices have been checked, nothing but indices is in memory, no file is held
+    open.
+    """
 
     folder: Path
     manifest: Manifest
     extents: tuple[tuple[Path, int], ...]  # file and offset of expert 0, of each layer
     dense: Mapping[str, TensorInfo]
+    frames: tuple[FrameIndex, ...] = ()  # of each layer; empty where experts are stored as they are
+    why_codec: str = ""  # where it was chosen
 
     @classmethod
     def open(cls, folder: Path, expect_identity: str | None = None) -> PackedStore:
@@ -61,22 +81,57 @@ class PackedStore:
                 f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}; "
                 f"expected {expect_identity[:16]}), or that one has changed since: remove the store and pack again"
             )
-        for name in ("config.json", INDEX_NAME, DENSE_NAME, *map(experts_name, range(len(manifest.layers)))):
+        layers = range(len(manifest.layers))
+        expert_names = [name for layer in layers for name in expert_files(manifest.codec, layer)]
+        for name in ("config.json", INDEX_NAME, DENSE_NAME, *expert_names):
             if name not in manifest.files:
                 raise StoreError(f"{folder / MANIFEST_NAME}: files lacks {name!r}")
         for name, entry in manifest.files.items():
             _check_size(folder / name, entry.nbytes)
+        dense = _header(folder / DENSE_NAME)
+        if manifest.codec == "planes":
+            frames = tuple(
+                open_index(folder, i, layer, manifest.files[index_name(i)]) for i, layer in enumerate(manifest.layers)
+            )
+            return cls(folder, manifest, tuple((index.path, 0) for index in frames), dense, frames)
         code = STORE_DTYPES[manifest.dtype]
-        extents = tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers))
-        return cls(folder, manifest, extents, _header(folder / DENSE_NAME))
+        return cls(
+            folder, manifest, tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers)), dense
+        )
 
     def geometry(self, segments: int = 1) -> Geometry:
         """Raises ConfigError where `segments` does not divide an intermediate size."""
         return Geometry(self.manifest.layers, segments)
 
     def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file, and the offset in it of expert 0 (a multiple of 4096); expert e is e * expert_nbytes further."""
+        """The file, and the offset in it of expert 0 (a multiple of 4096). Expert e is e * expert_nbytes further, or
+        where `frame_index` says.
+        """
         return self.extents[layer]
+
+    def frame_index(self, layer: int) -> FrameIndex | None:
+        """Where the layer's frames lie, in the file of `layer_extent`; None where experts are stored as they are."""
+        return self.frames[layer] if self.frames else None
+
+    @property
+    def codec(self) -> str:
+        """How experts are stored: one of `core.codecs.CODECS`."""
+        return self.manifest.codec
+
+    @property
+    def experts_nbytes(self) -> int:
+        """Of all experts, as they are computed with."""
+        return sum(layer.nbytes for layer in self.manifest.layers)
+
+    @property
+    def experts_stored_nbytes(self) -> int:
+        """Of all experts, as they are stored."""
+        return sum(index.stored_nbytes for index in self.frames) if self.frames else self.experts_nbytes
+
+    @property
+    def ratio(self) -> float:
+        """Stored bytes of experts / bytes that they are computed with."""
+        return self.experts_stored_nbytes / self.experts_nbytes
 
     def expert_in_file(self, layer: int, expert: int) -> int:
         """All are there, in their order."""
@@ -105,7 +160,7 @@ class PackedStore:
         return sum(entry.nbytes for entry in self.manifest.files.values())
 
     def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
-        """Open again, checking sizes and headers; `full` reads all files and compares checksums.
+        """Open again, checking sizes and headers; `full` reads all files, compares checksums and decodes all frames.
 
         `progress(done_nbytes, total_nbytes)`. Raises StoreError naming the first file that is damaged.
         """
@@ -113,9 +168,11 @@ class PackedStore:
         if not full:
             return
         done = 0
+        frames = {index.path: index for index in self.frames}
         for name, entry in self.manifest.files.items():
             checksum = 0
-            for chunk in _chunks(self.folder / name):
+            index = frames.get(self.folder / name)
+            for chunk in _chunks(self.folder / name) if index is None else checked_chunks(index):
                 checksum = zlib.crc32(chunk, checksum)
                 done += len(chunk)
                 if progress is not None:

@@ -10,29 +10,36 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from expertly.core.codecs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
+from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.store.checkpoint import INDEX_NAME, Bytes
 from expertly.store.dtypes import STORE_DTYPES
 from expertly.store.extras import copy_extras
 from expertly.store.files import disk_errors
+from expertly.store.frame_index import frames_per_expert, index_bytes, padded
+from expertly.store.frames import FrameEncoder
 from expertly.store.manifest import FileEntry, Manifest
 from expertly.store.packed import (
     DENSE_NAME,
     EXPERTS_KEY,
     PackedStore,
     dense_index,
+    expert_files,
     experts_name,
     experts_shape,
     is_packed_store,
 )
+from expertly.store.planes import index_name, planes_name
 
 Progress = Callable[[int, int], None]
 """`progress(done_nbytes, total_nbytes)`."""
@@ -46,21 +53,39 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
+def begun_codec(folder: Path) -> str | None:
+    """The codec of a store for `folder` that was begun and not finished; None where none was."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((partial_folder(folder) / _JOURNAL_NAME).read_bytes())
+        if isinstance(found, dict) and found.get("codec") in CODECS:
+            return str(found["codec"])
+    return None
+
+
 class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     """Makes the store `plan` (a manifest without files) and `dense` describe at `folder`.
 
     Works in `<folder>.partial`, which an earlier writer of the same plan may have left: the files it finished are
     kept (`is_done`). Holds a lock there, waiting for another process that packs to the same place. `finish` renames
-    it to `folder`; a writer that ends before leaves only the partial folder. Raises StoreError where the disk is
+    it to `folder`; a writer that ends before leaves only the partial folder. `ratio`: stored bytes / bytes of experts,
+    as far as is known, for the room that is needed. Raises StoreError where the disk is
     full, not writable, or something else is in the way.
     """
 
-    def __init__(self, folder: Path, plan: Manifest, dense: tuple[TensorSpec, ...], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: Manifest,
+        dense: tuple[TensorSpec, ...],
+        progress: Progress | None,
+        ratio: float = 1.0,
+    ) -> None:
         self.folder = folder
         self._partial = partial_folder(folder)
         self._plan = plan
         self._dense = dense
         self._progress = progress
+        self._ratio = ratio
         self._total = sum(layer.nbytes for layer in plan.layers) + sum(spec.nbytes for spec in dense)
         self._written = 0
         self._done: dict[str, FileEntry] = {}
@@ -86,21 +111,27 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def is_done(self, name: str) -> bool:
         return name in self._done
 
+    def is_layer_done(self, layer: int) -> bool:
+        return all(map(self.is_done, expert_files(self._plan.codec, layer)))
+
     def write_layer(self, layer: int, experts: Iterable[Bytes]) -> None:
         """Write a layer's experts, given in order, in chunks that add up to `num_experts * expert_nbytes`."""
         geometry = self._plan.layers[layer]
+        if self._plan.codec == "planes":
+            self._write_planes(layer, geometry, experts)
+            return
         spec = TensorSpec(EXPERTS_KEY, STORE_DTYPES[self._plan.dtype], experts_shape(geometry))
-        self._write(experts_name(layer), [spec], experts)
+        self._write_tensors(experts_name(layer), [spec], experts)
 
     def write_dense(self, chunks_of: Callable[[TensorSpec], Iterable[Bytes]]) -> None:
         """Write the dense tensors, each given in chunks that add up to it."""
-        self._write(DENSE_NAME, self._dense, (chunk for spec in self._dense for chunk in chunks_of(spec)))
+        self._write_tensors(DENSE_NAME, self._dense, (chunk for spec in self._dense for chunk in chunks_of(spec)))
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file: config, tokenizer."""
         with disk_errors(self._partial, f"writing {name}"):
             write_atomic(self._partial / name, data)
-        self._mark(name, FileEntry(len(data), zlib.crc32(data)))
+        self._mark({name: FileEntry(len(data), zlib.crc32(data))})
 
     def copy_extras(self, source: Path) -> None:
         """Copy tokenizer and the like, which may be changed later and so are not in the manifest."""
@@ -132,25 +163,53 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             shutil.rmtree(self._partial, ignore_errors=True)
         self.close()
 
-    def _write(self, name: str, specs: Iterable[TensorSpec], chunks: Iterable[Bytes]) -> None:
-        header = safetensors_header(list(specs))
-        path = self._partial / name
+    def _write_tensors(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> None:
+        header = memoryview(safetensors_header(specs))
         total = len(header) + sum(spec.nbytes for spec in specs)
+        entry = self._write(name, chain([(header, 0)], ((chunk, len(chunk)) for chunk in _converted(chunks))))
+        assert entry.nbytes == total, f"{name}: {entry.nbytes} bytes written, not {total}"
+        self._mark({name: entry})
+
+    def _write_planes(self, layer: int, geometry: LayerGeometry, experts: Iterable[Bytes]) -> None:
+        num_frames = frames_per_expert(geometry)
+        frame_nbytes = geometry.expert_nbytes // num_frames
+        lengths: list[tuple[int, ...]] = []
+        checksums: list[int] = []
+
+        def parts() -> Iterator[tuple[memoryview, int]]:
+            end = 0
+            for frame in FrameEncoder(frame_nbytes, geometry.itemsize).encode(experts):
+                lengths.append(tuple(map(len, frame.planes)))
+                checksums.append(frame.checksum)
+                end += frame.nbytes
+                yield memoryview(b"".join(frame.planes)), frame_nbytes
+            yield memoryview(bytes(padded(end) - end)), 0
+
+        entry = self._write(planes_name(layer), parts())
+        assert len(lengths) == geometry.num_experts * num_frames, f"{len(lengths)} frames written"
+        index = index_bytes(geometry, num_frames, lengths, checksums)
+        with disk_errors(self._partial, f"writing {index_name(layer)}"):
+            write_atomic(self._partial / index_name(layer), index)
+        self._mark({planes_name(layer): entry, index_name(layer): FileEntry(len(index), zlib.crc32(index))})
+
+    def _write(self, name: str, parts: Iterable[tuple[memoryview, int]]) -> FileEntry:
+        """Write a large file of `parts`, each with the bytes of weights that it is."""
+        path = self._partial / name
+        checksum = nbytes = 0
         with disk_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
-            checksum = zlib.crc32(header)
-            nbytes = _write_all(file.fileno(), memoryview(header))
-            for chunk in _converted(chunks):
-                checksum = zlib.crc32(chunk, checksum)
-                nbytes += _write_all(file.fileno(), chunk)
-                self._report(chunk.nbytes)
-            assert nbytes == total, f"{name}: {nbytes} bytes written, not {total}"
+            for part, weights_nbytes in parts:
+                checksum = zlib.crc32(part, checksum)
+                nbytes += _write_all(file.fileno(), part)
+                if weights_nbytes:
+                    self._report(weights_nbytes)
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # the store is read past the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._mark(name, FileEntry(nbytes, checksum))
+        return FileEntry(nbytes, checksum)
 
-    def _mark(self, name: str, entry: FileEntry) -> None:
-        self._done[name] = entry
+    def _mark(self, entries: Mapping[str, FileEntry]) -> None:
+        """Files that are done, all of them or, after a crash, none."""
+        self._done.update(entries)
         with disk_errors(self._partial, "recording progress"):
             write_atomic(self._partial / _JOURNAL_NAME, json_bytes(self._journal(self._done)))
 
@@ -175,11 +234,13 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
                     stale.unlink()
             write_atomic(path, json_bytes(self._journal(self._done)))
         for layer, geometry in enumerate(self._plan.layers):
-            self._written += geometry.nbytes if self.is_done(experts_name(layer)) else 0
+            self._written += geometry.nbytes if self.is_layer_done(layer) else 0
         self._written += sum(spec.nbytes for spec in self._dense) if self.is_done(DENSE_NAME) else 0
 
     def _check_space(self) -> None:
-        needed = self._total - self._written
+        layers = enumerate(self._plan.layers)
+        needed = round(self._ratio * sum(one.nbytes for layer, one in layers if not self.is_layer_done(layer)))
+        needed += 0 if self.is_done(DENSE_NAME) else sum(spec.nbytes for spec in self._dense)
         with disk_errors(self._partial, "asking for free space"):
             free = shutil.disk_usage(existing_parent(self._partial)).free
         if needed > free:

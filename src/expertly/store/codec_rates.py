@@ -1,0 +1,214 @@
+"""What choosing a codec takes, measured in a second: of the disk that a store is on or goes to, and of its experts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from expertly.core.codecs import CodecChoice, CodecRates, choose_codec, decoding_threads, too_small
+from expertly.core.errors import StoreError, TransferError
+from expertly.core.files import existing_parent
+from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
+from expertly.store.checkpoint import Bytes
+from expertly.store.files import disk_errors
+from expertly.store.frame_index import FrameIndex, frames_per_expert
+from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder
+from expertly.store.reader import ExpertFile
+
+NUM_READERS = 4
+"""As many as an engine has."""
+
+_SECONDS = 0.3  # of each measurement
+_READ_NBYTES = 1 << 20
+_SCRATCH_NBYTES = 64 << 20
+_PART_NBYTES = 2 << 20
+_NUM_PARTS = 4
+
+
+class Sample:
+    """Frames of some experts of a model, encoded: what its weights come to, and how fast they are decoded."""
+
+    def __init__(self, layer: LayerGeometry, experts: Iterable[Iterable[Bytes]]) -> None:
+        """`experts`: of `layer` or its like, in chunks. Of each the first 2 MiB are taken, or one frame where more."""
+        self._frame_nbytes = layer.expert_nbytes // frames_per_expert(layer)
+        self._itemsize = layer.itemsize
+        encoder = FrameEncoder(self._frame_nbytes, layer.itemsize)
+        nbytes = max(1, min(_PART_NBYTES, layer.expert_nbytes) // self._frame_nbytes) * self._frame_nbytes
+        self._frames = [frame for expert in experts for frame in encoder.encode(_first(expert, nbytes))]
+
+    @property
+    def ratio(self) -> float:
+        """Stored bytes / decoded bytes."""
+        return sum(frame.nbytes for frame in self._frames) / (len(self._frames) * self._frame_nbytes)
+
+    def decode_nbytes_per_s(self, num_threads: int, seconds: float = _SECONDS) -> float:
+        """Of weights, by one thread while `num_threads` decode."""
+        index = _index_of(self._frames, self._frame_nbytes, self._itemsize)
+        stored = [memoryview(b"".join(frame.planes)) for frame in self._frames]
+
+        def decode(number: int, until: float) -> int:
+            decoder, out = FrameDecoder(), memoryview(bytearray(self._frame_nbytes))
+            done = 0
+            while not done or time.perf_counter() < until:
+                frame = (number + done) % len(stored)
+                decoder.decode(index, frame, 0, stored[frame], out)
+                done += 1
+            return done * self._frame_nbytes
+
+        return _rate(decode, num_threads, seconds) / num_threads
+
+
+def choose_for(
+    layers: Sequence[LayerGeometry], sample: Callable[[], Sample], disk_nbytes_per_s: Callable[[], float]
+) -> CodecChoice:
+    """The codec for a model, by measuring, unless it is so small that it is not worth that."""
+    small = too_small(sum(layer.nbytes for layer in layers))
+    return choose_codec(measure_rates(sample(), disk_nbytes_per_s())) if small is None else small
+
+
+def measure_rates(sample: Sample, disk_nbytes_per_s: float) -> CodecRates:
+    """With as many decoding threads as an engine on this machine would have."""
+    threads = decoding_threads(_num_cpus(), NUM_READERS)
+    return CodecRates(sample.ratio, disk_nbytes_per_s, sample.decode_nbytes_per_s(threads), threads)
+
+
+def sampled(layers: Sequence[LayerGeometry]) -> list[tuple[int, int]]:
+    """(layer, expert) of those that a sample is made of, over the whole model, from layers like the first."""
+    alike = [number for number, layer in enumerate(layers) if layer == layers[0]]
+    num = min(_NUM_PARTS, len(alike) * layers[0].num_experts)
+    places = [part * len(alike) * layers[0].num_experts // num for part in range(num)]
+    return [(alike[place // layers[0].num_experts], place % layers[0].num_experts) for place in places]
+
+
+def read_sample(layers: Sequence[LayerGeometry], frames: Sequence[FrameIndex]) -> Sample:
+    """Of a store that is there. Raises StoreError where it is damaged."""
+    try:
+        return Sample(layers[0], (_decoded(frames[layer], expert) for layer, expert in sampled(layers)))
+    except TransferError as error:
+        raise StoreError(str(error)) from None
+
+
+def _decoded(index: FrameIndex, expert: int) -> Iterator[Bytes]:
+    file, decoder = ExpertFile(index.path), FrameDecoder()
+    try:
+        for frame in range(index.num_frames):
+            offset, nbytes = index.frame_extent(expert, frame)
+            stored, out = memoryview(bytearray(nbytes)), np.empty(index.frame_nbytes, np.uint8)
+            file.read_into(offset, [stored])
+            decoder.decode(index, expert, frame, stored, out.data)
+            yield out
+    finally:
+        file.close()
+
+
+def disk_rate_at(folder: Path) -> float:
+    """Bytes a second that reads come at, of 1 MiB and several in flight, from a new file in `folder`, or in the nearest
+    folder above it that exists.
+
+    Raises StoreError where no file can be written there, TransferError where it cannot be read.
+    """
+    place = existing_parent(folder)
+    path = place / f".expertly-{os.getpid()}-{threading.get_ident()}.scratch"
+    try:
+        with disk_errors(place, "writing a file to measure the disk with"):
+            _write_scratch(path)
+        file = ExpertFile(path)
+    finally:
+        path.unlink(missing_ok=True)  # while it is open: nothing is left of a process that is killed
+    return _read_rate([(file, _SCRATCH_NBYTES)])
+
+
+def disk_rate_of(paths: Iterable[Path]) -> float:
+    """The same from files that are there. Raises StoreError where they cannot be opened, TransferError where they
+    cannot be read.
+    """
+    return _read_rate([(ExpertFile(path), path.stat().st_size) for path in paths])
+
+
+def _read_rate(files: Sequence[tuple[ExpertFile, int]]) -> float:
+    """Ends early when all has been read: what is read twice may come from some cache. Closes the files."""
+    places = [
+        (file, at, min(_READ_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES - at))
+        for file, nbytes in files
+        for at in range(0, nbytes - PAGE_NBYTES + 1, _READ_NBYTES)
+    ]
+    order = iter(np.random.default_rng(0).permutation(len(places)).tolist())
+
+    def read(number: int, until: float) -> int:
+        buffer = memoryview(mmap.mmap(-1, _READ_NBYTES))
+        done = 0
+        while time.perf_counter() < until and (place := next(order, None)) is not None:
+            file, offset, size = places[place]
+            file.read_into(offset, [buffer[:size]])
+            done += size
+        return done
+
+    try:
+        return _rate(read, NUM_READERS, _SECONDS)
+    finally:
+        for file, _ in files:
+            file.close()
+
+
+def _rate(work: Callable[[int, float], int], num_threads: int, seconds: float) -> float:
+    """Bytes a second of all threads together. `work(number, until)` returns the bytes that it did."""
+    done = [0] * num_threads
+    errors: list[Exception] = []
+
+    def run(number: int) -> None:
+        try:
+            done[number] = work(number, start + seconds)
+        except Exception as error:  # a thread's entry: the caller raises it
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(done) / (time.perf_counter() - start)
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _first(chunks: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
+    left = nbytes
+    for chunk in chunks:
+        part = np.frombuffer(chunk.data.cast("B"), np.uint8)[:left]
+        yield part
+        left -= len(part)
+        if not left:
+            return
+
+
+def _index_of(frames: Sequence[EncodedFrame], frame_nbytes: int, itemsize: int) -> FrameIndex:
+    """Of frames that are an expert each."""
+    begin = np.cumsum([0, *(frame.nbytes for frame in frames)], dtype=np.uint64)
+    lengths = np.array([list(map(len, frame.planes)) for frame in frames], np.uint32)
+    checksums = np.array([frame.checksum for frame in frames], np.uint64)
+    return FrameIndex(Path("sample"), len(frames), 1, itemsize, frame_nbytes, begin, lengths, checksums)
+
+
+def _write_scratch(path: Path) -> None:
+    """Incompressible bytes that are on the disk and not in the page cache."""
+    block = np.random.default_rng(0).integers(0, 256, _SCRATCH_NBYTES // 16, np.uint8)
+    with path.open("xb", buffering=0) as file:
+        for _ in range(16):
+            block[::4096] += 1  # no two blocks alike
+            view = block.data
+            while view:
+                view = view[file.write(view) :]
+        os.fdatasync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,124 @@
+"""What is measured for choosing a codec: of this disk, of these weights, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly.core.codecs import MIN_MEASURED_NBYTES
+from expertly.core.errors import StoreError
+from expertly.core.geometry import LayerGeometry
+from expertly.store import codec_rates
+from expertly.store.codec_rates import (
+    Sample,
+    choose_for,
+    disk_rate_at,
+    disk_rate_of,
+    measure_rates,
+    read_sample,
+    sampled,
+)
+from tests.store.mounts import tiny_disk
+from tests.store.planes import LAYER, PLAN, weights, write_planes
+
+LARGE = LayerGeometry(128, 2, hidden_size=512, intermediate_size=176, num_matrices=3, itemsize=2)  # of 528 KiB
+
+
+def sample(kind: str = "normal", layer: LayerGeometry = LAYER) -> Sample:
+    return Sample(layer, ([weights(kind, "bfloat16", layer.expert_nbytes // 2, seed)] for seed in range(4)))
+
+
+def test_a_sample_has_the_ratio_of_what_it_is_of() -> None:
+    assert 0.65 < sample().ratio < 0.75
+    assert sample("random bits").ratio == 1
+    assert sample("constant").ratio < 0.02
+
+
+def test_a_sample_takes_no_more_than_it_needs() -> None:
+    layer = replace(LAYER, hidden_size=4096)  # an expert of 4.1 MiB
+    taken = []
+
+    def chunks() -> object:
+        raw = weights("normal", "bfloat16", layer.expert_nbytes // 2)
+        for begin in range(0, len(raw), 1 << 20):
+            taken.append(begin)
+            yield raw[begin : begin + (1 << 20)]
+
+    assert 0.65 < Sample(layer, [chunks()]).ratio < 0.75
+    assert taken == [0, 1 << 20]
+
+
+def test_a_sample_is_of_the_whole_model() -> None:
+    layers = [LAYER, replace(LAYER, num_experts=9, hidden_size=8), *[LAYER] * 3]
+    assert sampled(layers) == [(0, 0), (2, 0), (3, 0), (4, 0)]
+    assert sampled([replace(LAYER, num_experts=8)]) == [(0, 0), (0, 2), (0, 4), (0, 6)]
+    assert sampled([replace(LAYER, num_experts=1, top_k=1)] * 2) == [(0, 0), (1, 0)]
+
+
+def test_a_store_s_sample_is_its_own(tmp_path: Path) -> None:
+    store = write_planes(tmp_path / "store")
+    index = store.frames[0]
+    found = read_sample(PLAN.layers, store.frames)
+    assert found.ratio == pytest.approx(index.stored_nbytes / PLAN.layers[0].nbytes, abs=1e-9)  # all four of layer 0
+    content = bytearray(index.path.read_bytes())
+    content[0] ^= 1
+    index.path.write_bytes(content)
+    with pytest.raises(StoreError, match="frame 0 of expert 0: checksum"):
+        read_sample(PLAN.layers, store.frames)
+
+
+def test_rates_are_those_of_this_machine() -> None:
+    start = time.perf_counter()
+    rates = measure_rates(sample(), 1e9)
+    assert time.perf_counter() - start < 5
+    assert rates.disk_nbytes_per_s == 1e9 and rates.ratio == sample().ratio
+    assert 1e6 < rates.decode_nbytes_per_s < 1e11 and 1 <= rates.num_threads <= codec_rates.NUM_READERS
+
+
+def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    assert 1e6 < disk_rate_at(tmp_path / "not" / "there" / "yet") < 1e12
+    assert list(tmp_path.iterdir()) == []
+    path = tmp_path / "file"
+    path.write_bytes(bytes((3 << 20) + 4096 + 5))
+    assert 1e5 < disk_rate_of([path, path]) < 1e12
+    with pytest.raises(StoreError, match="cannot be opened"):
+        disk_rate_of([tmp_path / "absent"])
+
+
+def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path) as disk:
+        with pytest.raises(StoreError, match="the disk is full"):
+            disk_rate_at(disk / "store")
+        assert list(disk.iterdir()) == []
+
+
+def test_random_bits_are_stored_as_they_are() -> None:
+    assert LARGE.nbytes >= MIN_MEASURED_NBYTES
+    choice = choose_for([LARGE], lambda: sample("random bits", LARGE), lambda: 1e6)
+    assert choice.codec == "none" and "weights take 1.00 of their size" in choice.why
+
+
+@pytest.mark.parametrize(("disk", "codec"), [(1e6, "planes"), (1e15, "none")])
+def test_the_disk_decides(disk: float, codec: str) -> None:
+    assert choose_for([LARGE], lambda: sample(layer=LARGE), lambda: disk).codec == codec
+
+
+def test_a_small_model_is_not_measured() -> None:
+    choice = choose_for(PLAN.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
+    assert choice.codec == "none" and "too few" in choice.why
+
+
+def test_a_damaged_frame_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in a thread reaches the caller."""
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(codec_rates.FrameDecoder, "decode", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        sample().decode_nbytes_per_s(2, 0.01)
+    assert np.isfinite(sample().ratio)

@@ -1,0 +1,182 @@
+"""Frames: the same bits back for every kind of weight, and nothing at all from a damaged frame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+
+from expertly.core.errors import TransferError
+from expertly.core.geometry import LayerGeometry
+from expertly.store.frame_index import FrameIndex
+from expertly.store.frames import FrameDecoder, FrameEncoder
+from tests.store.planes import DTYPES, KINDS, LAYER, encoded, weights
+
+SHAPES = {
+    "sixteenths": LayerGeometry(3, 1, 96, 512, 3, 2),
+    "not divisible by 16": LayerGeometry(2, 1, 64, 700, 3, 2),
+    "a prime": LayerGeometry(2, 1, 64, 509, 2, 2),
+    "one expert, one neuron": LayerGeometry(1, 1, 7, 1, 2, 2),
+}
+
+
+def decode(index: FrameIndex, frames: list[bytes]) -> bytes:
+    decoder, out = FrameDecoder(), bytearray(index.frame_nbytes)
+    whole = b""
+    for number, stored in enumerate(frames):
+        decoder.decode(index, *divmod(number, index.num_frames), memoryview(stored), memoryview(out))
+        whole += out
+    return whole
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_come_back(tmp_path: Path, kind: str, dtype: str, shape: str) -> None:
+    layer = replace(SHAPES[shape], itemsize=DTYPES[dtype])
+    raw = weights(kind, dtype, layer.nbytes // layer.itemsize)
+    index, frames = encoded(layer, raw, tmp_path)
+    assert decode(index, frames) == raw.tobytes()
+    assert sum(map(len, frames)) == index.stored_nbytes <= layer.nbytes  # never more than the weights
+
+
+def test_what_is_regular_takes_less_and_what_is_not_no_more(tmp_path: Path) -> None:
+    def ratio(kind: str, dtype: str) -> float:
+        layer = LayerGeometry(2, 1, 96, 512, 3, DTYPES[dtype])
+        return (
+            encoded(layer, weights(kind, dtype, layer.nbytes // layer.itemsize), tmp_path)[0].stored_nbytes
+            / layer.nbytes
+        )
+
+    assert ratio("random bits", "bfloat16") == ratio("random bits", "float32") == 1
+    assert 0.65 < ratio("normal", "bfloat16") < 0.75
+    assert ratio("normal", "float32") < 0.9
+    assert ratio("constant", "float16") < 0.01
+
+
+def test_a_float32_store_of_bfloat16_values_is_nearly_as_small(tmp_path: Path) -> None:
+    layer = LayerGeometry(2, 1, 96, 512, 3, 4)
+    narrow = weights("normal", "bfloat16", layer.nbytes // 4)
+    wide = np.zeros((len(narrow) // 2, 4), np.uint8)
+    wide[:, 2:] = narrow.reshape(-1, 2)
+    index, frames = encoded(layer, wide.reshape(-1), tmp_path)
+    assert decode(index, frames) == wide.tobytes()
+    narrow_index, _ = encoded(replace(layer, itemsize=2), narrow, tmp_path)
+    assert index.stored_nbytes < 1.01 * narrow_index.stored_nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_part_of_a_frame_can_be_had(tmp_path: Path, dtype: str) -> None:
+    layer = replace(LAYER, itemsize=DTYPES[dtype])
+    raw = weights("normal", dtype, layer.nbytes // layer.itemsize)
+    index, frames = encoded(layer, raw, tmp_path)
+    decoder, size = FrameDecoder(), layer.itemsize
+    for skip, nbytes in ((0, size), (3 * size, 500 * size), (index.frame_nbytes - size, size), (8 * size, 0)):
+        out = bytearray(b"\xaa" * (nbytes + 2 * size))  # at an odd address or not, and no byte beside it
+        decoder.decode(index, 1, 2, memoryview(frames[index.num_frames + 2]), memoryview(out)[size:-size], skip)
+        start = layer.expert_nbytes + 2 * index.frame_nbytes + skip
+        assert out == b"\xaa" * size + raw[start : start + nbytes].tobytes() + b"\xaa" * size
+
+
+def test_chunks_may_be_cut_anywhere() -> None:
+    raw = weights("normal", "bfloat16", LAYER.nbytes // 2)
+    encoder = FrameEncoder(LAYER.expert_nbytes // 4, 2)
+    whole = list(encoder.encode([raw]))
+    assert list(encoder.encode(raw[i : i + 10007] for i in range(0, len(raw), 10007))) == whole
+    assert len(whole) == 16
+
+
+def refused(index: FrameIndex, stored: bytes, what: str) -> None:
+    """The damage is told of with its place, and not a byte has been written."""
+    out = bytearray(b"\xaa" * index.frame_nbytes)
+    with pytest.raises(TransferError, match=rf"frames: frame 1 of expert 2: .*{what}.*pack again"):
+        FrameDecoder().decode(index, 2, 1, memoryview(stored), memoryview(out))
+    assert out == b"\xaa" * index.frame_nbytes
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[FrameIndex, bytes]:
+    index, frames = encoded(LAYER, weights("normal", "bfloat16", LAYER.nbytes // 2), tmp_path)
+    return index, frames[2 * index.num_frames + 1]
+
+
+def test_one_flipped_bit_anywhere_is_refused(stored: tuple[FrameIndex, bytes]) -> None:
+    index, frame = stored
+    dice = np.random.default_rng(0)
+    for bit in [*range(200), *dice.integers(0, len(frame) * 8, 500).tolist(), len(frame) * 8 - 1]:
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        refused(index, bytes(damaged), "checksum")
+
+
+def test_what_is_cut_short_or_too_long_is_refused(stored: tuple[FrameIndex, bytes]) -> None:
+    index, frame = stored
+    for damaged in (frame[:-1], frame[:1], b"", frame + b"\0", frame * 2):
+        refused(index, damaged, rf"{len(damaged)} bytes, but {len(frame)} are in the index")
+
+
+def forged(index: FrameIndex, high: bytes, low: bytes) -> tuple[FrameIndex, bytes]:
+    """An index that agrees with whatever a frame is."""
+    row = 2 * index.num_frames + 1
+    lengths, checksums = index.plane_nbytes.copy(), index.checksum.copy()
+    lengths[row], checksums[row] = (len(high), len(low)), xxhash.xxh3_64_intdigest(high + low)
+    return replace(index, plane_nbytes=lengths, checksum=checksums), high + low
+
+
+CLAIMS = (0, 1, "less", "more", "more, little window", 1 << 40, (1 << 64) - 2, "unknown", "not zstd", "cut", "junk")
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_frame_that_lies_about_its_size_is_refused_though_its_checksum_is_right(
+    stored: tuple[FrameIndex, bytes], claim: int | str
+) -> None:
+    index, frame = stored
+    plane = index.frame_nbytes // 2
+    low = frame[-plane:]
+    honest = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(bytes(plane))
+    if claim == "less":
+        high = zstandard.compress(bytes(plane - 1))
+    elif claim == "more":
+        high = zstandard.compress(bytes(plane + 1))
+    elif claim == "more, little window":
+        little = zstandard.ZstdCompressionParameters.from_level(1, window_log=10)
+        high = zstandard.ZstdCompressor(compression_params=little).compress(bytes(plane + 1))
+        assert zstandard.get_frame_parameters(high).window_size < plane
+    elif claim == "unknown":
+        high = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(plane))
+    elif claim == "not zstd":
+        high = b"not a zstd frame"
+    elif claim == "cut":
+        high = honest[:-3]
+    elif claim == "junk":
+        high = honest[:9] + bytes(byte ^ 0x5A for byte in honest[9:])
+    else:  # a header without blocks: magic, single segment with a size of eight bytes
+        high = bytes.fromhex("28b52ffd") + b"\xe0" + int(claim).to_bytes(8, "little") + b"\x01\0\0"
+    refused(*forged(index, high, low), "")
+
+
+def test_a_window_larger_than_the_frame_is_refused(stored: tuple[FrameIndex, bytes]) -> None:
+    index, frame = stored
+    plane = index.frame_nbytes // 2
+    low = frame[-plane:]
+    # No single segment: a window of 2 GiB, and a content size of four bytes that is right.
+    high = bytes.fromhex("28b52ffd") + b"\x80" + bytes([21 << 3]) + plane.to_bytes(4, "little") + b"\x01\0\0"
+    assert zstandard.get_frame_parameters(high).window_size == 2 << 30
+    refused(*forged(index, high, low), "window 2147483648")
+
+
+def test_a_decoder_serves_frames_of_all_sizes_after_each_other_and_after_errors(tmp_path: Path) -> None:
+    decoder = FrameDecoder()
+    for layer in (SHAPES["sixteenths"], SHAPES["a prime"], replace(LAYER, itemsize=4), SHAPES["sixteenths"]):
+        raw = weights("normal", "float32", layer.nbytes // 4)
+        index, frames = encoded(layer, raw, tmp_path)
+        out = bytearray(index.frame_nbytes)
+        with pytest.raises(TransferError):
+            decoder.decode(index, 0, 0, memoryview(frames[0][:-1]), memoryview(out))
+        decoder.decode(index, 0, 0, memoryview(frames[0]), memoryview(out))
+        assert out == raw[: index.frame_nbytes].tobytes()
+        assert FrameDecoder.scratch_nbytes(index.frame_nbytes, index.num_planes) >= index.frame_nbytes
