@@ -50,10 +50,11 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
 
     import expertly
     from expertly.engine.measure import measure_disk
-    from expertly.engine.transfer import MIN_READ_NBYTES, NUM_READERS
+    from expertly.engine.reads import MIN_READ_NBYTES
+    from expertly.engine.transfer import NUM_READERS
     from expertly.models.packing import pack_cached
 
-    store = pack_cached(arguments["model"], None)
+    store = pack_cached(arguments["model"], None, codec="none")
     files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
     cached_before = sum(map(cached_pages, files))  # the files' headers
     model, _ = expertly.load(
@@ -62,6 +63,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         system=arguments["system"],
         segments=arguments["segments"],
         device="cpu",
+        codec="none",
     )
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (1, arguments["tokens"] + 9), generator=torch.Generator().manual_seed(0))

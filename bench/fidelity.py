@@ -1,12 +1,17 @@
 """How far simulated times are from measured ones: the same routing, on this machine, engine and simulator side by side.
 
     python bench/fidelity.py [--experts-gib 3] [--systems on-demand,lru,lfu,lcp] [--memory 10%,25%,50%] [--tokens 64]
+    python bench/fidelity.py --codec planes --compressed 0,0.6 --systems lru --memory 25%
 
 For every budget and P, in a process of its own: the costs of the model are measured in that budget (with `lru` and
 random tokens), the engine runs two requests under each system (a prompt of 16 tokens, then a text token by token) while
 its routing is recorded, and all of it in rounds; the recorded traces are simulated with the medians of what was
 measured in between. Compared is the second request (the median of the rounds), when the places of the experts have been
 used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within 10 %.
+
+With `--codec planes` the engine reads compressed experts, and keeps copies in the shares of the memory that
+`--compressed` lists. The link and the model's costs are measured with experts as they are, decoding with a sample of
+its frames: what the two come to together is the simulator's to say.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +44,12 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
     from expertly.engine.recording import record
 
     model, _ = expertly.load(
-        arguments["model"], memory=arguments["memory"], system=system, segments=arguments["segments"]
+        arguments["model"],
+        memory=arguments["memory"],
+        system=system,
+        segments=arguments["segments"],
+        codec=arguments["codec"],
+        compressed=arguments["compressed"],
     )
     times: list[float] = []
     with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():
@@ -53,20 +64,40 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
                 out = model(ids[None, i : i + 1], past_key_values=past, use_cache=True, logits_to_keep=1)
                 out.logits[:, -1].argmax(-1).tolist()
                 times.append(time.perf_counter() - start)
-    decode = expertly.stats(model).as_dict()["phases"]["decode"]
+    told = expertly.stats(model).as_dict()
+    decode = told["phases"]["decode"]
     expertly.unload(model)
     hits, misses = (decode[key] - before[key] for key in ("hits", "misses"))
     return {
         "tpot_s": statistics.mean(times),
         "stall": (decode["stall_s"] - before["stall_s"]) / sum(times),
         "hit_rate": hits / (hits + misses + decode["partial_hits"] - before["partial_hits"]),
+        "bytes_disk": told["bytes_disk"],
+        "held_share": told["bytes_compressed_hit"] / max(1, told["bytes_decoded"]),
+        "decode_s": told["decode_s"],
     }
 
 
-def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any) -> float:
-    """Seconds of a decode step of the second request: of both requests, less those of the first alone."""
+def codec_costs(arguments: dict[str, Any]) -> Any:
+    """Of the model's frames on this machine; None where experts are stored as they are."""
+    from expertly.core.costs import CodecCosts
+    from expertly.models.packing import pack_cached
+    from expertly.store.codec_rates import measure_rates, read_sample
+
+    if arguments["codec"] == "none":
+        return None
+    store = pack_cached(arguments["model"], None, codec=arguments["codec"])
+    rates = measure_rates(read_sample(store.manifest.layers, store.frames), 1.0)
+    return CodecCosts(store.ratio, rates.decode_nbytes_per_s, rates.num_threads)
+
+
+def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any, costs: Any) -> tuple[float, Any]:
+    """Seconds of a decode step of the second request: of both requests, less those of the first alone; and what was
+    read and decoded.
+    """
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
+    from expertly.sim.storage import Storage
     from expertly.sim.study import Memory, Study
     from expertly.systems import get_system
     from expertly.trace.reader import Trace
@@ -74,15 +105,21 @@ def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any)
     trace = Trace.open(folder)
     layers = tuple(layer.geometry() for layer in trace.manifest.layers)
     assert None not in layers
-    hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
+    hardware = replace(Hardware.read("infinite").with_model(profile.link, profile.compute), codec=costs)
+    storage = Storage(arguments["codec"], arguments["compressed"])
     ran = []
+    coded = None
     for num_requests in (2, 1):
         schedule = make_schedule(trace, Selection(num_requests))
-        study = Study(trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"])
+        study = Study(
+            trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"], storage=storage
+        )
         budget = Memory(arguments["memory"]).budget(study.geometry)
-        ran.append(study.simulate(get_system(system), budget).metrics)
+        simulator = study.simulate(get_system(system), budget)
+        ran.append(simulator.metrics)
+        coded = coded or simulator.coded
     num_steps = ran[0].num_decode_iterations - ran[1].num_decode_iterations
-    return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9
+    return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9, coded
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,6 +135,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         memory="50%" if is_resident else arguments["memory"],
         system="lru",
         segments=arguments["segments"],
+        codec="none",
     )
     measurement = Measurement(beside)
 
@@ -109,6 +147,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         measure_costs(measurement.tasks())
+        costs = codec_costs(arguments)
         ran: dict[str, list[dict[str, Any]]] = {system: [] for system in arguments["systems"]}
         for turn in range(arguments["rounds"]):
             for system, runs in ran.items():
@@ -116,10 +155,15 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 measure_costs(measurement.tasks_of_a_token())
         profile = measurement.profile()
         for system, runs in ran.items():
-            row = {"system": system} | {key: arguments[key] for key in ("memory", "segments")}
+            row = {"system": system} | {key: arguments[key] for key in ("memory", "segments", "codec", "compressed")}
             row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             row["tpot_from_s"], row["tpot_to_s"] = (pick(run["tpot_s"] for run in runs) for pick in (min, max))
-            row["simulated_tpot_s"] = simulate(arguments, system, Path(scratch) / f"{system}-0", profile)
+            folder = Path(scratch) / f"{system}-0"
+            row["simulated_tpot_s"], coded = simulate(arguments, system, folder, profile, costs)
+            if coded is not None:
+                row["simulated_bytes_disk"] = coded.read_nbytes
+                row["simulated_held_share"] = coded.held_nbytes / coded.decoded_nbytes
+                row["ratio_on_disk"], row["decode_gb_per_s"] = costs.ratio, costs.all_nbytes_per_s / 1e9
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
             row["link_gb_per_s"] = profile.link.nbytes_per_s / 1e9
             rows.append(row)
@@ -135,22 +179,27 @@ def main() -> None:
     parser.add_argument("--segments", default="1,4")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--codec", default="none")
+    parser.add_argument("--compressed", default="0", help="shares, with commas between them")
     args = parser.parse_args()
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
 
     from expertly.models.packing import pack_cached
 
-    pack_cached(str(model), None)
+    for codec in dict.fromkeys(("none", args.codec)):
+        pack_cached(str(model), None, codec=codec)
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer(text * 8)["input_ids"][: PROMPT_TOKENS + args.tokens] for text in TEXTS]
     rows = []
     for segments in map(int, args.segments.split(",")):
         for memory in [*args.memory.split(","), "100%"]:
             systems = args.systems.split(",") if memory != "100%" else ["resident"]
-            settings = {"memory": memory, "segments": segments, "systems": systems, "rounds": args.rounds}
-            rows += child("fidelity.py", settings | {"model": str(model), "ids": ids})
-            print(json.dumps(rows[-len(systems) :]), flush=True)
+            for share in args.compressed.split(",") if memory != "100%" else ["0"]:
+                settings = {"memory": memory, "segments": segments, "systems": systems, "rounds": args.rounds}
+                storage = {"codec": args.codec, "compressed": share}
+                rows += child("fidelity.py", settings | storage | {"model": str(model), "ids": ids})
+                print(json.dumps(rows[-len(systems) :]), flush=True)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
     print_report("fidelity", rows, vars(args) | {"worst_ratio": worst["ratio"]})
 

@@ -1,9 +1,11 @@
 """Widen every expert of a Mixture-of-Experts checkpoint without changing the function it computes.
 
-    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--dtype bfloat16]
+    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--dtype bfloat16] [--no-zeros]
 
 Intermediate neurons are added whose down-projection is zero, so they add nothing to the output; their gate and up rows
-are random. The model's own neurons are spread evenly over the new width, so that a lost part of an expert shows. The
+are random. A third of all weights are zeros then, which no trained model has and which compress to nothing: with
+`--no-zeros` those of the down-projection are random, too, and so small that no sum changes. The model's own neurons are
+spread evenly over the new width, so that a lost part of an expert shows. The
 routing stays that of the trained model while the experts get as many bytes as asked for: for tests and measurements of
 size and speed.
 """
@@ -29,6 +31,8 @@ from torch import Tensor
 DEMO = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
 WIDTH_STEP = 128
 SHARD_NBYTES = 1 << 30
+TINY = 2.0**-80
+"""A down-projection of this size adds nothing to any output of a usual size."""
 DTYPES = {
     "bfloat16": (torch.bfloat16, "BF16"),
     "float16": (torch.float16, "F16"),
@@ -124,8 +128,11 @@ class Widener:
     What `widen` returns is overwritten by its next call: fresh memory for every tensor costs more than filling it.
     """
 
-    def __init__(self, old: int, new: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    def __init__(
+        self, old: int, new: int, dtype: torch.dtype, generator: torch.Generator, no_zeros: bool = False
+    ) -> None:
         self.new, self.dtype = new, dtype
+        self._down_std = TINY if no_zeros else 0.0
         self._generator = generator
         self._noise = torch.randn(1 << 23, generator=generator).to(dtype)
         self._positions = real_positions(old, new)
@@ -138,7 +145,7 @@ class Widener:
         if kind == "gate_up_proj":
             return torch.cat([self.widen("gate_proj", half).clone() for half in tensor.chunk(2)])
         if kind == "down_proj":
-            widened = self._buffer(kind, tensor.shape[0], self.new)  # zero elsewhere, always
+            widened = self._buffer(kind, tensor.shape[0], self.new)  # the same elsewhere, always
             widened[:, self._positions] = tensor.to(self.dtype)
             return widened
         widened = self._buffer("gate_proj", self.new, tensor.shape[1])
@@ -150,6 +157,8 @@ class Widener:
         key = (kind, rows * columns)
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(rows, columns, dtype=self.dtype)
+            if kind == "down_proj" and self._down_std:
+                self._fill(self._buffers[key].view(-1), self._down_std)
         return self._buffers[key].view(rows, columns)
 
     def _fill(self, flat: Tensor, std: float) -> None:
@@ -221,7 +230,14 @@ class Inflated:
     num_shards: int
 
 
-def inflate(out: Path, experts_gib: float, model: Path = DEMO, dtype: str = "bfloat16", seed: int = 0) -> Inflated:
+def inflate(
+    out: Path,
+    experts_gib: float,
+    model: Path = DEMO,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    no_zeros: bool = False,
+) -> Inflated:
     """Write to `out`, which must not exist, `model` with experts of about `experts_gib` GiB in all.
 
     Holds one tensor of the result at a time in memory. `out` appears when it is complete.
@@ -230,6 +246,8 @@ def inflate(out: Path, experts_gib: float, model: Path = DEMO, dtype: str = "bfl
         raise InflateError(f"OUT {out}: exists already; give a new path")
     if dtype not in DTYPES:
         raise InflateError(f"--dtype {dtype}: accepted: {', '.join(DTYPES)}")
+    if no_zeros and dtype == "float16":
+        raise InflateError("--no-zeros: float16 has no numbers so small; accepted: --dtype bfloat16 or float32")
     torch_dtype = DTYPES[dtype][0]
     source = open_source(model)
     width = choose_width(source, int(experts_gib * 2**30), torch_dtype.itemsize)
@@ -238,7 +256,7 @@ def inflate(out: Path, experts_gib: float, model: Path = DEMO, dtype: str = "bfl
     partial.mkdir(parents=True)
     try:
         _copy_other_files(source, partial, width, dtype)
-        widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed))
+        widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed), no_zeros)
         shapes = {name: _new_shape(source, name, width) for name in source.tensors}
         num_shards = ShardWriter(partial, shapes, dtype).write(_tensors(source, widener))
         partial.rename(out)
@@ -284,11 +302,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=DEMO, help="transformers model folder (default: the demo model)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-zeros", action="store_true", help="added down-projections are tiny instead of zero")
     given = parser.parse_args(arguments)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
-        result = inflate(given.out, given.experts_gib, given.model, given.dtype, given.seed)
+        result = inflate(given.out, given.experts_gib, given.model, given.dtype, given.seed, given.no_zeros)
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2

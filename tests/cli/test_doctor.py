@@ -28,13 +28,16 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
-    for row in ("64 KiB", "16 MiB", "matrix x vector, float16, 1 threads"):
+    for row in ("64 KiB", "16 MiB", "matrix x vector, float16, 1 threads", "decode planes, 4 threads, of weights"):
         assert any(line.startswith(row) for line in out.splitlines()), out
     path = tmp_path / "cache" / "machine.json"
     assert str(path) in err
     profile = MachineProfile.read(path)
     assert profile.disk is not None and profile.disk.folder == str(tmp_path / "cache")
     assert profile.disk_nbytes_per_s(MIB, depth=2) > 0
+    assert 0.6 < profile.decoding.ratio < 0.75 and all(rate.nbytes_per_s > 0 for rate in profile.decoding.rates)
+    (choice,) = (line for line in out.splitlines() if line.startswith("codec auto"))
+    assert "weights take 0.6" in choice and (": none: " in choice or ": planes: " in choice)
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
 
 
@@ -47,6 +50,7 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: pytest.Cap
     assert {key: printed[key] for key in written} == written
     assert printed["profile_path"] == str(out_path)
     assert 0 < printed["seconds"] < 30
+    assert printed["codec_auto"]["codec"] in ("none", "planes") and "the disk reads" in printed["codec_auto"]["why"]
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
 

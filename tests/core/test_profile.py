@@ -9,6 +9,8 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.profile import (
     CopyRate,
+    DecodeProfile,
+    DecodeRate,
     DeviceProfile,
     DiskProfile,
     DiskRate,
@@ -30,6 +32,7 @@ PROFILE = MachineProfile(
     disk=DiskProfile("/tmp", 1 << 40, 1 << 30, 5e8, tuple(DiskRate(*read, is_direct=True) for read in READS)),
     copies=(CopyRate(1, 1e10),),
     matvec=(MatvecRate("bfloat16", 2, 2e10),),
+    decoding=DecodeProfile(0.68, (DecodeRate(1, 1e9), DecodeRate(2, 1.9e9), DecodeRate(4, 2e9))),
     devices=(DeviceProfile("cuda:0", "a GPU", 80 << 30, (LinkRate(1 << 20, 2e10, 2e10, 50_000),)),),
 )
 
@@ -61,7 +64,7 @@ def test_disk_rate_is_interpolated_between_sizes_and_held_outside():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 99}, "format_version=99, accepted: 1"),
+        ({"format_version": 99}, "format_version=99, accepted: 2"),
         ({"num_cpus": "two"}, "num_cpus: must be int, is 'two'"),
         ({"disk": 3}, "disk: must be an object"),
         ({"copies": [{}]}, r"copies\[0\]: lacks num_threads, nbytes_per_s"),

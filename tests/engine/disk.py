@@ -38,6 +38,9 @@ class Disk:
     def expert_in_file(self, layer: int, expert: int) -> int:
         return expert
 
+    def frame_index(self, layer: int) -> None:
+        return None
+
     def open(self, path: Path) -> SimpleNamespace:
         def read_into(offset: int, buffers: Sequence[memoryview]) -> bool:
             return self._read(int(path.name), offset, buffers[0])

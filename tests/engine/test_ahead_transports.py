@@ -18,7 +18,7 @@ from expertly.control.loop import Ahead, run_layer
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
-from expertly.engine import transfer
+from expertly.engine import reads
 from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
@@ -184,7 +184,7 @@ def soak(
     control = CheckedController(shape, budget, lambda capacity: LRU(), **way).watch(future)  # type: ignore[arg-type]
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
-    monkeypatch.setattr(transfer, "ExpertFile", disk.open)
+    monkeypatch.setattr(reads, "ExpertFile", disk.open)
     backend = make(kind, disk, shape, budget.pool_slots(), dice)
     transport = Counted(backend)
     guesses = RandomGuesses(dice, shape, routers)

@@ -9,7 +9,9 @@ import torch
 
 import expertly
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.engine import api, device_loading
+from expertly.engine import device_loading
+from expertly.engine.api import handle
+from expertly.engine.memory import kv_cache_nbytes
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
 from tests.families import generate, load_reference, make_checkpoint, make_model, make_prompts
@@ -214,7 +216,7 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
         assert stats["memory_bytes"] == stats["expert_bytes"]
         assert "all experts fit" in stats["memory_reason"]
     expert_nbytes, dense = stats["expert_bytes"], dense_nbytes(store)
-    cache = api.kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
+    cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
     free = dense + cache + (600 << 20) + expert_nbytes // 2
     monkeypatch.setattr(device_loading, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
@@ -232,4 +234,4 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
 
 def dense_nbytes(store: str) -> int:
     with loaded(store) as model:
-        return int(api.handle(model).store.dense_nbytes)
+        return int(handle(model).store.dense_nbytes)

@@ -41,7 +41,7 @@ def check_nothing_moves(model: Any) -> None:
 
 def files_of(model: Any, number: int) -> set[int]:
     """The open files of one device, by their identity."""
-    return {id(file) for file in handle(model).engine.executor.devices[number].backend._readers._files}
+    return {id(file) for file in handle(model).engine.executor.devices[number].backend._readers._source._files}
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -175,13 +175,13 @@ def test_a_transfer_thread_that_breaks_tells_why(cases: Cases, monkeypatch: pyte
     with loaded(case.store, devices=TWO, memory="60%") as model:
         readers = handle(model).engine.executor.devices[1].backend._readers
 
-        def broken(read: Any) -> None:
+        def broken(job: Any, worker: Any) -> None:
             raise RuntimeError("a bug of ours")
 
-        readers._read = broken
+        readers._run_one = broken
         with pytest.raises(TransferError, match=r"^cpu:1: a thread .* has ended: RuntimeError: a bug of ours"):
             generate(model, case.prompts)
-        del readers._read
+        del readers._run_one
         check_nothing_moves(model)
         assert generate(model, case.prompts) == case.tokens
 

@@ -137,7 +137,8 @@ def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pyte
         extents = [handle(model).store.layer_extent(layer) for layer in range(3)]
         nbytes = group.geometry.layers[0].expert_nbytes
         lock, seen = threading.Lock(), []
-        files = {id(file): n for n, one in enumerate(group.devices) for file in one.backend._readers._files}  # type: ignore[attr-defined]
+        sources = [one.backend._readers._source for one in group.devices]  # type: ignore[attr-defined]
+        files = {id(file): number for number, source in enumerate(sources) for file in source._files}
 
         def noting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
             with lock:
@@ -165,7 +166,7 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
         files = {
             id(file): number
             for number, device in enumerate(group_of(model).devices)
-            for file in device.backend._readers._files  # type: ignore[attr-defined]
+            for file in device.backend._readers._source._files  # type: ignore[attr-defined]
         }
         lock, running, together = threading.Lock(), [0, 0], [0]
 
@@ -194,7 +195,7 @@ def test_tiered_devices_copy_what_they_load(cases: Cases, monkeypatch: pytest.Mo
     case = cases["mixtral"]
     made: list[TieredBackend] = []
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
         made.append(TieredBackend(torch.device("cpu"), LateStreams(), store, geometry, slots, dtype, geometry.nbytes))
         return made[-1]
 

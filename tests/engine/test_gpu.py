@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import expertly
 from expertly.engine.api import handle
+from expertly.models.packing import pack
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, generate, load_reference, logits_of
 
@@ -31,6 +34,30 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
             assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"] > 0, label
             handle(model).engine.controller.check()
             expertly.unload(model)
+
+
+@pytest.mark.parametrize("compressed", [0, "50%"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_compressed_experts_change_no_token(segments: int, compressed: str | int, cases: Cases, tmp_path: Path) -> None:
+    case = cases["qwen3_moe"]
+    reference = load_reference(case.folder).to("cuda")
+    tokens = generate(reference, case.prompts)
+    pack(case.folder, tmp_path / "store", codec="planes")
+    model, _ = expertly.load(
+        str(tmp_path / "store"),
+        memory="25%",
+        host_memory="80%",
+        compressed=compressed,
+        segments=segments,
+        device="cuda",
+    )
+    for _ in range(2):
+        assert generate(model, case.prompts) == tokens
+    stats = expertly.stats(model).as_dict()
+    assert stats["memory_bytes"] == stats["kept_bytes"] + stats["ring_bytes"], "what stays compressed is host memory"
+    assert stats["bytes_decoded"] > 0
+    assert (stats["bytes_compressed_hit"] > 0) == bool(compressed)
+    expertly.unload(model)
 
 
 def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:

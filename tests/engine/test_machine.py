@@ -42,7 +42,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch):
 def test_everything_is_measured_and_in_order(tmp_path: Path):
     parts: list[str] = []
     profile, problems = examine(tmp_path, QUICK, parts.append)
-    assert parts == ["disk", "memory", "matrix-vector speed", "devices"]
+    assert parts == ["disk", "memory", "matrix-vector speed", "decompression", "devices"]
     assert profile.disk is not None
     assert {(r.read_nbytes, r.depth) for r in profile.disk.reads} == {
         (s, d) for s in measure.READ_SIZES for d in (1, 2)

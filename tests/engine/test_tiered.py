@@ -63,7 +63,7 @@ def test_tokens_are_the_reference_at_every_host_budget(
     case = cases["mixtral"]
     made: list[TieredBackend] = []
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
         nbytes = geometry.nbytes * host_share // 100
         made.append(TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes))
         return made[0]
@@ -91,7 +91,7 @@ def test_loading_ahead_changes_no_token(
 ) -> None:
     case = cases["mixtral"]
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
         nbytes = geometry.nbytes * host_share // 100
         return TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes)
 
@@ -129,7 +129,7 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
 ) -> None:
     streams, case, num_reused = OrderedStreams(), cases["mixtral"], 0
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_memory: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
         return TieredBackend(device, streams, store, geometry, slots, dtype, geometry.nbytes)
 
     monkeypatch.setattr(api, "make_backend", make_backend)

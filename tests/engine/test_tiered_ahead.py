@@ -11,9 +11,9 @@ import torch
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece
-from expertly.engine import transfer
+from expertly.engine import reads
 from expertly.engine.backend_tiered import TieredBackend
-from expertly.engine.transfer import MIN_READ_NBYTES
+from expertly.engine.reads import MIN_READ_NBYTES
 from tests.engine.disk import Disk
 
 pytestmark = pytest.mark.timeout(60)
@@ -80,7 +80,7 @@ class Bench:
         layer = LayerGeometry(NUM_EXPERTS, 1, 2048, nbytes // 4096, 2, 1)
         shape = Geometry((layer,) * 3)
         self.disk, self.streams = Disk(shape), ManualStreams()
-        monkeypatch.setattr(transfer, "ExpertFile", self.disk.open)
+        monkeypatch.setattr(reads, "ExpertFile", self.disk.open)
         self.backend = TieredBackend(
             torch.device("cpu"), self.streams, self.disk, shape, [32], torch.uint8, num_host * nbytes
         )

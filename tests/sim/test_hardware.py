@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.costs import Link, MeasuredCompute
+from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import LayerGeometry
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware, PredictorCosts
@@ -46,6 +46,7 @@ FULL = Hardware(
     host_memory_nbytes=1 << 34,
     compute=COMPUTE,
     predictor=PredictorCosts(31_000, math.inf, 5e9),
+    codec=CodecCosts(0.68, 1.5e9, 4),
 )
 
 
@@ -80,7 +81,7 @@ def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
     path = Path(written(tmp_path))
     text = path.read_text()
     path.write_text(text[: text.index("[predictor]")])
-    assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts())
+    assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts(), codec=None)
     assert Hardware.read("rtx3090").predictor == PredictorCosts()
     assert (
         Hardware.read("infinite").predictor.work_ns(1 << 60, 1 << 60)
@@ -154,6 +155,19 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("call_ns = 31000", "calls_ns = 31000", r"lacks predictor.call_ns"),
         ("read_nbytes_per_s = inf", "read_nbytes_per_s = 0.5", r"predictor.read_nbytes_per_s=0.5: must be a number"),
         ("call_ns = 31000", "call_ns = 31000\ncores = 2", r"predictor.cores=2: unknown key; accepted: call_ns"),
+        ("ratio = 0.68", "ratio = 0", r"codec.ratio=0: must be a number above 0 to 2"),
+        ("ratio = 0.68", "ratio = 68", r"codec.ratio=68: must be a number above 0 to 2"),
+        (
+            "decode_nbytes_per_s = 15",
+            "decode_nbytes_per_s = -15",
+            r"codec.decode_nbytes_per_s=-15.*: must be a number from 1",
+        ),
+        ("threads = 4", "threads = 0", r"codec.threads=0: must be a whole number from 1"),
+        (
+            "ratio = 0.68",
+            "ratio = 0.68\nlevel = 1",
+            r"codec.level=1: unknown key; accepted: ratio, decode_nbytes_per_s",
+        ),
         ("name = ", "name : ", "not TOML"),
     ],
 )

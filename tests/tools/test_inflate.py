@@ -98,6 +98,16 @@ def test_same_function(original: Path, tmp_path: Path) -> None:
     assert result.width % 128 == 0
 
 
+def test_without_zeros_it_is_the_same_function(original: Path, tmp_path: Path) -> None:
+    inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32", no_zeros=True)
+    before, after = load(original), load(tmp_path / "big")
+    assert relative_distance(logits(after), logits(before)) < 1e-5
+    downs = [p for name, p in after.named_parameters() if name.endswith("experts.down_proj")]
+    assert downs and all(bool(p.detach().ne(0).float().mean() > 0.999) for p in downs)
+    with pytest.raises(inflate_model.InflateError, match="--no-zeros: float16"):
+        inflate_model.inflate(tmp_path / "half", 16 * MIB, original, "float16", no_zeros=True)
+
+
 def test_every_quarter_matters(original: Path, tmp_path: Path) -> None:
     inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
     expected = logits(load(original))

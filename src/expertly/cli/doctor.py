@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         is_broken = any(problem.level == "error" for problem in problems)
         if args.json:
-            facts = {**profile.as_dict(), "problems": [asdict(problem) for problem in problems]}
+            from expertly.engine.measure_codec import machine_choice
+
+            choice = None if profile.disk is None else asdict(machine_choice(profile))
+            facts = {**profile.as_dict(), "codec_auto": choice, "problems": [asdict(problem) for problem in problems]}
             print_json({**facts, "profile_path": str(out), **hardware, "seconds": seconds}, stdout)
         else:
             stdout.write(report(profile, problems) + "\n")
@@ -81,7 +84,16 @@ def report(profile: MachineProfile, problems: list[Problem]) -> str:
         (f"matrix x vector, {rate.dtype}, {rate.num_threads} threads", _rate(rate.nbytes_per_s))
         for rate in profile.matvec
     ]
-    parts.append(table(("memory", "GB/s"), [*copies, *matvec]))
+    decoding = [
+        (f"decode planes, {rate.num_threads} threads, of weights", _rate(rate.nbytes_per_s))
+        for rate in profile.decoding.rates
+    ]
+    parts.append(table(("memory", "GB/s"), [*copies, *matvec, *decoding]))
+    if profile.disk is not None:
+        from expertly.engine.measure_codec import machine_choice
+
+        choice = machine_choice(profile)
+        parts.append(f"codec auto, for bfloat16 weights as trained ones are: {choice.codec}: {choice.why}")
     for device in profile.devices:
         rows = [
             (

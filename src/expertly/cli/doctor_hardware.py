@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from expertly.cli.arguments import positive_int
@@ -48,13 +49,24 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     if args.model is None:
         return hardware, about
     from expertly.engine import api
+    from expertly.engine.measure_codec import store_costs
     from expertly.engine.model_profile import measure_model
 
-    model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
+    model, _ = api.load(
+        args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1, compressed=0
+    )
     try:
         measured = measure_model(model, MODEL_SECONDS)
+        store = api.handle(model).store
+        is_compressed = store.codec != "none"
+        disk_rate, costs = store_costs(store) if is_compressed else (0.0, hardware.codec)
     finally:
         api.unload(model)
+    if is_compressed:  # how long its pieces take has decoding in it, which the simulator adds
+        name = "link" if hardware.disk is None else "disk"
+        disk = replace(getattr(hardware, name), nbytes_per_s=disk_rate)
+        about.append(f"[codec] and the rate of [{name}] are this model's; [compute] is for traces of it alone.")
+        return replace(hardware, **{name: disk}, compute=measured.compute, codec=costs), about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
     return hardware.with_model(measured.link, measured.compute), about
 
@@ -63,6 +75,7 @@ def machine_hardware(profile: MachineProfile) -> Hardware:
     """From the machine alone: the first accelerator and its link, or memory and the disk where there is none."""
     import torch
 
+    from expertly.engine.measure_codec import machine_costs
     from expertly.engine.measure_roofline import measure_flops, measure_weights_rate
 
     disk_latency_ns = round(64 * 1024 / profile.disk_nbytes_per_s(64 * 1024, 1) * 1e9)
@@ -86,6 +99,7 @@ def machine_hardware(profile: MachineProfile) -> Hardware:
         disk=disk if profile.devices else None,
         host_memory_nbytes=profile.available_nbytes if profile.devices else None,
         compute=None,
+        codec=machine_costs(profile),
     )
 
 

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         stdout.write(f"\n\n{_summary(result)}\n")
         if args.stats:
             stdout.write(f"\n{_stats_table(result)}\n")
+            stdout.write(f"\n{_storage_line(result)}\n")
             if len(result["devices"]) > 1:
                 stdout.write(f"\n{device_table(result['devices'])}\n")
             if result["prediction"] is not None:
@@ -146,6 +147,8 @@ def _summary(result: dict[str, Any]) -> str:
     """The one line after the text."""
     share = format_share(result["memory_bytes"] / result["expert_bytes"])
     budget = f"{format_nbytes(result['memory_bytes'])} = {share} of {format_nbytes(result['expert_bytes'])} of experts"
+    if result["compressed_bytes"]:
+        budget += f", {format_nbytes(result['compressed_bytes'])} for compressed ones"
     parts = [
         f"{result['tokens']} tokens",
         f"TTFT {format_seconds(result['ttft_s'])}",
@@ -220,6 +223,22 @@ def _prediction_table(result: dict[str, Any]) -> str:
 
 def _fact(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _storage_line(result: dict[str, Any]) -> str:
+    """How experts are stored, what of them stays so in memory, why, and what reading and decoding took."""
+    codec, compressed = result["codec"], result["compressed"]
+    parts = [f"codec {codec['name']}: {codec['why']}"]
+    if codec["name"] != "none":
+        decoded = format_nbytes(result["bytes_decoded"])
+        held = f"{format_share(compressed['share'])}, {format_nbytes(result['compressed_bytes'])}"
+        parts += [
+            f"stored in {format_share(codec['ratio'])} of the bytes",
+            f"compressed in memory {held}: {compressed['why']}",
+            f"decoded {decoded} in {format_seconds(result['decode_s'])} of processor time",
+            f"of these without a read {format_nbytes(result['bytes_compressed_hit'])}",
+        ]
+    return "[" + " | ".join([*parts, f"read {format_nbytes(result['bytes_disk'])}"]) + "]"
 
 
 def _allocation_line(allocation: dict[str, Any]) -> str:

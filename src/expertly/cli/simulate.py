@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
+from expertly.core.amounts import parse_share
 from expertly.core.errors import ConfigError
 from expertly.parts import ORDERS
 from expertly.systems import DEFAULT_SYSTEM, SYSTEMS, get_system
@@ -40,6 +41,13 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
     add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
+    add("--codec", default="none", metavar="NAME", help="experts on disk: none (as they are) or planes (compressed)")
+    add(
+        "--compressed",
+        default="0",
+        metavar="SHARE",
+        help='with --codec planes: share of the memory for experts as they are stored ("30%%"; auto: what pays)',
+    )
     add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
     add("--plan", type=Path, metavar="FILE", help="for systems with split caching: `expertly configure` makes it")
     add("--matcher", default="virtual", metavar="NAME", help="virtual (default: predicting takes its time) or inline")
@@ -74,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.sim.arrivals import read_arrivals
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
+    from expertly.sim.storage import Storage
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
@@ -110,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             plan=plan,
             chrome=chrome,
             progress=progress,
+            storage=Storage(args.codec, args.compressed),
         )
         results = list(study.results(systems, memories))
     facts = about(args, study, systems, geometry_name, predictor)
@@ -142,6 +152,11 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
     if args.memory is not None:
         raise ConfigError(
             f"experts_per_layer={args.experts_per_layer}: stands instead of memory={args.memory}; give one"
+        )
+    if parse_share(args.compressed) != 0:
+        raise ConfigError(
+            f"compressed={args.compressed!r}: a share of what memory? experts_per_layer={args.experts_per_layer} says "
+            "what is kept; give --memory"
         )
     memories = []
     for text in _names("experts_per_layer", args.experts_per_layer):

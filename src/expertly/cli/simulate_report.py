@@ -47,6 +47,8 @@ def about(
             "complete": study.trace.is_complete,
         },
         "hardware": study.hardware.as_dict(),
+        "codec": study.storage.codec,
+        "compressed": study.storage.compressed,
         "order": args.order,
         "matcher": args.matcher,
         "seed": args.seed,
@@ -54,7 +56,7 @@ def about(
         "predictor": None if predictor is None else str(predictor.path),
         "plan": None if args.plan is None else str(args.plan),
         "arrivals": None if args.arrivals is None else str(args.arrivals),
-        "notes": [*_notes(args, study, systems), *_notes_on_weights(args, study, predictor)],
+        "notes": [*_notes(args, study, systems), *_notes_on_codec(study), *_notes_on_weights(args, study, predictor)],
     }
 
 
@@ -87,6 +89,18 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
     return notes
 
 
+def _notes_on_codec(study: Study) -> list[str]:
+    """What compressed experts are taken to save and cost."""
+    if study.storage.codec == "none":
+        return []
+    costs, hardware = study.storage.costs(study.hardware), study.hardware
+    source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
+    return [
+        f"codec {study.storage.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
+        f"decode {costs.all_nbytes_per_s / 1e9:.2f} GB/s of weights ({source})"
+    ]
+
+
 def _notes_on_weights(args: argparse.Namespace, study: Study, predictor: PredictorFile | None) -> list[str]:
     """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
     if predictor is None:
@@ -108,6 +122,8 @@ def _notes_on_predicting(study: Study, systems: Sequence[str]) -> list[str]:
     asked, trace, notes = [get_system(name) for name in systems], study.trace, []
     if any(system.prediction == "modelled" for system in asked):
         notes.append("modelled-lookahead: its predictions are made from the future, with a stated accuracy")
+    if "lookahead" in study.wants and trace.is_modelled("lookahead"):
+        notes.append(f"lookahead: {trace.manifest.fields['lookahead'].note}")
     if "scores" in study.wants and not trace.has("probs"):
         notes.append("routing scores: the trace has the chosen experts' weights only; those of the others count as 0")
     if "embedding" in study.wants and not trace.has("embedding"):
@@ -143,8 +159,14 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     matching = [row for row in predicting if _columns_of_matching([row])]
     if matching:
         parts.append(_table(matching, several | _columns_of_matching(matching)))
+    choices = dict.fromkeys(
+        f"memory {row['memory']}: {format_share(row['compressed']['share'])} of it for compressed experts; "
+        f"{row['compressed']['why']}"
+        for row in results
+        if row["compressed"]
+    )
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
-    return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
+    return "\n\n".join([*parts, "\n".join([*facts["notes"], *choices, *skipped])])
 
 
 def _predicts(row: dict[str, Any]) -> bool:
@@ -190,6 +212,10 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         columns["of floor"] = _of_floor
     if any(row["bytes_loaded"] is not None for row in results):
         columns["loaded"] = _getter("bytes_loaded", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
+    if any(row["bytes_read"] is not None for row in results):
+        columns["read"] = _getter("bytes_read", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
+    if any(row["compressed"] and row["compressed"]["share"] for row in results):
+        columns["from copies"] = lambda row: format_share((row["compressed"] or {}).get("hit_rate"))
     if any(row["latency_s"] for row in results):
         columns["latency p50"] = lambda row: format_seconds((row["latency_s"] or {}).get("p50"))
         columns["p99"] = lambda row: format_seconds((row["latency_s"] or {}).get("p99"))

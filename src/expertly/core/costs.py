@@ -23,6 +23,23 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecCosts:
+    """What it saves and costs that experts are stored compressed. Rates are of weights, that is of decoded bytes.
+
+    The defaults are an assumption, of a bfloat16 model and two threads; `expertly doctor` measures.
+    """
+
+    ratio: float = 0.68  # stored bytes of a byte of weights
+    decode_nbytes_per_s: float = 1.0e9  # of one thread, while all of them decode
+    threads: int = 2  # that decode side by side
+
+    @property
+    def all_nbytes_per_s(self) -> float:
+        """Of all threads together."""
+        return self.decode_nbytes_per_s * self.threads
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredCompute:
     """What one model's passes cost on one machine, beside its transfers. All its MoE layers are of one geometry.
 

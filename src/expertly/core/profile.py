@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,22 @@ class MatvecRate:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeRate:
+    """Bytes of weights that all threads together make of compressed ones, from RAM to RAM."""
+
+    num_threads: int
+    nbytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProfile:
+    """The codec `planes` on bfloat16 weights that are spread as trained ones are."""
+
+    ratio: float  # stored bytes / bytes of weights
+    rates: tuple[DecodeRate, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LinkRate:
     """Copies of `nbytes` between pinned host memory and a device."""
 
@@ -85,6 +101,7 @@ class MachineProfile:
     disk: DiskProfile | None
     copies: tuple[CopyRate, ...]
     matvec: tuple[MatvecRate, ...]
+    decoding: DecodeProfile
     devices: tuple[DeviceProfile, ...]
     format_version: int = FORMAT_VERSION
 

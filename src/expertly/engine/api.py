@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 
-from expertly.control.budget import Budget, split_budget
+from expertly.control.budget import Budget
 from expertly.control.controller import Controller
-from expertly.core.amounts import parse_memory
-from expertly.core.errors import BudgetError, ConfigError, ModelUseError
+from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.decisions import DecisionsFile, header_of
 from expertly.engine.backends import make_backend
 from expertly.engine.device import Device
 from expertly.engine.device_choice import choose_devices
-from expertly.engine.device_loading import choose_amounts, make_group, shares_of, split_over
+from expertly.engine.device_loading import make_group
+from expertly.engine.division import Request, divide
 from expertly.engine.engine import Engine
 from expertly.engine.executor import Executor
 from expertly.engine.instructions import keep_off_trapped_instructions
-from expertly.engine.memory import kv_cache_nbytes
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.saved_maps import AUTO, maps_path
@@ -38,9 +37,6 @@ from expertly.plans import check_plan, read_plan
 from expertly.policies.known import Known
 from expertly.store.packed import PackedStore
 from expertly.systems import DEFAULT_SYSTEM, get_system, runnable_systems
-
-DEFAULT_CONTEXT = 4096
-"""Tokens of KV cache that `memory="auto"` leaves room for."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,8 @@ def load(
     order: str | None = None,
     context: int | None = None,
     host_memory: str | int = "auto",
+    codec: str = "auto",
+    compressed: str | float = "auto",
     decisions: str | Path | None = None,
     maps: str | Path | None = AUTO,
     predictor: str | Path | None = AUTO,
@@ -86,7 +84,11 @@ def load(
     keeps none). `order`: instead of the system's; "resident" computes what is here first, "id" by rising id. `device`:
     where the model runs (default: the accelerator, where there is one); `devices`: several, over which experts are
     spread, "cuda:0,cuda:1" or logical ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each.
-    `host_memory`: pinned RAM for experts behind an accelerator. `decisions`: a file that takes every observation and
+    `host_memory`: RAM for experts behind an accelerator. `codec`: how experts are stored on disk, "none" (as they are
+    computed with), "planes" (compressed, bit for bit the same) or "auto": as they are stored already, else what is
+    faster by measuring. `compressed`: the share of `memory` (behind an accelerator, of `host_memory`) in which experts
+    of a compressed store stay compressed, to come back without a read: "30%", 0.3, or "auto": what pays by measuring,
+    mostly nothing. `decisions`: a file that takes every observation and
     decision of the control plane, for `expertly trace replay`. `maps`: the file that the expert maps (activation
     matrices) of a system with them are read from, where it is there, and written to about every minute and at unload;
     "auto" is beside the packed store, "off" or None is nowhere. `predictor`: the file of trained weights that a system
@@ -111,25 +113,29 @@ def load(
         raise ConfigError(f"decisions={str(decisions)!r}: {len(targets)} devices decide apart; accepted: one device")
     if target.type == "cpu":
         keep_off_trapped_instructions()
-    store = pack_cached(model, dtype, progress=_labelled(progress, "packing"))
+    store = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
     path = maps_path(maps, parts, store)
     weights = find_weights(predictor, parts, store)
     geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
     placement = Placement(geometry, len(targets))
     geometries = [share.geometry for share in placement.shares]
-    budgets, reason = _budgets(store, geometries, parts, memory, ring, targets, context)
-    known = Known() if plan is None else _known_of(plan, parts, geometries, budgets)
-    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, budgets, strict=True)]
+    division = divide(store, geometries, parts, Request(memory, ring, context, host_memory, compressed), targets)
+    known = Known() if plan is None else _known_of(plan, parts, geometries, division.budgets)
+    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     torch_dtype = getattr(torch, store.manifest.dtype)
     executor: Executor
     journal: DecisionsFile | None = None
     if len(targets) == 1:
         controller, journal = _controller(parts, geometry, budgets[0], known, order, decisions)
-        backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
+        slots, host = budgets[0].pool_slots(), division.host_memory
+        backend = make_backend(target, store, geometry, slots, torch_dtype, host, division.compressed_nbytes[0])
         executor = Device(str(target), controller, backend)
     else:
         controllers = [parts.controller(*one, order=order) for one in zip(geometries, budgets, strict=True)]
-        executor = make_group(placement, targets, controllers, store, torch_dtype, host_memory, make_backend)
+        host, compressed_nbytes = division.host_memory, division.compressed_nbytes
+        executor = make_group(
+            placement, targets, controllers, store, torch_dtype, host, compressed_nbytes, make_backend
+        )
     engine = Engine(executor)
 
     def close() -> None:
@@ -153,7 +159,7 @@ def load(
         close()
         raise
     finalizer = weakref.finalize(loaded, close)
-    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, reason), finalizer)
+    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division), finalizer)
     return loaded, tokenizer
 
 
@@ -199,41 +205,6 @@ def _controller(
     file = DecisionsFile(Path(decisions))
     controller.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
     return controller, file
-
-
-def _budgets(
-    store: PackedStore,
-    geometries: Sequence[Geometry],
-    system: System,
-    memory: str | int | None,
-    ring: int | None,
-    targets: Sequence[torch.device],
-    context: int | None,
-) -> tuple[list[Budget], str]:
-    """The slots of each device's share and why so many. `resident` takes everything and accepts no less."""
-    total_nbytes = sum(one.nbytes for one in geometries)
-    if context is not None and context < 1:
-        raise ConfigError(f"context={context}: must be at least 1 token")
-    if context is not None and (system.keeps_everything or memory not in (None, "auto")):
-        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={memory!r}")
-    if system.keeps_everything:
-        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, total_nbytes)
-        if nbytes is not None and nbytes < total_nbytes:
-            raise ConfigError(
-                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
-            )
-        return [split_budget(one, one.nbytes) for one in geometries], f"system {system.name}: all experts"
-    nbytes = parse_memory("auto" if memory is None else memory, total_nbytes)
-    if nbytes is None:
-        tokens = context or DEFAULT_CONTEXT
-        cache = kv_cache_nbytes(store.config, tokens, geometries[0].layers[0].itemsize)
-        amounts, reason = choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens)
-        try:
-            return split_over(geometries, amounts, ring), reason
-        except BudgetError as error:
-            raise BudgetError(f"{error}; {reason}") from None
-    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
-    return split_over(geometries, shares_of(nbytes, geometries), ring), f"memory {memory}{over}"
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

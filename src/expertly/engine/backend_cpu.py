@@ -11,7 +11,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
-from expertly.engine.transfer import ExtentSource, Readers
+from expertly.engine.reads import ExtentSource
+from expertly.engine.transfer import Readers
 
 
 class CpuBackend:
@@ -24,11 +25,14 @@ class CpuBackend:
         slots_per_class: list[int],
         dtype: torch.dtype,
         node: MemoryNode | None = None,
+        compressed_nbytes: int = 0,
     ) -> None:
+        """`compressed_nbytes`: RAM in which experts stay as a compressed store has them."""
         self.device = torch.device("cpu")
         self.node = node
         self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
-        self._readers = Readers(store, geometry, self._buffer, node=node)
+        self._readers = Readers(store, geometry, self._buffer, node=node, compressed_nbytes=compressed_nbytes)
+        self.compressed_nbytes = self._readers.compressed_nbytes
 
     def _buffer(self, piece: Piece) -> memoryview:
         assert self._pool is not None
@@ -74,8 +78,8 @@ class CpuBackend:
         return 0
 
     def stats(self) -> dict[str, int]:
-        """Bytes asked of the disk, and how many of them went through the page cache."""
-        return {"disk_nbytes": self._readers.asked_nbytes, "buffered_nbytes": self._readers.buffered_nbytes}
+        """What its readers moved."""
+        return self._readers.stats()
 
     def close(self) -> None:
         """End the readers and let go of the slots."""

@@ -16,7 +16,7 @@ from expertly.core.messages import Piece
 from expertly.engine.host_tier import HostTier
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import layer_view
-from expertly.engine.transfer import ExtentSource
+from expertly.engine.reads import ExtentSource
 
 
 class Streams(Protocol):
@@ -79,7 +79,9 @@ class TieredBackend:
         dtype: torch.dtype,
         host_nbytes: int,
         node: MemoryNode | None = None,
+        compressed_nbytes: int = 0,
     ) -> None:
+        """`host_nbytes`: pinned RAM; `compressed_nbytes`: RAM in which experts stay as a compressed store has them."""
         self.device = device
         self.node = node
         self._streams = streams
@@ -92,7 +94,10 @@ class TieredBackend:
         self._views = [layer_view(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
         self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
-        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node)
+        self.tier = HostTier(
+            store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node, compressed_nbytes
+        )
+        self.compressed_nbytes = self.tier.readers.compressed_nbytes
         self._unpin = [streams.register(memory) for memory in self.tier.pool.memory()]
         self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
         self._copying: deque[_Transfer] = deque()
@@ -196,10 +201,9 @@ class TieredBackend:
         return self._streams.stall_ns()
 
     def stats(self) -> dict[str, int]:
-        """Bytes read from disk, of these through the page cache, served from host memory, and copied to the device."""
+        """What its readers moved, bytes served from host memory, and copied to the device."""
         return {
-            "disk_nbytes": self.tier.disk_nbytes,
-            "buffered_nbytes": self.tier.readers.buffered_nbytes,
+            **self.tier.readers.stats(),
             "host_hit_nbytes": self._hit_nbytes,
             "copied_nbytes": self._copied_nbytes,
         }

@@ -18,9 +18,10 @@ from expertly.engine.backends import available_nbytes
 from expertly.engine.device import Device
 from expertly.engine.device_group import DeviceGroup, Handover, NoHandover
 from expertly.engine.memory import WORKING_NBYTES, AutoBudget, available_host_nbytes, choose_budget
-from expertly.engine.transfer import ExtentSource
+from expertly.engine.reads import ExtentSource
+from expertly.store.frame_index import FrameIndex
 
-MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int"], Backend]
+MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int", int], Backend]
 
 
 class StoreOfShare:
@@ -37,6 +38,10 @@ class StoreOfShare:
     def expert_in_file(self, layer: int, expert: int) -> int:
         """By its number in the model."""
         return self._store.expert_in_file(layer, self._share.experts[layer][expert])
+
+    def frame_index(self, layer: int) -> FrameIndex | None:
+        """The model's."""
+        return self._store.frame_index(layer)
 
 
 def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
@@ -95,9 +100,10 @@ def make_group(
     store: ExtentSource,
     dtype: torch.dtype,
     host_memory: str | int,
+    compressed_nbytes: Sequence[int],
     make_backend: MakeBackend,
 ) -> DeviceGroup:
-    """Several devices as one. `host_memory`: of all accelerators together."""
+    """Several devices as one. `host_memory`: of all accelerators together; `compressed_nbytes`: of each device."""
     amounts: Sequence[str | int] = [host_memory] * len(targets)
     if targets[0].type == "cuda":
         nbytes = parse_memory(host_memory, placement.geometry.nbytes)
@@ -106,9 +112,11 @@ def make_group(
         amounts = shares_of(nbytes, [share.geometry for share in placement.shares])
     devices: list[Device] = []
     try:
-        for target, share, controller, amount in zip(targets, placement.shares, controllers, amounts, strict=True):
+        for target, share, controller, amount, nbytes in zip(
+            targets, placement.shares, controllers, amounts, compressed_nbytes, strict=True
+        ):
             slots = controller.budget.pool_slots()
-            backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
+            backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount, nbytes)
             devices.append(Device(str(target), controller, backend))
         return DeviceGroup(placement, devices, _handover(targets[0]))
     except BaseException:

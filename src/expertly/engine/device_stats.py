@@ -27,15 +27,19 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         for eid, mask in enumerate(controller.residency.resident)
     )
     node = device.backend.node
+    slots_nbytes = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
+    compressed_nbytes = device.backend.compressed_nbytes
+    is_hosted = device.backend.device.type == "cuda"  # then what stays compressed is host memory
     return {
         "device": device.name,
         "experts": geometry.num_experts,
-        "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+        "memory_bytes": slots_nbytes + (0 if is_hosted else compressed_nbytes),
         "kept_bytes": budget.kept_nbytes(geometry),
         "ring_bytes": budget.ring_nbytes(geometry),
+        "compressed_bytes": compressed_nbytes,
         "resident_bytes": resident,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
-        **{moved_name(name): value for name, value in device.backend.stats().items()},
+        **moved(device),
         **{phase.value: _of_phase(one) for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(controller),
@@ -43,9 +47,15 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
     }
 
 
-def moved_name(name: str) -> str:
-    """As a count of a backend is told."""
-    return f"bytes_{name.removesuffix('_nbytes')}"
+def moved(device: Device) -> dict[str, float]:
+    """What its backend counts, as it is told: `bytes_disk`, and times in seconds, `decode_s`."""
+    told: dict[str, float] = {}
+    for name, value in device.backend.stats().items():
+        if name.endswith("_ns"):
+            told[f"{name.removesuffix('_ns')}_s"] = value / 1e9
+        else:
+            told[f"bytes_{name.removesuffix('_nbytes')}"] = value
+    return told
 
 
 def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

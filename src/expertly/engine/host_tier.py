@@ -14,7 +14,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
-from expertly.engine.transfer import ExtentSource, Readers
+from expertly.engine.reads import ExtentSource
+from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
 
 
@@ -34,6 +35,7 @@ class HostTier:
         is_busy: Callable[[int], bool],
         wait_idle: Callable[[], None],
         node: MemoryNode | None = None,
+        compressed_nbytes: int = 0,
     ) -> None:
         try:
             budget = split_budget(geometry, memory_nbytes)
@@ -45,15 +47,14 @@ class HostTier:
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
         self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype, node)
         self.readers = Readers(
-            store, geometry, lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments), node=node
+            store,
+            geometry,
+            lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments),
+            node=node,
+            compressed_nbytes=compressed_nbytes,
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
         self._loading: dict[Piece, None] = {}
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes asked of the disk."""
-        return self.readers.asked_nbytes
 
     def request(
         self, wanted: Piece, is_ahead: bool = False, spared: Container[int] = ()

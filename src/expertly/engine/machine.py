@@ -15,9 +15,18 @@ from time import monotonic
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.profile import CopyRate, DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
+from expertly.core.profile import (
+    CopyRate,
+    DecodeProfile,
+    DeviceProfile,
+    DiskProfile,
+    DiskRate,
+    MachineProfile,
+    MatvecRate,
+)
 from expertly.engine import measure
 from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.measure_codec import measure_decoding
 from expertly.engine.measure_cuda import measure_devices
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.transfer import NUM_READERS
@@ -72,9 +81,11 @@ def examine(
     copies = tuple(measure.measure_copy(n, nbytes, effort.each_s) for n in threads)
     tell("matrix-vector speed")
     matvec = tuple(_examine_matvec(threads, nbytes, effort.each_s, problems))
+    tell("decompression")
+    decoding = measure_decoding(effort.each_s)
     tell("devices")
     devices = _examine_devices(effort.device_s, problems)
-    profile = _profile(total, available, cache_nbytes, disk, copies, matvec, devices)
+    profile = _profile(total, available, cache_nbytes, disk, copies, matvec, decoding, devices)
     return profile, problems
 
 
@@ -85,6 +96,7 @@ def _profile(
     disk: DiskProfile | None,
     copies: tuple[CopyRate, ...],
     matvec: tuple[MatvecRate, ...],
+    decoding: DecodeProfile,
     devices: tuple[DeviceProfile, ...],
 ) -> MachineProfile:
     return MachineProfile(
@@ -99,6 +111,7 @@ def _profile(
         disk=disk,
         copies=copies,
         matvec=matvec,
+        decoding=decoding,
         devices=devices,
     )
 

@@ -18,7 +18,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Piece
 from expertly.core.profile import CopyRate, DiskRate, MatvecRate
-from expertly.engine.transfer import MIN_READ_NBYTES, Readers
+from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine.transfer import Readers
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
@@ -90,6 +91,9 @@ class _OneExtent:
 
     def expert_in_file(self, layer: int, expert: int) -> int:
         return expert
+
+    def frame_index(self, layer: int) -> None:
+        return None
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:

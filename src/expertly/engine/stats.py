@@ -7,21 +7,27 @@ from typing import Any
 
 from expertly.control.counters import PhaseCounters
 from expertly.core.messages import Phase
-from expertly.engine.device_stats import allocation_over, moved_name, of_device
+from expertly.engine.device_stats import allocation_over, moved, of_device
+from expertly.engine.division import Division
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
 from expertly.parts import System
 from expertly.policies.predictor import Predictor
+from expertly.store.packed import PackedStore
+
+_MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes", "compressed_bytes")
 
 
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
-    def __init__(self, engine: Engine, system: System, memory_reason: str) -> None:
+    def __init__(self, engine: Engine, system: System, store: PackedStore, division: Division) -> None:
         self._engine = engine
         self._system = system
+        self._store = store
+        self._division = division
         self.system = system.name
-        self.memory_reason = memory_reason
+        self.memory_reason = division.reason
 
     def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
         """A copy of the counters of one phase, of one layer or summed over all."""
@@ -36,18 +42,20 @@ class Stats:
         geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
         devices = [of_device(device, self._system) for device in executor.devices]
-        moved = sorted({name for device in executor.devices for name in device.backend.stats()})
+        counts = sorted({name for device in executor.devices for name in moved(device)})
         return {
             "system": self.system,
             "segments": geometry.segments_per_expert,
-            **{name: sum(one[name] for one in devices) for name in ("memory_bytes", "kept_bytes", "ring_bytes")},
+            **{name: sum(one[name] for one in devices) for name in _MEMORY},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
+            "compressed": {"share": self._division.compressed.share, "why": self._division.compressed.why},
+            "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
-            **{name: sum(one.get(name, 0) for one in devices) for name in map(moved_name, moved)},
+            **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "devices": devices,
             "phases": {
                 "prefill": {

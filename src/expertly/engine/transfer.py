@@ -1,4 +1,4 @@
-"""Reader threads: from the packed store into slots, several reads in flight, page cache untouched, demands first."""
+"""Reader threads: from the packed store into slots, several reads in flight, demands first."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from expertly.core.errors import TransferError
-from expertly.core.geometry import PAGE_NBYTES, Geometry
+from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
 from expertly.engine.numa import MemoryNode
-from expertly.store.reader import ExpertFile
+from expertly.engine.reads import ExtentSource, Load, Moved, Read
+from expertly.engine.sources import make_source
 
 NUM_READERS = 4
 """Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
@@ -23,37 +23,21 @@ NUM_READERS = 4
 _LOOK_EVERY_S = 1.0
 """Whoever waits looks so often whether the readers still run."""
 
-MIN_READ_NBYTES = 1 << 20
-"""A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
-
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
     """One piece under way."""
 
     piece: Piece
+    load: Load
     is_ahead: bool
-    nbytes: int
     reads_left: int
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class _Job(NamedTuple):
     ticket: _Ticket
-    file: ExpertFile
-    offset: int
-    buffer: memoryview
-
-
-class ExtentSource(Protocol):
-    """What readers need of a PackedStore."""
-
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file of a layer's experts and the offset of the first of them in it."""
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        """The place of an expert in that file, from 0, where its number here is `expert`."""
+    read: Read
 
 
 class Readers:
@@ -73,21 +57,19 @@ class Readers:
         buffer_of: Callable[[Piece], memoryview],
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
+        compressed_nbytes: int = 0,
     ) -> None:
-        extents = [store.layer_extent(layer) for layer in range(geometry.num_layers)]
-        self._files = [ExpertFile(path) for path, _ in extents]
-        self._offsets = [  # of each expert
-            [offset + store.expert_in_file(layer, e) * shape.expert_nbytes for e in range(shape.num_experts)]
-            for layer, ((_, offset), shape) in enumerate(zip(extents, geometry.layers, strict=True))
-        ]
-        self._geometry = geometry
+        """`compressed_nbytes`: memory in which experts of a compressed store may stay as they are stored."""
+        self._source = make_source(store, geometry, num_readers, compressed_nbytes, node)
+        self.compressed_nbytes = self._source.compressed_nbytes
+        """Memory of experts that stay as they are stored."""
         self._buffer_of = buffer_of
         self._num_readers = num_readers
         self._node = node
-        self._jobs: SimpleQueue[list[_Read] | threading.Barrier | None] = SimpleQueue()  # of what has begun
+        self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # of what has begun
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
         self._ended_by: BaseException | None = None  # what ended a reader
-        self._ahead: deque[list[_Read]] = deque()  # pieces not begun; whoever removes one has it
+        self._ahead: deque[list[_Job]] = deque()  # pieces not begun; whoever removes one has it
         self._lock = threading.Lock()  # of the readers
         self._num_demanded = 0  # pieces; written by the caller
         self._num_served = 0  # of these, read; written by the readers
@@ -95,27 +77,31 @@ class Readers:
         self.num_in_flight = 0
         """Pieces submitted and neither taken back nor withdrawn."""
         self.asked_nbytes = 0
-        """Of all pieces submitted and not withdrawn or dropped before they were begun."""
+        """Asked of the disk, for all pieces submitted and not withdrawn or dropped before they were begun."""
         self.buffered_nbytes = 0
         """What was read through the page cache."""
+        self.decoded_nbytes = 0
+        """Of weights made of compressed frames."""
+        self.decode_ns = 0
+        """Processor time that this took, of all readers."""
         self._threads = [self._start(i) for i in range(num_readers)]
 
     def submit(self, pieces: Iterable[Piece]) -> None:
         """Start reading; large pieces are cut over the readers, small ones travel together."""
         pieces = list(pieces)
         self._num_demanded += len(pieces)  # from here on nothing else begins
-        batch: list[_Read] = []
+        batch: list[_Job] = []
         batch_nbytes = 0
         for piece in pieces:
             self.num_in_flight += 1
-            reads = self._reads(piece, False)
-            if len(reads) > 1:
-                for read in reads:
-                    self._jobs.put([read])
+            jobs = self._make(piece, False)
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._jobs.put([job])
                 continue
-            batch += reads
-            batch_nbytes += len(reads[0].buffer)
-            if batch_nbytes >= MIN_READ_NBYTES:
+            batch += jobs
+            batch_nbytes += jobs[0].ticket.load.nbytes
+            if batch_nbytes >= self._source.batch_nbytes:
                 self._jobs.put(batch)
                 batch, batch_nbytes = [], 0
         if batch:
@@ -125,7 +111,7 @@ class Readers:
         """Read these, in this order, while no piece of `submit` is queued or being read."""
         for piece in pieces:
             self.num_in_flight += 1
-            self._ahead.append(self._reads(piece, True))
+            self._ahead.append(self._make(piece, True))
         if self._num_demanded == self._num_served:  # else whoever serves the last demand looks for more, after this
             self._jobs.put([])
 
@@ -134,17 +120,18 @@ class Readers:
         will not come.
         """
         gone: list[Piece] = []
-        for reads in list(self._ahead):
-            ticket = reads[0].ticket
+        for jobs in list(self._ahead):
+            ticket = jobs[0].ticket
             is_of_layer = layer is None or ticket.piece.layer == layer
             if is_of_layer and (experts is None or ticket.piece.expert in experts):
                 try:
-                    self._ahead.remove(reads)
+                    self._ahead.remove(jobs)
                 except ValueError:  # a reader was faster
                     continue
                 gone.append(ticket.piece)
                 self.num_in_flight -= 1
-                self.asked_nbytes -= ticket.nbytes
+                self.asked_nbytes -= ticket.load.disk_nbytes
+                self._source.withdrawn(ticket.piece)
         return gone
 
     def poll(self) -> Piece | None:
@@ -177,6 +164,7 @@ class Readers:
                 pass
         while not self._done.empty():
             self._done.get()
+        self._source.abandon()
         self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0
 
     def _gather(self) -> bool:
@@ -196,6 +184,18 @@ class Readers:
             raise
         return True
 
+    def stats(self) -> dict[str, int]:
+        """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
+        decoded, of those that came from memory without a read, and processor time that it took.
+        """
+        return {
+            "disk_nbytes": self.asked_nbytes,
+            "buffered_nbytes": self.buffered_nbytes,
+            "decoded_nbytes": self.decoded_nbytes,
+            "compressed_hit_nbytes": self._source.hit_nbytes(),
+            "decode_ns": self.decode_ns,
+        }
+
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
         self.drain()
@@ -204,29 +204,23 @@ class Readers:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        for file in self._files:
-            file.close()
-        self._files = []
+        self._source.close()
 
     def _take(self, ticket: _Ticket | None) -> Piece:
         if ticket is None:
             cause = "" if self._ended_by is None else f": {type(self._ended_by).__name__}: {self._ended_by}"
             raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
         self.num_in_flight -= 1
+        self._source.ended(ticket.piece, ticket.error is None)
         if ticket.error is not None:
             raise ticket.error
         return ticket.piece
 
-    def _reads(self, piece: Piece, is_ahead: bool) -> list[_Read]:
-        offset = self._offsets[piece.layer][piece.expert] + piece.segment * self._geometry.segment_nbytes(piece.layer)
-        buffer = self._buffer_of(piece)
-        size = -(-len(buffer) // self._num_readers)
-        size = max(MIN_READ_NBYTES, -(-size // PAGE_NBYTES) * PAGE_NBYTES)
-        starts = range(0, len(buffer), size)
-        ticket = _Ticket(piece, is_ahead, len(buffer), len(starts))
-        file = self._files[piece.layer]
-        self.asked_nbytes += len(buffer)
-        return [_Read(ticket, file, offset + start, buffer[start : start + size]) for start in starts]
+    def _make(self, piece: Piece, is_ahead: bool) -> list[_Job]:
+        load = self._source.load(piece, self._buffer_of(piece))
+        ticket = _Ticket(piece, load, is_ahead, len(load.reads))
+        self.asked_nbytes += load.disk_nbytes
+        return [_Job(ticket, read) for read in load.reads]
 
     def _start(self, number: int) -> threading.Thread:
         thread = threading.Thread(target=self._run, name=f"expertly-reader-{number}", daemon=True)
@@ -245,26 +239,29 @@ class Readers:
             self._done.put(None)
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Barrier):
+        worker = self._source.worker()
+        while (jobs := self._jobs.get()) is not None:
+            if isinstance(jobs, threading.Barrier):
                 with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
-                    job.wait()
+                    jobs.wait()
                 continue
-            for read in job:
-                self._read(read)
+            for job in jobs:
+                self._run_one(job, worker)
             if self._ahead:
                 self._begin_ahead()
 
-    def _read(self, read: _Read) -> None:
+    def _run_one(self, job: _Job, worker: Any) -> None:
         error: Exception | None = None
+        moved = Moved(0)
         try:
-            direct = read.file.read_into(read.offset, [read.buffer])
+            moved = job.read.run(worker)
         except Exception as e:  # a thread's entry: whatever it is, the waiter raises it
-            error, direct = e, True
-        ticket = read.ticket
+            error = e
+        ticket = job.ticket
         with self._lock:
-            if not direct:
-                self.buffered_nbytes += len(read.buffer)
+            self.buffered_nbytes += moved.buffered_nbytes
+            self.decoded_nbytes += moved.decoded_nbytes
+            self.decode_ns += moved.decode_ns
             ticket.error = ticket.error or error
             ticket.reads_left -= 1
             is_last = not ticket.reads_left
@@ -280,12 +277,12 @@ class Readers:
         with self._lock:
             while self._ahead and self._num_demanded == self._num_served:
                 try:
-                    reads = self._ahead[0]
-                    if self._num_ahead_reads and self._num_ahead_reads + len(reads) > self._num_readers:
+                    jobs = self._ahead[0]
+                    if self._num_ahead_reads and self._num_ahead_reads + len(jobs) > self._num_readers:
                         return
-                    self._ahead.remove(reads)
+                    self._ahead.remove(jobs)
                 except (IndexError, ValueError):  # withdrawn meanwhile
                     continue
-                self._num_ahead_reads += len(reads)
-                for read in reads:
-                    self._jobs.put([read])
+                self._num_ahead_reads += len(jobs)
+                for job in jobs:
+                    self._jobs.put([job])

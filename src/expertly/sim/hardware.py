@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from expertly.core.costs import Link, MeasuredCompute
+from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.sim.geometry_file import read_layer
 from expertly.sim.toml_file import Table, write_toml
 
-__all__ = ["HARDWARE_NAMES", "Hardware", "Link", "MeasuredCompute", "PredictorCosts"]
+__all__ = ["HARDWARE_NAMES", "CodecCosts", "Hardware", "Link", "MeasuredCompute", "PredictorCosts"]
 
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped profiles."""
@@ -55,6 +55,12 @@ class Hardware:
     host_memory_nbytes: int | None  # of the host tier, for experts; None: everything fits
     compute: MeasuredCompute | None
     predictor: PredictorCosts = PredictorCosts()
+    codec: CodecCosts | None = None  # of the experts on disk; None: nobody measured it here
+
+    @property
+    def experts_come_from_disk(self) -> bool:
+        """Whether the disk is in the way at all: it is the link, or lies behind a host tier that does not hold them."""
+        return self.disk is None or self.host_memory_nbytes is not None
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
@@ -95,6 +101,7 @@ def _parse(table: Table) -> Hardware:
         disk=_link(table.table("disk")) if table.has("disk") else None,
         compute=_compute(table.table("compute")) if table.has("compute") else None,
         predictor=_predictor(table.table("predictor")) if table.has("predictor") else PredictorCosts(),
+        codec=_codec(table.table("codec")) if table.has("codec") else None,
     )
     table.end()
     if hardware.host_memory_nbytes is not None and hardware.disk is None:
@@ -117,6 +124,16 @@ def _predictor(table: Table) -> PredictorCosts:
         call_ns=table.whole("call_ns"),
         read_nbytes_per_s=table.rate("read_nbytes_per_s", can_be_infinite=True),
         flops_per_s=table.rate("flops_per_s", can_be_infinite=True),
+    )
+    table.end()
+    return costs
+
+
+def _codec(table: Table) -> CodecCosts:
+    costs = CodecCosts(
+        ratio=table.factor("ratio", 0, 2),
+        decode_nbytes_per_s=table.rate("decode_nbytes_per_s", can_be_infinite=True),
+        threads=table.whole("threads", 1),
     )
     table.end()
     return costs

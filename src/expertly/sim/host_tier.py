@@ -32,9 +32,9 @@ class HostTier:
             return None
         return self._use(piece, now_ns)
 
-    def missing(self, piece: Piece) -> int:
+    def missing(self, piece: Piece) -> list[int]:
         """Segments to read."""
-        return sum(key not in self._held for key in _keys(piece))
+        return [key[2] for key in _keys(piece) if key not in self._held]
 
     def read(self, piece: Piece, end_ns: int) -> int:
         """What was missing of a piece has been read by then; when all of it is there."""
@@ -56,5 +56,10 @@ class HostTier:
         return here
 
 
+def segments_of(piece: Piece) -> range:
+    """Those of an expert that a piece is made of."""
+    return range(piece.segment, piece.segment + piece.num_segments)
+
+
 def _keys(piece: Piece) -> list[_Key]:
-    return [(piece.layer, piece.expert, s) for s in range(piece.segment, piece.segment + piece.num_segments)]
+    return [(piece.layer, piece.expert, segment) for segment in segments_of(piece)]

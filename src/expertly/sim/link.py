@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
+from expertly.sim.coded import CodedDisk, Coding
 from expertly.sim.hardware import Hardware
-from expertly.sim.host_tier import HostTier
+from expertly.sim.host_tier import HostTier, segments_of
 from expertly.sim.server import Server
 
 
@@ -37,8 +39,9 @@ class VirtualLink:
     arrive one after the other.
 
     Behind the link there may be a disk: what the host tier does not hold is read from there first, and meanwhile the
-    link serves others. `taking_ns(layer, segments)` is the computing thread's own time for a piece it takes,
-    `submit_ns` for pieces that are demanded together.
+    link serves others. With a `coding`, what comes from the disk (from the link, where no disk is behind it) is decoded
+    before it is there, and may stay in memory as it is stored. `taking_ns(layer, segments)` is the computing thread's
+    own time for a piece it takes, `submit_ns` for pieces that are demanded together.
     """
 
     def __init__(
@@ -49,15 +52,24 @@ class VirtualLink:
         taking_ns: Callable[[int, int], int],
         watcher: LinkWatcher | None = None,
         submit_ns: int = 0,
+        coding: Coding | None = None,
     ) -> None:
         self._clock = clock
         self._submit_ns = submit_ns
-        self._link = Server(hardware.link)
+        self._link: Server | CodedDisk = Server(hardware.link)
         self._host: HostTier | None = None
+        self.coded: CodedDisk | None = None
         if hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes < geometry.nbytes:
             assert hardware.disk is not None, "a host tier that does not hold everything has a disk behind it"
-            self._host = HostTier(geometry, hardware.host_memory_nbytes)
-            self._disk = Server(hardware.disk)
+            held_nbytes = hardware.host_memory_nbytes - (0 if coding is None else coding.tier_nbytes)
+            self._host = HostTier(geometry, held_nbytes)
+            self._disk: Server | CodedDisk = Server(hardware.disk)
+            if coding is not None:
+                self._disk = self.coded = CodedDisk(hardware.disk, geometry, coding, watcher, "disk")
+        elif coding is not None:
+            self._link = self.coded = CodedDisk(hardware.link, geometry, coding, watcher, "link")
+        self.brings = hardware.link if coding is None or self._host is not None else coding.link(hardware.link)
+        """What loading comes to, for who decides by that."""
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._taking_ns = taking_ns
         self._watcher = watcher
@@ -76,7 +88,7 @@ class VirtualLink:
             self._submit(pieces, True)
 
     def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
-        """See AheadTransport. What is on its way from the disk to the link has not been begun."""
+        """See AheadTransport. What is on its way from the disk to the link has not been begun, unless it is decoded."""
         self._begin_until(self._clock.now_ns)
         gone = self._link.withdraw(layer, experts)
         return gone if self._host is None else gone + self._disk.withdraw(layer, experts)
@@ -94,6 +106,8 @@ class VirtualLink:
         """See Transport: the clock moves on to the next arrival."""
         while not self._arrivals:
             assert self._begin_next(), "nothing is in flight that could arrive"
+        if self._link is self.coded:  # what begins later may be there sooner
+            self._begin_before_arrival()
         arrival = self._arrivals[0][0]
         if arrival > self._clock.now_ns:
             self.stall_ns += arrival - self._clock.now_ns
@@ -111,7 +125,11 @@ class VirtualLink:
         for piece in pieces:
             here = now if self._host is None else self._host.here_ns(piece, now)
             server, since = (self._disk, now) if here is None else (self._link, here)
-            server.submit(piece, since, self._nbytes(piece), is_ahead)
+            if isinstance(server, Server):
+                server.submit(piece, since, self._nbytes(piece), is_ahead)
+            else:
+                segments = segments_of(piece) if self._host is None else self._host.missing(piece)
+                server.submit(piece, since, segments, is_ahead)
 
     def _take(self) -> Piece:
         piece = self._arrivals.popleft()[1]
@@ -145,23 +163,38 @@ class VirtualLink:
             return False
         return True
 
+    def _begin_before_arrival(self) -> None:
+        while self._link.next_ns <= self._arrivals[0][0]:
+            self._bring()
+
     def _bring(self) -> None:
-        piece, _, begin, end = self._link.begin()
+        begun = self._link.begin()
+        if begun is None:  # a step on the way
+            return
+        piece, _, begin, end = begun
         self.moved_nbytes += self._nbytes(piece)
+        if self._link is self.coded:
+            insort(self._arrivals, (end, piece))
+            return
         self._arrivals.append((end, piece))
         if self._watcher is not None:
             self._watcher.moved("link", piece, begin, end)
 
     def _read(self) -> None:
         """From the disk into the host tier; then it waits for the link."""
-        assert self._host is not None
-        piece = self._disk.next_piece()
-        missing = self._host.missing(piece)
-        _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[piece.layer])
-        here = self._host.read(piece, end)
-        self._link.submit(piece, here, self._nbytes(piece), is_ahead)
-        if self._watcher is not None and missing:
-            self._watcher.moved("disk", piece, begin, end)
+        assert self._host is not None and isinstance(self._link, Server)
+        if isinstance(self._disk, Server):
+            piece = self._disk.next_piece()
+            missing = len(self._host.missing(piece))
+            _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[piece.layer])
+            if self._watcher is not None and missing:
+                self._watcher.moved("disk", piece, begin, end)
+        else:
+            begun = self._disk.begin()
+            if begun is None:
+                return
+            piece, is_ahead, _, end = begun
+        self._link.submit(piece, self._host.read(piece, end), self._nbytes(piece), is_ahead)
 
     def _nbytes(self, piece: Piece) -> int:
         return self._segment_nbytes[piece.layer] * piece.num_segments

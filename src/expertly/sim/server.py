@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 
 from expertly.core.costs import Link
@@ -62,11 +62,14 @@ class Server:
 
     def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
         """Forget what was submitted ahead of this layer, or of these experts of it, and has not begun."""
+        return self.withdraw_where(lambda piece: piece.layer == layer and (experts is None or piece.expert in experts))
+
+    def withdraw_where(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
+        """Forget what was submitted ahead, is meant, and has not begun."""
         ahead: list[_Entry] = []
         gone: list[_Entry] = []
         for entry in self._ahead:
-            is_meant = entry[2].layer == layer and (experts is None or entry[2].expert in experts)
-            (gone if is_meant else ahead).append(entry)
+            (gone if is_meant(entry[2]) else ahead).append(entry)
         if gone:
             self._waiting_ns -= sum(entry[3] for entry in gone)
             self._ahead = ahead

@@ -15,6 +15,7 @@ from expertly.core.messages import Piece, RouterRan
 from expertly.core.observation import Want
 from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor
+from expertly.sim.coded import CodedDisk
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
 from expertly.sim.hardware import PredictorCosts
@@ -79,6 +80,11 @@ class Simulator:
         self._times = times
         self._slowdown = compute.slowdown_while_loading
         self._tokens: dict[int, int] = {}  # of the running layer's experts
+
+    @property
+    def coded(self) -> CodedDisk | None:
+        """Where experts are read and decoded, if they are stored compressed."""
+        return self._link.coded
 
     @property
     def num_late(self) -> int:

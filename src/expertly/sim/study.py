@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from expertly.control.budget import Budget, class_segment_nbytes, default_ring, split_budget
+from expertly.control.budget import Budget, split_budget
+from expertly.control.compressed_share import Reuse, ShareChoice
 from expertly.control.counters import PhaseCounters
-from expertly.core.amounts import parse_memory
-from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
 from expertly.parts import System
@@ -21,20 +19,26 @@ from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.sim.chrome import ChromeTrace
+from expertly.sim.coded import Coding
 from expertly.sim.compute import compute_model
 from expertly.sim.future import NextUses, TraceFuture
 from expertly.sim.hardware import Hardware, Link, PredictorCosts
 from expertly.sim.link import Clock, VirtualLink
+from expertly.sim.memory import Memory
 from expertly.sim.metrics import percentile
+from expertly.sim.popularity import popularity
+from expertly.sim.reuse import reuse_of_training
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.step_times import step_times
+from expertly.sim.storage import Storage, has_host_tier
 from expertly.sim.training import Training
 from expertly.sim.usage import UsageOfTraining
 from expertly.sim.workload import Workload
 from expertly.systems import SYSTEMS, get_system
 from expertly.trace.reader import Trace
-from expertly.trace.schema import NO_EXPERT, max_experts
+
+__all__ = ["BOUNDS", "MATCHERS", "RATES", "Memory", "Study"]
 
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Run beside every system asked for."""
@@ -68,49 +72,6 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """One budget, as it was asked for: an amount, or a number of experts that every layer keeps."""
-
-    label: str
-    experts_per_layer: int | None = None
-
-    def budget(self, geometry: Geometry, has_sizes: bool = True) -> Budget:
-        """Raises BudgetError or ConfigError naming what does not fit. Without sizes only shares can be cut."""
-        num_experts = self.experts_per_layer
-        if num_experts is None:
-            if not has_sizes and not self.label.strip().endswith("%"):
-                raise ConfigError(
-                    f"memory={self.label!r}: the trace does not know its experts' sizes; accepted without them: a "
-                    'share ("25%")'
-                )
-            nbytes = parse_memory(self.label, geometry.nbytes)
-            if nbytes is None:
-                raise ConfigError("memory='auto': there is no machine to ask; accepted: a share (\"25%\") or an amount")
-            self._check_ring(geometry, nbytes, has_sizes)
-            return split_budget(geometry, nbytes)
-        most = min(layer.num_experts for layer in geometry.layers)
-        if not 0 <= num_experts <= most:
-            raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
-        shares = tuple(num_experts * geometry.segments_per_expert for _ in geometry.layers)
-        kept = [0] * geometry.num_size_classes
-        for size_class, share in zip(geometry.size_classes, shares, strict=True):
-            kept[size_class] += share
-        budget = Budget(0, tuple(default_ring(geometry)), tuple(kept), shares)
-        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry))
-
-    def _check_ring(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
-        """In the words of who asked: bytes say nothing where sizes are made up."""
-        rings = zip(default_ring(geometry), class_segment_nbytes(geometry), strict=True)
-        least = sum(slots * size for slots, size in rings)
-        if nbytes < min(least, geometry.nbytes):
-            percent = -(-10_000 * least // geometry.nbytes) / 100
-            raise BudgetError(
-                f"memory={self.label!r}: below the ring through which experts are streamed; the least is "
-                f"{percent:.2f}% of the experts" + (f" ({least} bytes)" if has_sizes else "")
-            )
-
-
 @dataclass(slots=True)
 class Study:
     """What all runs share. Where `layers` is None experts have no known size: there are rates, no bytes or times, and
@@ -131,6 +92,7 @@ class Study:
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: ChromeTrace | None = None
     progress: Progress | None = None
+    storage: Storage = field(default_factory=Storage)
     wants: set[Want] = field(init=False, default_factory=set)
     """What the predictors of systems that ran so far looked at."""
     _workload: Workload = field(init=False)
@@ -138,6 +100,7 @@ class Study:
     _usage: UsageOfTraining = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _training: Training = field(init=False)
+    _reuse: Reuse | None = field(init=False, default=None)
     _next_uses: NextUses | None = field(init=False, default=None)
     _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
 
@@ -146,6 +109,9 @@ class Study:
         self._training = Training(self.trace, self.schedule.training)
         self._usage = UsageOfTraining(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule, self.geometry)
+        self.storage.check(self.hardware, self.layers is not None)
+        if self.storage.codec != "none" and self.storage.compressed == "auto":
+            self._reuse = reuse_of_training(self.trace, self.schedule.training)
         if self.layers is not None:
             compute_model(self.hardware, self.geometry, self.dense)  # does it know this geometry?
         elif self.plan is not None:
@@ -193,7 +159,7 @@ class Study:
         cuts = dict.fromkeys(num_segments for _, num_segments in runs)
         for memory in memories:
             for num_segments in cuts:
-                memory.budget(self._cut(num_segments), self.layers is not None)
+                self._divide(self._cut(num_segments), memory.budget(self._cut(num_segments), self.layers is not None))
             for system in asked.values():
                 self._check_plan(system, memory)
         for memory in memories:
@@ -203,19 +169,21 @@ class Study:
             outcomes: dict[tuple[str, int], _Outcome] = {}
             for (name, num_segments), system in runs.items():
                 outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label[num_segments])
+            densest = {num_segments: self._densest(memory, num_segments) for num_segments in cuts}
             for (name, num_segments), outcome in outcomes.items():
                 if outcome.row["skipped"] is None:
                     floor = outcome.row["tpot_s"]
                     if name != "resident":
-                        of_cut = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
-                        floor = self._floor_tpot_s(*of_cut)
+                        resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
+                        floor = self._floor_tpot_s(resident, belady, densest[num_segments])
                     outcome.row["floor_tpot_s"] = floor
                 yield outcome.row
 
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
             geometry = self.geometry_of(system)
-            check_plan(self.plan, system, geometry, memory.budget(geometry, self.layers is not None))
+            budget = self._divide(geometry, memory.budget(geometry, self.layers is not None))[0]
+            check_plan(self.plan, system, geometry, budget)
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
@@ -255,7 +223,7 @@ class Study:
             "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read", "compressed")),
             **dict.fromkeys(("history", "predictor", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
@@ -285,8 +253,14 @@ class Study:
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
             row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
             row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
+            row["filled_bytes"] = decode.filled_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
+            if simulator.coded is not None:
+                coded, share = simulator.coded, self._share(system, geometry, budget)
+                held = coded.held_nbytes / coded.decoded_nbytes if coded.decoded_nbytes else None
+                row["bytes_read"] = coded.read_nbytes
+                row["compressed"] = None if share is None else asdict(share) | {"hit_rate": held}
             if self.is_queued:
                 row["latency_s"] = _distribution(list(metrics.latencies_s()))
         return _Outcome(row, decode.loaded_nbytes, metrics.num_decode_iterations)
@@ -294,8 +268,8 @@ class Study:
     def _missing(self, system: System) -> str | None:
         fields = self.trace.manifest.fields
         lacking = [name for name in system.needs if name != "future" and name not in fields]
-        not_real = [fields[name] for name in system.needs if name in fields and not fields[name].is_real]
-        made_up = [f"{one.name} ({one.note or 'made up'})" for one in not_real]
+        there = [fields[name] for name in system.needs if name in fields]
+        made_up = [f"{one.name} ({one.note or 'made up'})" for one in there if not (one.is_real or one.is_modelled)]
         if lacking:
             has = ", ".join(fields)
             return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"
@@ -317,12 +291,13 @@ class Study:
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
         order = None if system.name in BOUNDS else self.order
         known = replace(known, usage=self._usage.of(system, geometry, known))
+        budget, coding = self._divide(geometry, budget, system)
         controller = system.controller(geometry, system.budget(geometry, budget, known), known, order)
         compute = compute_model(hardware, geometry, self.dense)
         clock = Clock()
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         run = None if self.chrome is None else self.chrome.begin_run(name)
-        link = VirtualLink(clock, hardware, geometry, compute.load_ns, run, compute.submit_ns)
+        link = VirtualLink(clock, hardware, geometry, compute.load_ns, run, compute.submit_ns, coding)
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
@@ -338,7 +313,7 @@ class Study:
             costs=costs,
             future=future,
             watcher=run,
-            times=step_times(geometry, hardware.link, compute),
+            times=step_times(geometry, link.brings, compute),
         )
         if system.keeps_everything:
             simulator.preload()
@@ -347,12 +322,43 @@ class Study:
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator
 
-    def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
-        """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link."""
+    def _share(self, system: System, geometry: Geometry, budget: Budget) -> ShareChoice | None:
+        """Of the memory, for what stays compressed; the bounds keep nothing so."""
+        if system.name in BOUNDS:
+            return None
+        return self.storage.choose(self.hardware, geometry, budget, self._reuse)
+
+    def _divide(self, geometry: Geometry, budget: Budget, system: System | None = None) -> tuple[Budget, Coding | None]:
+        """The slots of one system, or of any that may keep something compressed. Raises BudgetError."""
+        if system is not None and system.keeps_everything:
+            return budget, None
+        choice = self.storage.choose(self.hardware, geometry, budget, self._reuse)
+        share = 0.0 if choice is None or (system is not None and system.name in BOUNDS) else choice.share
+        return self.storage.divide(self.hardware, geometry, budget, share)
+
+    def _densest(self, memory: Memory, num_segments: int) -> _Outcome | None:
+        """The best replacement if all memory held experts as they are stored; None where no slots' memory does."""
+        geometry = self._cut(num_segments)
+        budget = memory.budget(geometry, self.layers is not None)
+        _, coding = self._divide(geometry, budget)
+        if coding is None or not coding.tier_nbytes or has_host_tier(self.hardware, geometry):
+            return None
+        held = Memory(str(int(budget.memory_nbytes / coding.costs.ratio)))
+        return self._outcome(SYSTEMS["belady-global"], held, num_segments, f"{memory.label}, all of it compressed")
+
+    def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome, densest: _Outcome | None) -> float | None:
+        """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link;
+        where these are decoded, stored bytes are read, and those of the best of all that memory can hold.
+        """
         if resident.row["tpot_s"] is None or not belady.num_decode_iterations:
             return None
-        loading = belady.decode_nbytes / belady.num_decode_iterations / self.hardware.link.nbytes_per_s
-        return float(max(resident.row["tpot_s"], loading))
+        seconds = belady.decode_nbytes / self.hardware.link.nbytes_per_s
+        if self.storage.codec != "none" and not has_host_tier(self.hardware, self.geometry):
+            costs = self.storage.costs(self.hardware)
+            read_nbytes = costs.ratio * (densest or belady).decode_nbytes
+            decoding = belady.decode_nbytes / costs.all_nbytes_per_s
+            seconds = max(read_nbytes / self.hardware.link.nbytes_per_s, decoding)
+        return float(max(resident.row["tpot_s"], seconds / belady.num_decode_iterations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,24 +368,6 @@ class _Outcome:
     row: dict[str, Any]
     decode_nbytes: int = 0  # loaded
     num_decode_iterations: int = 0
-
-
-def popularity(trace: Trace, schedule: Schedule, geometry: Geometry) -> dict[int, int]:
-    """Tokens that each expert served in the training part; empty without one."""
-    no_expert = max_experts(trace.manifest.layers)
-    counts = np.zeros((geometry.num_layers, no_expert + 1), dtype=np.int64)
-    offsets = (np.arange(geometry.num_layers) * (no_expert + 1))[:, None]
-    for span in schedule.training:
-        for block in trace.blocks(("experts",), span.first_row, span.first_row + span.num_rows):
-            ids = block.columns["experts"].astype(np.int64)
-            ids[ids == NO_EXPERT] = no_expert
-            counts += np.bincount((ids + offsets).reshape(-1), minlength=counts.size).reshape(counts.shape)
-    return {
-        geometry.expert_id(layer, expert): int(counts[layer, expert])
-        for layer in range(geometry.num_layers)
-        for expert in range(geometry.layers[layer].num_experts)
-        if counts[layer, expert]
-    }
 
 
 def _distribution(rising: list[float]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class UsageOfTraining:
             if predictor is not None:
                 named.note(predictor.begin_iteration(iteration.began(predictor.wants)))
             for router in iteration.layers:
-                needed = _decoding(router)
+                needed = decoding(router)
                 seen[router.layer].add(needed)
                 named.spoke(router.layer, {expert for _, expert in needed})
                 if predictor is not None:
@@ -77,7 +77,7 @@ class _Named:
         return tuple(named / max(1, num) for named, num in zip(self._named, self._needed, strict=True))
 
 
-def _decoding(router: RouterRan) -> list[tuple[int, int]]:
+def decoding(router: RouterRan) -> list[tuple[int, int]]:
     """(tokens, expert) of what decode needs."""
     every = zip(router.num_tokens, router.experts, router.is_decode, strict=True)
     return [(num, expert) for num, expert, is_decode in every if num and is_decode]

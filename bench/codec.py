@@ -1,0 +1,219 @@
+"""Tokens per second with experts stored as they are, compressed, and kept compressed in memory; same tokens, in turns.
+
+    python bench/codec.py TRACE [--systems lru,moepic] [--memory 25%] [--disk-mb-per-s 0] [--compressed 0]
+                                [--requests 3] [--tokens 24] [--experts-gib 3]
+
+Each configuration is a process of its own in a memory cgroup of the budget and 600 MB; they take turns, request by
+request, so that the machine is the same for all. `ratio` is the median over requests of a configuration's tokens per
+second to those of `none` with the same system. `--disk-mb-per-s` gives each process a disk of that rate by a blkio
+cgroup (version 1; 0: the disk as it is); its row says what reads from it came at. `--compressed 30%,60%` adds rows with
+a compressed tier of these shares and compares them with planes without one. The model's weights are as hard to compress
+as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed are those of recorded requests of the demo model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup
+from report import print_report
+from tpot import requests_of
+
+MARGIN_NBYTES = 600 * 10**6
+KEPT = ("bytes_loaded", "bytes_disk", "bytes_decoded", "bytes_compressed_hit", "decode_s", "stall_s")
+
+
+class Player:
+    """A process with one model, which runs a request when it is told to."""
+
+    def __init__(self, settings: dict[str, Any], groups: list[Path]) -> None:
+        def enter() -> None:
+            for group in groups:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        command = [sys.executable, str(ROOT / "bench" / "codec.py"), "--child", json.dumps(settings)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=enter, cwd=ROOT, text=True
+        )
+        self.loaded = self._answer()
+
+    def play(self, request: tuple[list[int], int]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a child ended: exit {self._process.wait(60)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def throttled(folder: Path, mb_per_s: int) -> Iterator[list[Path]]:
+    """A blkio cgroup (version 1) whose processes read the disk of `folder` so fast; none for 0."""
+    if not mb_per_s:
+        yield []
+        return
+    device = os.stat(folder).st_dev
+    group = Path("/sys/fs/cgroup/blkio") / f"expertly-bench-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        limit = f"{os.major(device)}:{os.minor(device)} {mb_per_s * 10**6}"
+        (group / "blkio.throttle.read_bps_device").write_text(limit)
+        yield [group]
+    finally:
+        group.rmdir()
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """In a child: load, and then run each request that comes in, until there are no more."""
+    import time
+
+    import torch
+
+    import expertly
+    from expertly.engine.api import handle
+    from expertly.engine.process import peak_rss_nbytes
+    from expertly.store.codec_rates import disk_rate_of
+
+    model, _ = expertly.load(
+        arguments["model"],
+        system=arguments["system"],
+        memory=arguments["memory"],
+        segments=arguments["segments"],
+        codec=arguments["codec"],
+        compressed=arguments["compressed"],
+        maps="off",
+        device="cpu",
+    )
+    rate = disk_rate_of(path for path, _ in handle(model).store.extents)
+    chosen = expertly.stats(model).as_dict()
+    facts = {"codec_is": chosen["codec"]["name"], "share": chosen["compressed"]["share"], "disk_bytes_per_s": rate}
+    print(json.dumps(facts | {"why": [chosen["codec"]["why"], chosen["compressed"]["why"]]}), flush=True)
+    with torch.no_grad():
+        for line in sys.stdin:
+            ids, num_prompt = json.loads(line)
+            tokens, greedy = torch.tensor([ids]), []
+            out = model(tokens[:, :num_prompt], use_cache=True, logits_to_keep=1)
+            before, start = expertly.stats(model).as_dict(), time.perf_counter()
+            for i in range(num_prompt, len(ids)):
+                out = model(tokens[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+                greedy.append(int(out.logits[0, -1].argmax()))
+            count, seconds = len(ids) - num_prompt, time.perf_counter() - start
+            after = expertly.stats(model).as_dict()
+            decode, earlier = after["phases"]["decode"], before["phases"]["decode"]
+            hits, demands = (
+                sum(decode[key] - earlier[key] for key in keys)
+                for keys in (("hits",), ("hits", "partial_hits", "misses"))
+            )
+            answer = {f"{key}_a_token": (after[key] - before[key]) / count for key in KEPT}
+            answer |= {"tokens_per_s": count / seconds, "hit_rate": hits / demands, "greedy": greedy}
+            print(json.dumps(answer | {"peak_rss_bytes": peak_rss_nbytes()}), flush=True)
+    expertly.unload(model)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a configuration."""
+    from expertly.core.amounts import parse_memory
+    from expertly.models.packing import pack_cached
+    from expertly.sim.schedule import Selection, make_schedule
+    from expertly.trace.reader import Trace
+
+    trace = Trace.open(Path(args.trace))
+    schedule = make_schedule(trace, Selection(split=(7, 3), seed=args.seed))
+    requests = requests_of(trace, schedule, {"requests": args.requests + 1, "tokens": args.tokens})
+    model = inflated_model(args.experts_gib, no_zeros=True)
+    stores = [pack_cached(model, codec=codec) for codec in ("none", "planes")]
+    for store in stores:
+        drop_page_cache(store.folder)
+    nbytes = parse_memory(args.memory, stores[0].experts_nbytes)
+    assert nbytes is not None
+    limit = nbytes + stores[0].dense_nbytes + MARGIN_NBYTES
+    shares = [share for share in args.compressed.split(",") if share not in ("", "0")]
+    kinds = [("none", 0), ("planes", 0), *(("planes", share) for share in shares), ("auto", "auto")]
+    rows = [
+        {"system": system, "codec": codec, "compressed": share}
+        for system in args.systems.split(",")
+        for codec, share in kinds
+    ]
+    with ExitStack() as stack:
+        players = []
+        for row in rows:
+            groups = [stack.enter_context(memory_cgroup(limit))]
+            groups += stack.enter_context(throttled(stores[0].folder, args.disk_mb_per_s))
+            settings = row | {"model": str(model), "memory": args.memory, "segments": args.segments}
+            players.append(Player(settings, groups))
+            stack.callback(players[-1].close)
+        answers: list[list[dict[str, Any]]] = [[] for _ in rows]
+        for turn, request in enumerate(requests):
+            order = [(turn + i) % len(rows) for i in range(len(rows))]
+            for number in order:
+                answers[number].append(players[number].play(request))
+    same = {json.dumps([one.pop("greedy") for one in of_row]) for of_row in answers}
+    assert len(same) == 1, "the codec changed a token"
+    for row, player, of_row in zip(rows, players, answers, strict=True):
+        warm = of_row[1:]  # the first request fills the caches
+        bases = {codec: answers[_find(rows, row["system"], codec)][1:] for codec in ("none", "planes")}
+        row |= {key: player.loaded[key] for key in ("codec_is", "share", "disk_bytes_per_s")}
+        row["ratio"] = _ratio(warm, bases["none"])
+        if shares:
+            row["to_no_tier"] = _ratio(warm, bases["planes"])
+        row |= {key: statistics.mean(one[key] for one in warm) for key in warm[0]}
+        row["peak_rss_bytes"] = max(one["peak_rss_bytes"] for one in of_row)
+        row |= {"limit_bytes": limit, "why": player.loaded["why"]}
+    return rows
+
+
+def _find(rows: list[dict[str, Any]], system: str, codec: str) -> int:
+    return next(i for i, row in enumerate(rows) if (row["system"], row["codec"]) == (system, codec))
+
+
+def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    return statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--systems", default="lru,moepic")
+    parser.add_argument("--memory", default="25%")
+    parser.add_argument("--segments", type=int)
+    parser.add_argument("--compressed", default="0", help="shares of the memory, commas between")
+    parser.add_argument("--disk-mb-per-s", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--experts-gib", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    rows = measure(args)
+    settings = {key: value for key, value in vars(args).items() if key not in ("trace", "out")}
+    whys = {f"{row['system']} {row['codec']} {row['compressed']}": row.pop("why") for row in rows}
+    print_report("codec", rows, settings | {"whole_model_gib": args.experts_gib, "whys": whys}, args.out)
+
+
+if __name__ == "__main__":
+    given = child_arguments()
+    if given is None:
+        main()
+    else:
+        serve(given)

@@ -1,0 +1,97 @@
+"""Which share of the memory holds compressed experts: where it pays, how much, and that it is never a loss by its own
+measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertly.control.compressed_share import LEAST_GAIN, REUSES, choose_share, reuse_of
+from expertly.core.costs import CodecCosts
+from expertly.policies.allocation.stack import StackDistances
+
+EXPERTS = 1_000_000_000
+COSTS = CodecCosts(0.65, 1e9, 2)
+RING = EXPERTS // 100
+
+
+def share_of(memory: float, disk: float, costs: CodecCosts = COSTS) -> float:
+    return choose_share(EXPERTS, int(memory * EXPERTS), RING, disk, costs).share
+
+
+@pytest.mark.parametrize("memory", [0.1, 0.25, 0.5, 0.75, 0.95])
+def test_a_disk_as_fast_as_decoding_needs_no_copies(memory: float) -> None:
+    chosen = choose_share(EXPERTS, int(memory * EXPERTS), RING, 1.3e9, COSTS)
+    assert chosen.share == 0 and chosen.gain == 0
+    assert "2.00 GB/s of weights, decoding 2.00" in chosen.why and "would not save 3%" in chosen.why
+
+
+def test_a_slow_disk_is_worth_copies_and_the_slower_the_more() -> None:
+    gains = [choose_share(EXPERTS, EXPERTS // 4, RING, disk, COSTS).gain for disk in (1e9, 3e8, 1e8, 1e7)]
+    assert gains == sorted(gains) and gains[0] == 0 and gains[-1] > 0.1
+
+
+def test_faster_decoding_is_worth_more_copies() -> None:
+    slow, fast = (choose_share(EXPERTS, EXPERTS // 4, RING, 2e8, CodecCosts(0.65, rate, 2)) for rate in (2e8, 1e10))
+    assert slow.share == 0 and fast.share > 0.5 and fast.gain > 2 * LEAST_GAIN
+
+
+def test_weights_that_do_not_compress_are_not_held_twice() -> None:
+    assert share_of(0.25, 1e8) > 0
+    assert share_of(0.25, 1e8, CodecCosts(1.0, 1e9, 2)) == 0
+
+
+def test_memory_for_all_experts_has_nothing_to_compress() -> None:
+    chosen = choose_share(EXPERTS, EXPERTS, RING, 1e6, COSTS)
+    assert (chosen.share, chosen.why) == (0, "all experts are kept: none is loaded twice")
+
+
+@pytest.mark.parametrize("least", [0.15, 0.5, 0.99, 1.0])
+def test_what_is_left_is_never_less_than_the_ring(least: float) -> None:
+    """The budget of a quarter, of which so much is the ring."""
+    memory = EXPERTS // 4
+    chosen = choose_share(EXPERTS, memory, int(memory * least), 1e7, COSTS)
+    assert chosen.share <= 1 - least + 1e-9
+    if least < 0.5:
+        assert chosen.share > 0
+
+
+def test_a_model_that_needs_few_experts_wants_other_copies_than_one_that_needs_all() -> None:
+    """Where a quarter of the experts serve everything and are kept, copies would only take their places."""
+    few = [(0.0, 0.0), (0.24, 1.0), (1.0, 1.0)]
+    even = [(0.0, 0.0), (1.0, 1.0)]
+    kinds = [choose_share(EXPERTS, EXPERTS // 4, RING, 1e7, COSTS, [reuse]).share for reuse in (few, even)]
+    assert kinds[0] == 0 and kinds[1] > 0.5
+
+
+def test_the_reuse_that_gains_least_decides() -> None:
+    """What is chosen for several is no loss for any of them."""
+    for memory in (0.1, 0.25, 0.5, 0.6, 0.75):
+        for disk in (5e7, 1e8, 2e8, 5e8):
+            budget = int(memory * EXPERTS)
+            all_of_them = choose_share(EXPERTS, budget, RING, disk, COSTS)
+            alone = [choose_share(EXPERTS, budget, RING, disk, COSTS, [reuse]).gain for reuse in REUSES]
+            assert all_of_them.gain <= min(alone) + 1e-9
+            assert all_of_them.gain == 0 or all_of_them.gain >= LEAST_GAIN
+
+
+def test_reuse_is_that_of_traces() -> None:
+    for reuse in REUSES:
+        assert reuse[0] == (0.0, 0.0) and reuse[-1] == (1.0, 1.0)
+        assert list(reuse) == sorted(reuse) and [rate for _, rate in reuse] == sorted(rate for _, rate in reuse)
+
+
+def test_a_models_own_reuse_is_what_its_caches_would_hit_once_warm() -> None:
+    """Two experts of eight in turn: a cache of one hits nothing, one of two everything."""
+    layers = [StackDistances(8), StackDistances(8)]
+    for token in range(100):
+        for layer in layers:
+            layer.add([(1, token % 2)])
+    reuse = reuse_of([layer.misses() for layer in layers])
+    assert reuse is not None and reuse[0] == (0.0, 0.0) and reuse[-1] == (1.0, 1.0)
+    assert dict(reuse)[0.125] == 0 and dict(reuse)[0.25] == 1 and dict(reuse)[0.1875] == pytest.approx(0.5)
+
+
+def test_what_was_never_used_twice_says_nothing() -> None:
+    once = StackDistances(4)
+    once.add([(1, 0), (1, 1)])
+    assert reuse_of([once.misses()]) is None

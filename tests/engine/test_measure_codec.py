@@ -1,0 +1,43 @@
+"""What `doctor` says of compressed experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.profile import DecodeProfile, DecodeRate
+from expertly.engine import measure_codec
+from expertly.engine.measure_codec import machine_choice, machine_costs, measure_decoding, store_costs
+from tests.core.test_profile import PROFILE
+from tests.engine.frames import write_store
+
+
+def test_decoding_is_measured_by_one_thread_and_by_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_codec, "_num_cpus", lambda: 2)
+    found = measure_decoding(0.02)
+    assert [rate.num_threads for rate in found.rates] == [1, 2, 4]
+    assert all(rate.nbytes_per_s > 1e6 for rate in found.rates)
+    assert 0.6 < found.ratio < 0.72, "10.6 of 16 bits, and what no codec finds"
+
+
+@pytest.mark.parametrize(("decode_nbytes_per_s", "codec"), [(4e9, "planes"), (2e9, "none")])
+def test_the_faster_codec_on_this_disk(decode_nbytes_per_s: float, codec: str) -> None:
+    """The disk brings 1.1 GB/s; where one of two threads does not decode faster by a tenth, nothing is gained."""
+    decoding = DecodeProfile(0.68, (DecodeRate(1, 1e9), DecodeRate(2, decode_nbytes_per_s)))
+    profile = dataclasses.replace(PROFILE, decoding=decoding)
+    costs = machine_costs(profile)
+    assert (costs.ratio, costs.threads, costs.decode_nbytes_per_s) == (0.68, 2, decode_nbytes_per_s / 2)
+    choice = machine_choice(profile)
+    assert choice.codec == codec and "the disk reads 1.10 GB/s" in choice.why
+    with pytest.raises(ConfigError, match="doctor"):
+        machine_choice(dataclasses.replace(profile, disk=None))
+
+
+def test_a_store_is_measured(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    rate, costs = store_costs(store)
+    assert rate > 1e6 and costs.decode_nbytes_per_s > 1e6
+    assert costs.ratio == store.ratio

@@ -1,0 +1,209 @@
+"""Compressed experts on a disk: what is read takes the time of its stored bytes, then it is decoded."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from expertly.core.costs import CodecCosts, Link
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Piece
+from expertly.sim.coded import MIN_JOB_NBYTES, CodedDisk, Coding
+from expertly.sim.link import Clock, VirtualLink
+from tests.sim.drive import INFINITE, sized, toy
+
+GEOMETRY = Geometry(sized(2, 8, 2, width=10), 2)  # segments of 20 bytes, 10 as they are stored: 3 + 20 ns on the link
+COSTS = CodecCosts(0.5, 0.25e9, 2)  # 80 ns a segment
+INSTANT = CodecCosts(0.5, float("inf"), 1)
+
+
+def piece(expert: int, layer: int = 0, segment: int = 0, num_segments: int = 1, slot: int = 0) -> Piece:
+    return Piece(layer, expert, segment, num_segments, slot)
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.moves: list[tuple[str, int, int, int]] = []
+
+    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
+        self.moves.append((where, piece.expert, begin_ns, end_ns))
+
+    def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
+        raise AssertionError("taking costs nothing here")
+
+
+def make(
+    costs: CodecCosts = COSTS, tier_segments: int = 0, geometry: Geometry = GEOMETRY, **hardware: Any
+) -> tuple[Clock, VirtualLink, Watch]:
+    """The tier holds so many segments, of 10 bytes each."""
+    clock, watch, coding = Clock(), Watch(), Coding(costs, 10 * tier_segments)
+    return clock, VirtualLink(clock, toy(**hardware), geometry, lambda layer, num: 0, watch, 0, coding), watch
+
+
+def coded(link: VirtualLink) -> CodedDisk:
+    assert link.coded is not None
+    return link.coded
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_bound_by_the_link_loading_takes_the_stored_bytes(num: int) -> None:
+    clock, link, _ = make(INSTANT)
+    link.submit([piece(e) for e in range(num)])
+    assert [link.wait().expert for _ in range(num)] == list(range(num))
+    assert clock.now_ns == link.stall_ns == 7 + num * (3 + 20)
+    assert link.moved_nbytes == coded(link).decoded_nbytes == num * 20 and coded(link).read_nbytes == num * 10
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_bound_by_decoding_loading_takes_the_rate_of_all_threads(threads: int) -> None:
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, threads), link=INFINITE)
+    link.submit([piece(e % 8, e // 8) for e in range(16)])
+    assert {link.wait() for _ in range(16)} == {piece(e % 8, e // 8) for e in range(16)}
+    assert clock.now_ns == 16 * 80 // threads
+
+
+def test_reading_and_decoding_overlap() -> None:
+    """Read until 30, 53 and 76; two threads decode for 80 each, so the third waits for the first."""
+    clock, link, watch = make()
+    link.submit([piece(e) for e in range(3)])
+    arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
+    assert arrivals == [(0, 110), (1, 133), (2, 190)]
+    assert watch.moves == [("link", 0, 7, 30), ("link", 1, 30, 53), ("link", 2, 53, 76)]
+
+
+def test_a_large_piece_is_decoded_by_several_threads_as_its_bytes_come() -> None:
+    """Four parts, there at quarters of the read; one thread would take four times as long for each."""
+    width = MIN_JOB_NBYTES
+    geometry = Geometry(sized(1, 2, 1, width=width), 1)  # 4 parts of 256 KiB
+    per_part = MIN_JOB_NBYTES * 4
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
+    link.submit([piece(0)])
+    link.wait()
+    assert clock.now_ns == MIN_JOB_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
+
+
+def test_what_the_tier_holds_is_not_read_and_may_overtake_what_is() -> None:
+    clock, link, watch = make(tier_segments=2)
+    for _ in range(2):
+        link.submit([piece(0)])
+        link.wait()
+    assert len(watch.moves) == 1 and clock.now_ns == 110 + 80
+    assert coded(link).held_nbytes == 20 and coded(link).read_nbytes == 10
+    begin = clock.now_ns
+    link.submit([piece(1), piece(0)])
+    assert (link.wait(), clock.now_ns - begin) == (piece(0), 80)
+    assert (link.wait(), clock.now_ns - begin) == (piece(1), 110)
+
+
+def test_of_a_piece_that_is_held_in_part_the_rest_is_read() -> None:
+    clock, link, _ = make(tier_segments=2)
+    link.submit([piece(0)])
+    link.wait()
+    begin = clock.now_ns
+    link.submit([piece(0, num_segments=2)])
+    assert link.wait() == piece(0, num_segments=2) and clock.now_ns - begin == 110
+    assert (coded(link).read_nbytes, coded(link).held_nbytes, coded(link).decoded_nbytes) == (20, 20, 60)
+
+
+def test_a_tier_that_holds_everything_reads_each_segment_once() -> None:
+    _, link, watch = make(tier_segments=32)
+    everything = [piece(e, layer, s) for layer in range(2) for e in range(8) for s in range(2)]
+    for _ in range(3):
+        link.submit(everything)
+        assert {link.wait() for _ in everything} == set(everything)
+    assert len(watch.moves) == 32 and coded(link).read_nbytes == 32 * 10
+    assert coded(link).held_nbytes == 2 * 32 * 20
+    coded(link).tier.check()
+
+
+def test_withdrawn_is_what_is_neither_read_nor_decoded_yet() -> None:
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1), tier_segments=6)
+    for expert in (0, 1):
+        link.submit([piece(expert)])
+        link.wait()
+    begin = clock.now_ns
+    link.submit_ahead([piece(2), piece(3), piece(3, layer=1)])  # read one by one
+    link.submit_ahead([piece(0), piece(1)])  # held: the first begins at once
+    clock.now_ns = begin + 8
+    assert set(link.withdraw(0)) == {piece(3), piece(1)}, "2 is being read and 0 decoded"
+    assert link.withdraw(0) == []
+    assert {link.wait() for _ in range(3)} == {piece(2), piece(0), piece(3, layer=1)}
+    assert clock.now_ns == begin + 3 * 80 and coded(link).num_waiting == 0
+    tier = coded(link).tier
+    tier.check()
+    assert [tier.holds(*one) for one in ((0, 1, 0), (0, 2, 0), (0, 3, 0))] == [True, True, False]
+
+
+def test_demands_are_read_before_what_is_loaded_ahead() -> None:
+    clock, link, _ = make()
+    link.submit_ahead([piece(0), piece(1), piece(2)])
+    clock.now_ns = 10
+    link.submit([piece(3)])
+    assert [link.wait().expert for _ in range(4)] == [0, 3, 1, 2]
+
+
+def test_busy_until_is_when_the_slower_of_disk_and_threads_is_done() -> None:
+    _, link, _ = make()
+    link.submit([piece(e) for e in range(4)])
+    assert link.busy_until_ns() == 4 * 23
+    link.wait()  # all has been read by 99, and decoding goes on until 190
+    assert link.busy_until_ns() == 190 + 23 // 2
+    other, slow = make(link=Link(0.01e9, 7, 3))[:2]
+    slow.submit([piece(e) for e in range(4)])
+    assert slow.busy_until_ns() == other.now_ns + 4 * 1003
+
+
+# -- behind a host tier -----------------------------------------------------------------------------------------------
+
+
+def test_behind_a_host_tier_decoded_experts_go_over_the_link() -> None:
+    clock, link, watch = make(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
+    link.submit([piece(5), piece(0)])
+    assert link.wait() == piece(0) and clock.now_ns == 50, "the host holds it"
+    assert link.wait() == piece(5) and clock.now_ns == 20 + 105 + 80 + 50
+    assert [move[:2] for move in watch.moves] == [("link", 0), ("disk", 5), ("link", 5)]
+    assert link.moved_nbytes == 40 and coded(link).read_nbytes == 10
+
+
+def test_the_tier_takes_its_memory_of_the_host_tier() -> None:
+    _, link, watch = make(tier_segments=4, disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
+    for expert in (0, 1, 2, 1):  # two segments stay decoded, those of expert 0 at first
+        link.submit([piece(expert, num_segments=2)])
+        link.wait()
+    reads = [expert for where, expert, _, _ in watch.moves if where == "disk"]
+    assert reads == [1, 2], "0 was there at the beginning, and 1 was held as it is stored when it came again"
+    assert coded(link).held_nbytes == 40
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_arrive_once_in_time_order_whatever_is_asked_for(seed: int) -> None:
+    dice = random.Random(seed)
+    hosted = {"disk": Link(0.1e9, 20, 5), "host_memory_nbytes": 8 * 20} if seed % 2 else {}
+    clock, link, watch = make(CodecCosts(0.5, 0.25e9, 1 + seed % 3), tier_segments=6 * (seed // 4), **hosted)
+    waiting: list[Piece] = []
+    last = 0
+    for number in range(400):
+        free = [(la, e) for la in range(2) for e in range(8) if not any(w[:2] == (la, e) for w in waiting)]
+        new = [piece(e, la, 0, dice.choice((1, 2)), number) for la, e in dice.sample(free, min(2, len(free)))]
+        (link.submit if dice.random() < 0.5 else link.submit_ahead)(new)
+        waiting += new
+        clock.now_ns += dice.randrange(90)
+        if dice.random() < 0.2:
+            for one in link.withdraw(0):
+                waiting.remove(one)
+        while (found := link.poll()) is not None:
+            waiting.remove(found)
+        if waiting and dice.random() < 0.5:
+            waiting.remove(link.wait())
+        assert clock.now_ns >= last
+        last = clock.now_ns
+        coded(link).tier.check()
+    while waiting:
+        waiting.remove(link.wait())
+    for where in ("link", "disk"):
+        times = [(begin, end) for place, _, begin, end in watch.moves if place == where]
+        assert all(before[1] <= after[0] for before, after in pairwise(times))
+    assert coded(link).num_waiting == 0 and (seed < 4 or coded(link).held_nbytes > 0)
