@@ -2,22 +2,25 @@
 
     python bench/moepic.py TRACE [--study hits,ratio,ablation,compare,memory,rearrange] [--memory 10%,25%,50%]
                            [--keep 4,8,12,16,20,24] [--tokens 2500] [--hardware rtx3090] [--geometry NAME]
-                           [--launch-us N] [--layer-us N] [--seed 0] [--out FILE]
+                           [--launch-us N] [--layer-us N] [--targets-ms N,..] [--seed 0] [--out FILE]
 
 Stores, weights and counts of the others are filled from 70 % of the requests, the rest is simulated from an empty
 cache; `hits` takes the first tokens of the trace as they come, as nothing in it learns beforehand. MoEpic configures
 itself while it runs; `planned` is it beginning with a plan made from the first of those 70 %, four times --tokens. Hit
 rates are of decode; `kept` counts an expert whose top is there as hit, as the paper's tables do. In a trace without
-lookahead whoever looks ahead has a modelled one.
+lookahead whoever looks ahead has a modelled one; where the trace's is modelled (`trace synth --lookahead`) rows say so.
 
-hits       hit rates of random, lfu, lru, lcp and an lcp with omega = 32, not 128, each layer keeping --keep experts
+hits       hit rates of random, lfu, lru, lcp, an lcp with omega = 32, not 128, and one that leaves prompts out, each
+           layer keeping --keep experts
 ratio      time by the kept part of an expert, theta, all layers alike, with its two ends: nothing kept, nothing ahead;
            computing is what a decode step takes where it waits for no load
-ablation   without the prefetcher (random, none), without LCP, without the configurator, at the middle of --memory
+ablation   without the prefetcher (random, none), without LCP, without the configurator, with it as the paper has it, at
+           the middle of --memory
 compare    TTFT, TPOT and hits beside other systems, by memory
-memory     the least memory for a TPOT, to one percent of the experts, by bisection; TPOTs from that of all experts here
-           to that of lru at the least of --memory
-rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept
+memory     the least memory for a TPOT, to one percent of the experts, by bisection; TPOTs of --targets-ms, else between
+           that of all experts here and that of lru at the least of --memory
+rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept; what
+           layers lack since is loaded when it is needed (demand), or while the link is idle
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +64,22 @@ POLICIES = {
     "lru": "lru",
     "lcp": "lcp",
     "lcp_omega_32": "lcp:eviction=moepic.OMEGA_32",
+    "lcp_decode": "lcp:eviction=moepic.OF_DECODE",
 }
+
+
+class LCPOfDecode(LCP):
+    """LCP whose counts and tokens are those of passes of one token."""
+
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
+        if batch_tokens == 1:
+            super().used(experts, num_tokens, batch_tokens)
+
+
 OMEGA_32 = MakeEviction(lambda geometry, capacity, known: LCP(omega=32), is_scored=True)
 """LCP that forgets four times as fast."""
+OF_DECODE = MakeEviction(lambda geometry, capacity, known: LCPOfDecode(), is_scored=True)
+"""LCP that leaves prompts out."""
 SEGMENTS = 8  # of the sweep over theta
 OTHERS = ("lru", "lcp", "mixtral-offloading", "adapmoe", "fmoe", "promoe", "moe-infinity", "oracle", "resident")
 WITHOUT = {
@@ -72,6 +89,7 @@ WITHOUT = {
     "LCP: random": "moepic:eviction=random",
     "configurator": "moepic:allocation=split",
     "all three": "moepic:allocation=split:eviction=random:prediction=random",
+    "cost of pieces and timed start": "moepic:pieces=no:start=half",
 }
 IN_MEMORY = ("mixtral-offloading", "adapmoe", "moe-infinity", "lru", "moepic")
 TARGETS = (0.25, 0.5, 0.75)  # of the way from resident's TPOT to lru's
@@ -119,6 +137,7 @@ class Bench:
                 self.hardware = replace(self.hardware, **{f"{key}_ns": round(given * 1e3)})
         self.memories = [Memory(label) for label in args.memory.split(",")]
         self.keep = [int(num) for num in args.keep.split(",")]
+        self.targets = [float(num) / 1e3 for num in args.targets_ms.split(",")] if args.targets_ms else None
         self.seed: int = args.seed
         self.num_tokens: int = args.tokens
         if args.geometry is None:
@@ -151,6 +170,8 @@ class Bench:
             is_decode = np.concatenate([self._is_decode(span) for span in study.schedule.test])
             about["computing_ms"] = float(np.array(passes.computing)[is_decode].mean()) / 1e6
             about["waiting_ms"] = row["tpot_s"] * 1e3 - about["computing_ms"]
+        if self.trace.is_modelled("lookahead"):
+            about["lookahead"] = self.trace.manifest.fields["lookahead"].note
         return about
 
     def _is_decode(self, span: Span) -> Bools:
@@ -233,8 +254,8 @@ class Bench:
         fastest = self.row(study, "resident", Memory("100%"))["tpot_s"]
         slowest = self.row(study, "lru", self.memories[0])["tpot_s"]
         ring = study.geometry.layers[0].top_k * study.geometry.layers[0].expert_nbytes
-        for share in TARGETS:
-            target = fastest + share * (slowest - fastest)
+        between = [fastest + share * (slowest - fastest) for share in TARGETS]
+        for target in self.targets or between:
             needed: dict[str, int] = {}
             for name in IN_MEMORY:
                 low, high = -(-100 * ring // nbytes), 100  # the least is from `low` on; `high` is enough
@@ -258,15 +279,16 @@ class Bench:
             own = [Span(one.number, one.first_row, one.num_rows) for one in requests]
             spans += first_rows(own, self.num_tokens // 2)
         study, memory = self.study(Schedule([], spans)), self.memories[len(self.memories) // 2]
-        held, _, _ = self._tpots(study, spans, NEVER, memory)
-        for tau in TAUS:
-            found, times, moved = self._tpots(study, spans, tau, memory)
+        held, _, _ = self._tpots(study, spans, f"tau={NEVER}", memory)
+        for tau, fill in product(TAUS, ("demand", "idle")):
+            found, times, moved = self._tpots(study, spans, f"tau={tau}:fill={fill}", memory)
             ratios = [a / b for a, b in zip(found, held, strict=True)]
             yield {
                 "study": "rearrange",
                 "domains": ", ".join(map(str, domains)),
                 "memory": memory.label,
                 "tau": tau,
+                "fill": fill,
                 "requests": len(found),
                 "changes_at": firsts[1],
                 "configurations": times,
@@ -278,10 +300,10 @@ class Bench:
                 "holds": max(ratios) <= 1.2,
             }
 
-    def _tpots(self, study: Study, spans: list[Span], tau: int, memory: Memory) -> tuple[list[float], int, int]:
+    def _tpots(self, study: Study, spans: list[Span], options: str, memory: Memory) -> tuple[list[float], int, int]:
         """Of each request the mean time of its decode steps; how often was configured; bytes loaded."""
         passes = study.chrome = Passes()  # type: ignore[assignment]
-        row = study.row(get_system(f"moepic:tau={tau}"), memory)
+        row = study.row(get_system(f"moepic:{options}"), memory)
         times = np.diff([0, *passes.ends])
         tpots, begin = [], 0
         for span in spans:
@@ -304,6 +326,7 @@ def main() -> None:
     parser.add_argument("--geometry")
     parser.add_argument("--launch-us", type=float, help="to start one piece of an expert, instead of the profile's")
     parser.add_argument("--layer-us", type=float, help="to start a layer without its experts, instead of the profile's")
+    parser.add_argument("--targets-ms", help="TPOTs to find memory for, with commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
     args = parser.parse_args()

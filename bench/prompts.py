@@ -1,36 +1,42 @@
-"""The prompts of the recorded benchmarks: 240 of five public sets, by category.
+"""The prompts of the recorded benchmarks: of five public sets, by category; 240, unless said.
 
-    python bench/prompts.py FOLDER prompts.jsonl
+    python bench/prompts.py FOLDER prompts.jsonl [--counts 60,60,40,40,40]
     expertly trace record --prompts prompts.jsonl --out TRACE --full --max-new-tokens 64 --temperature 0.8
+    python bench/prompts.py FOLDER long.jsonl --counts 10,10,8,8,8
+    expertly trace record --prompts long.jsonl --out LONG --full --max-new-tokens 256 --temperature 0.8
 
-FOLDER holds the sets as gzipped JSON Lines with a "prompt" each, under the names below; 600 characters of each count.
+FOLDER holds the sets as gzipped JSON Lines with a "prompt" each, under the names below; the first of each are taken,
+and 600 characters of each count.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 
-SETS = (
-    ("mt_bench", "mt_bench.jsonl.gz", 60),
-    ("self_instruct", "self_instruct_user_oriented_252.jsonl.gz", 60),
-    ("gsm8k", "gsm8k_test.jsonl.gz", 40),
-    ("codegen", "codegen_instruct.jsonl.gz", 40),
-    ("flan", "flan_cot_sample.jsonl.gz", 40),
-)
+SETS = {
+    "mt_bench": "mt_bench.jsonl.gz",
+    "self_instruct": "self_instruct_user_oriented_252.jsonl.gz",
+    "gsm8k": "gsm8k_test.jsonl.gz",
+    "codegen": "codegen_instruct.jsonl.gz",
+    "flan": "flan_cot_sample.jsonl.gz",
+}
 MAX_CHARACTERS = 600
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    folder, out = map(Path, sys.argv[1:])
-    with out.open("w", encoding="utf-8") as file:
-        for category, name, count in SETS:
-            with gzip.open(folder / name, "rt", encoding="utf-8") as lines:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--counts", default="60,60,40,40,40", help="prompts of each set")
+    args = parser.parse_args()
+    counts = [int(count) for count in args.counts.split(",")]
+    with args.out.open("w", encoding="utf-8") as file:
+        for (category, name), count in zip(SETS.items(), counts, strict=True):
+            with gzip.open(args.folder / name, "rt", encoding="utf-8") as lines:
                 for line in islice(lines, count):
                     prompt = json.loads(line)["prompt"][:MAX_CHARACTERS]
                     file.write(json.dumps({"prompt": prompt, "category": category}) + "\n")
