@@ -217,9 +217,11 @@ def test_predictions_are_split_and_loaded_ahead_on_both(
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, Everything)
     with loaded(case.store, devices=TWO, system=system, matcher=matcher, memory="60%", segments=2) as model:
-        for _ in range(2):
+        for _ in range(20):  # a matcher on a busy machine may be late for all of a short answer
             assert generate(model, case.prompts) == case.tokens
-        devices = of_devices(model)
+            devices = of_devices(model)
+            if all(one["decode"]["prefetched"] for one in devices):
+                break
         assert all(one["decode"]["prefetched"] > 0 and one["decode"]["predicted"] > 0 for one in devices)
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
         assert decode["predicted"] == sum(one["decode"]["predicted"] for one in devices)
