@@ -67,7 +67,9 @@ def test_tokens_are_the_reference(system: str, segments: int, compressed: str | 
             assert generate(model, planes.prompts) == planes.tokens
         stats = stats_of(model)
         assert stats["codec"]["name"] == "planes" and stats["codec"]["ratio"] < 1
-        assert stats["bytes_decoded"] >= stats["bytes_loaded"] > 0 and stats["decode_s"] > 0
+        assert stats["bytes_decoded"] > 0 and stats["decode_s"] > 0
+        if system == "lru":  # others may be loading ahead still
+            assert stats["bytes_decoded"] >= stats["bytes_loaded"] > 0
         assert (stats["bytes_compressed_hit"] > 0) == (stats["compressed_bytes"] > 0) == bool(compressed)
         if system == "fmoe":
             assert prediction(model)["failed"] is None
@@ -195,7 +197,10 @@ def test_auto_keeps_copies_where_the_disk_is_slow(planes: Case, monkeypatch: pyt
     with loaded(planes.store, memory="75%") as model:
         assert generate(model, planes.prompts) == planes.tokens
         stats = stats_of(model)
-        assert 0 < stats["compressed"]["share"] < 1 and "copies in memory save" in stats["compressed"]["why"]
+        assert (
+            0 < stats["compressed"]["share"] < 1
+            and "copies in memory are expected to save" in stats["compressed"]["why"]
+        )
         assert 0 < stats["compressed_bytes"] <= stats["compressed"]["share"] * 0.75 * stats["expert_bytes"]
 
 

@@ -20,7 +20,18 @@ from expertly import __version__
 from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-COMMANDS = ("generate", "pack", "trace", "simulate", "maps", "train-predictor", "configure", "doctor", "systems")
+COMMANDS = (
+    "generate",
+    "serve",
+    "pack",
+    "trace",
+    "simulate",
+    "maps",
+    "train-predictor",
+    "configure",
+    "doctor",
+    "systems",
+)
 
 
 class _Parser(argparse.ArgumentParser):

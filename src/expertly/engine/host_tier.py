@@ -42,6 +42,10 @@ class HostTier:
         except BudgetError as error:
             raise BudgetError(f"host_{error}") from None
         slots = budget.pool_slots()
+        self.memory_nbytes = sum(
+            num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True)
+        )
+        """Of all its slots."""
         self._geometry = geometry
         self._residency = Residency(geometry, slots)
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
@@ -108,6 +112,15 @@ class HostTier:
         for piece in self._loading:
             self._release(piece)
         self._loading.clear()
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Of the segments that are here. Any thread may ask."""
+        geometry = self._geometry
+        return sum(
+            mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
+            for eid, mask in enumerate(self._residency.resident)
+        )
 
     def check(self) -> None:
         """Slots, masks and budget agree."""

@@ -59,6 +59,12 @@ class ThreadChannel:
         """Contexts that nobody read, because of too many."""
         return self._backlog.num_dropped
 
+    def save_every(self, seconds: float) -> None:
+        """From now on."""
+        with self._lock:
+            self._save_every_s = seconds
+            self._changed.notify()
+
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
         with self._lock:
             if self._is_open:

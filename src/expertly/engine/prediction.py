@@ -19,6 +19,7 @@ from expertly.engine.collector import Collector
 from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel
 from expertly.engine.saved_maps import SavedMaps
+from expertly.engine.sharing import Sharing
 from expertly.parts import System
 from expertly.policies.predictor import Predictor
 
@@ -97,6 +98,16 @@ class Prefetching:
     def error(self) -> BaseException | None:
         """What ended predicting."""
         return None if self._thread is None else self._thread.error
+
+    def share(self, every_s: float) -> Sharing | None:
+        """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
+        is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
+        """
+        if self.maps is None:
+            return None
+        if self._thread is not None:
+            self._thread.save_every(every_s)
+        return self.maps.share()
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins. Raises what predicting raised."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
+from expertly.engine.sharing import Sharing
 from expertly.maps.file import load_maps, save_maps
 from expertly.maps.matrices_file import load_matrices, save_matrices
 from expertly.parts import System
@@ -64,6 +65,7 @@ class SavedMaps:
         self._about = {"source": source}
         self._predictor = predictor
         self._saved = predictor.store.generation
+        self._sharing: Sharing | None = None
         self._is_kept = False  # the file has more maps than the predictor can hold
 
     def read(self, geometry: Geometry, hidden_size: int) -> None:
@@ -91,10 +93,17 @@ class SavedMaps:
             warnings.warn(f"expertly: {self.problem}", stacklevel=2)
         self._saved = self._predictor.store.generation
 
+    def share(self) -> Sharing:
+        """Whenever the file may be written, others of the same model are told what is in it, and theirs is added."""
+        self._sharing = Sharing(self._predictor)
+        return self._sharing
+
     def write(self) -> bool:
         """Write the file if the maps have changed; False, with a warning, where that failed. The predictor must not run
         meanwhile. A file of more maps than the predictor can hold stays as it is.
         """
+        if self._sharing is not None:
+            self._sharing.exchange()
         store = self._predictor.store
         if self._is_kept or store.generation == self._saved:
             return True

@@ -1,0 +1,204 @@
+"""The paths of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from expertly.serve.answers import ChatAnswer, CompletionAnswer
+from expertly.serve.dashboard import dashboard_page
+from expertly.serve.errors import ApiError, invalid
+from expertly.serve.http import (
+    ClientGone,
+    EventStream,
+    Guard,
+    on_api_error,
+    on_bug,
+    on_gone,
+    on_http_error,
+    read_body,
+    unless_gone,
+)
+from expertly.serve.reading import check, parse_json
+from expertly.serve.request import Request as Asked
+from expertly.serve.schema import ChatRequest, CompletionRequest
+from expertly.serve.service import Service
+from expertly.serve.view import View
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS = {
+    "400": "cannot work as it is",
+    "401": "no key of this server",
+    "403": "a host name that is not this machine's",
+    "404": "not here",
+    "413": "too large",
+    "415": "no JSON",
+    "429": "as many wait as may",
+    "503": "shutting down, or stopped",
+}
+
+
+def make_app(service: Service, view: View) -> Any:
+    """The ASGI application. It takes requests from when `service.scheduler` has been started."""
+    app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_state(app, service, view)
+    _add_texts(app, service)
+    _add_schema(app)
+    return Guard(app, service.settings)
+
+
+def _add_errors(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientGone, on_gone)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_bug)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    return await on_api_error(request, invalid("the request's address cannot be read"))
+
+
+def _add_state(app: FastAPI, service: Service, view: View) -> None:
+    scheduler = service.scheduler
+    page = dashboard_page()
+
+    @app.get("/", response_class=HTMLResponse, summary="The dashboard")
+    async def dashboard() -> Response:
+        return HTMLResponse(page.html, headers=page.headers)
+
+    @app.get("/health", summary="Is the server alive?", responses=_refusals("503"))
+    async def health() -> Response:
+        if scheduler.problem is not None:
+            return JSONResponse({"status": "stopped", "reason": scheduler.problem}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", summary="Does it take requests?", responses=_refusals("503"))
+    async def ready() -> Response:
+        if scheduler.problem is not None or scheduler.is_draining:
+            return JSONResponse({"status": "draining" if scheduler.is_draining else "stopped"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/v1/models", summary="The model that is served", responses=_refusals("401", "403"))
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [service.about.as_dict()]})
+
+    @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals("401", "403", "404"))
+    async def model(name: str) -> Response:
+        if name != service.about.name:
+            raise ApiError(404, f"the model {name!r} is not here", param="model", code="model_not_found")
+        return JSONResponse(service.about.as_dict())
+
+    @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals("401", "403"))
+    async def experts() -> Response:
+        return JSONResponse(await asyncio.to_thread(view.experts))
+
+    @app.get("/v1/state", summary="What the dashboard shows beside it", responses=_refusals("401", "403"))
+    async def state() -> Response:
+        return JSONResponse(await asyncio.to_thread(view.state))
+
+    @app.get("/metrics", summary="For Prometheus", responses=_refusals("401", "403"))
+    async def metrics() -> Response:
+        return Response(await asyncio.to_thread(view.metrics), media_type=view.METRICS_TYPE)
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    limit = service.settings.max_body_nbytes
+    refusals = _refusals("400", "401", "403", "404", "413", "415", "429", "503")
+
+    async def answer(request: Request, made: tuple[Asked, Any], is_stream: bool, includes_usage: bool) -> Response:
+        asked, told = made
+        service.start(asked)
+        gone: Callable[[], None] = lambda: service.scheduler.cancel(asked)  # noqa: E731
+        if is_stream:
+            return EventStream(_events(asked, told, includes_usage), gone)
+        try:
+            deltas = await unless_gone(request.receive, _all(asked))
+        finally:
+            gone()
+        return JSONResponse(told.whole(deltas))
+
+    @app.post(
+        "/v1/chat/completions",
+        summary="Answer a conversation",
+        openapi_extra=_takes(ChatRequest),
+        responses=refusals,
+    )
+    async def chat(request: Request) -> Response:
+        asked = check(ChatRequest, parse_json(await read_body(request, limit)))
+        return await answer(request, await service.chat(asked), bool(asked.stream), asked.includes_usage)
+
+    @app.post(
+        "/v1/completions",
+        summary="Continue a text",
+        openapi_extra=_takes(CompletionRequest),
+        responses=refusals,
+    )
+    async def complete(request: Request) -> Response:
+        asked = check(CompletionRequest, parse_json(await read_body(request, limit)))
+        return await answer(request, await service.complete(asked), bool(asked.stream), asked.includes_usage)
+
+
+async def _all(asked: Asked) -> list[Any]:
+    return [delta async for delta in asked]
+
+
+async def _events(asked: Asked, told: ChatAnswer | CompletionAnswer, includes_usage: bool) -> AsyncIterator[Any]:
+    async for delta in asked:
+        for chunk in told.chunks(delta):
+            yield chunk
+    if includes_usage:
+        yield told.usage_chunk()
+
+
+# -- the schema: bodies are read by us, so that everything wrong with one is told in one shape -----------------------
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _refusals(*statuses: str) -> dict[int | str, dict[str, Any]]:
+    content = {"application/json": {"schema": _ERROR}}
+    return {int(status): {"description": _REFUSALS[status], "content": content} for status in statuses}
+
+
+def _add_schema(app: FastAPI) -> None:
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        made = make()
+        taken = [(model, "validation") for model in (ChatRequest, CompletionRequest)]
+        _, definitions = models_json_schema(taken, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return made
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,60 @@
+"""What a client is told when something is wrong: OpenAI's error object, whatever it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_MESSAGE = 500
+"""Characters of a message: it may quote what a client sent."""
+
+
+class ApiError(Exception):
+    """Ends a request with a status and an error object. `param` is the field it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that can never work as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(waiting: int, retry_after_s: int) -> ApiError:
+    """As many wait as may."""
+    return ApiError(
+        429,
+        f"{waiting} requests wait already, which is all that may (--max-queue); try again in {retry_after_s} s",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """Not now, and not because of this request."""
+    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})
+
+
+def failed(message: str) -> ApiError:
+    """A request that was accepted and could not be served."""
+    return ApiError(500, message, kind="server_error", code="step_failed")

@@ -1,0 +1,137 @@
+"""Several servers of one model: what each learns and counts reaches the others by way of one pool.
+
+How the pool is reached is the caller's: see `ray_app`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from expertly.core.errors import StoreError
+from expertly.engine.sharing import Sharing
+
+Learned = Mapping[str, npt.NDArray[Any]]
+
+MAX_MEMBERS = 64
+"""Whose words the pool keeps; those who have not spoken for longest go first."""
+
+SILENT_S = 60.0
+"""Who has not spoken for so long is not counted any more; what it had learned stays."""
+
+log = logging.getLogger("expertly.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a member tells. `learned`: where that has changed; `pool`, `version`: of the last news that it had."""
+
+    name: str
+    identity: str
+    metrics: str
+    learned: Learned | None = None
+    pool: str | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the others had to tell: who has learned what since, and the last metrics of each."""
+
+    pool: str
+    version: int
+    learned: dict[str, Learned] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Known:
+    identity: str
+    metrics: str
+    at_s: float
+    version: int = 0
+    learned: Learned | None = None
+
+
+class Pool:
+    """In one place that all members reach. It may be lost: members tell a new one all that they know."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._id = uuid.uuid4().hex
+        self._version = 0
+        self._members: dict[str, _Known] = {}  # who spoke last is last
+
+    def swap(self, report: Report) -> News:
+        """Take a member's report, and tell it of the others: of their models, what those of its own have learned."""
+        now = self._now_s()
+        one = self._members.pop(report.name, None) or _Known(report.identity, report.metrics, now)
+        one.identity, one.metrics, one.at_s = report.identity, report.metrics, now
+        if report.learned is not None:
+            self._version += 1
+            one.learned, one.version = report.learned, self._version
+        self._members[report.name] = one
+        if len(self._members) > MAX_MEMBERS:
+            del self._members[next(iter(self._members))]
+        since = report.version if report.pool == self._id else 0
+        others = {name: other for name, other in self._members.items() if name != report.name}
+        return News(
+            self._id,
+            self._version,
+            {
+                name: other.learned
+                for name, other in others.items()
+                if other.learned is not None and other.version > since and other.identity == report.identity
+            },
+            {name: other.metrics for name, other in others.items() if now - other.at_s < SILENT_S},
+        )
+
+
+class Member:
+    """One server's side. `sharing` None: it learns nothing; its metrics are told all the same."""
+
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        sharing: Sharing | None,
+        metrics: Callable[[], str],
+        swap: Callable[[Report], Awaitable[News]],
+    ) -> None:
+        self.name = name
+        self.metrics_of_others: dict[str, str] = {}
+        self._identity = identity
+        self._sharing = sharing
+        self._metrics = metrics
+        self._swap = swap
+        self._pool: str | None = None
+        self._version = 0
+        self._learned: Learned | None = None
+        self._is_told = True
+
+    async def swap(self) -> None:
+        """Tell what is new, hear what is new. Raises what the way to the pool raises; the next one tells it again."""
+        if self._sharing is not None and (learned := self._sharing.take()) is not None:
+            self._learned, self._is_told = learned, False
+        told = None if self._is_told else self._learned
+        report = Report(self.name, self._identity, self._metrics(), told, self._pool, self._version)
+        news = await self._swap(report)
+        # A pool that is new has forgotten what it was told before.
+        self._is_told = self._pool in (None, news.pool) or told is not None
+        self._pool, self._version = news.pool, news.version
+        self.metrics_of_others = news.metrics
+        for other, arrays in news.learned.items():
+            self._give(other, arrays)
+
+    def _give(self, other: str, arrays: Learned) -> None:
+        if self._sharing is None:
+            return
+        try:
+            self._sharing.give(other, arrays)
+        except StoreError as error:
+            log.warning("what %s has learned was left out: %s", other, error)

@@ -1,0 +1,176 @@
+"""Between HTTP and the service: bodies with a limit, streams that end when their client goes, errors in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from expertly.serve.errors import ApiError, failed, invalid
+from expertly.serve.settings import Settings, is_known, is_loopback
+
+OPEN_PATHS = ("/", "/health", "/ready")
+"""Need no key: they tell nothing that anybody asked."""
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("expertly.serve")
+
+
+class ClientGone(Exception):
+    """The client has closed the connection before its answer was whole."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """All of it. Raises ApiError 413 above `limit` bytes, 415 where it says that it is no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "Content-Type: accepted: application/json", code="unsupported_media_type")
+    told = request.headers.get("content-length", "")
+    if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """What `work` gives. Raises ClientGone, and ends it, when the connection is closed. The body has been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: each of `events` as one, then `[DONE]`; an ApiError on the way is the last one.
+
+    `closed` is called once, when the stream has ended, however it did.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Any], closed: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            self._closed()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": as_event(event), "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        except ApiError as error:
+            await send({"type": "http.response.body", "body": as_event(error.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def as_event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Guard:
+    """The outermost layer: who may ask, and under which name."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        error = self._error(scope["path"], headers)
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(error)(scope, receive, send)
+
+    def _error(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
+        settings = self._settings
+        if settings.checks_host and not is_loopback(_host_of(headers.get(b"host", ""))):
+            return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
+        if not settings.keys or path in OPEN_PATHS:
+            return None
+        scheme, _, key = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and is_known(key.strip(), settings.keys):
+            return None
+        return ApiError(
+            401,
+            "Authorization: accepted: Bearer and a key of this server",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _host_of(header: str) -> str:
+    """Without the port."""
+    return header.partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """What the framework refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
+    return error_response(ApiError(error.status_code, said, code=code, headers=error.headers))
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """A bug of ours: told to the log, not to the client."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(failed("the server has a bug: its log says more"))
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+def _too_large(limit: int) -> ApiError:
+    error = invalid(f"the body is too large; accepted: {limit} bytes", code="body_too_large")
+    error.status = 413
+    return error

@@ -1,0 +1,171 @@
+"""What Prometheus scrapes: how requests fared, and what the engine has counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from expertly.engine.process import peak_rss_nbytes
+from expertly.serve.memory import Split
+from expertly.serve.readings import Readings, compressed_here
+from expertly.serve.request import Request
+from expertly.serve.scheduler import Scheduler
+
+log = logging.getLogger("expertly.serve")
+
+_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class RequestMetrics:
+    """See scheduler.Watcher."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        make: dict[str, Any] = {"registry": self.registry}
+        self._first = Histogram(
+            "expertly_time_to_first_token_seconds", "From a request's arrival", buckets=_FIRST_S, **make
+        )
+        self._token = Histogram(
+            "expertly_time_per_output_token_seconds", "Between a text's tokens", buckets=_TOKEN_S, **make
+        )
+        self._requests = Counter("expertly_requests", "By how they ended", ["outcome"], **make)
+        self._prompt = Counter("expertly_prompt_tokens", "Of requests that ended", **make)
+        self._written = Counter("expertly_generated_tokens", "Written", **make)
+        self.num_written = 0
+
+    def first_token(self, request: Request) -> None:
+        assert request.first_s is not None
+        self._first.observe(request.first_s - request.came_s)
+
+    def token(self, request: Request, seconds: float | None) -> None:
+        if seconds is not None:
+            self._token.observe(seconds)
+        self._written.inc()
+        self.num_written += 1
+
+    def ended(self, request: Request, outcome: str) -> None:
+        self._requests.labels(outcome).inc()
+        first = "-" if request.first_s is None else f"{request.first_s - request.came_s:.3f} s"
+        log.info(
+            "request %d: %s after %d tokens, the first after %s, all in %.3f s",
+            request.number,
+            outcome,
+            request.num_tokens,
+            first,
+            request.now_s() - request.came_s,
+        )
+        self._prompt.inc(request.num_prompt_tokens)
+
+
+class EngineMetrics(Collector):
+    """Reads the engine's own counters when it is asked."""
+
+    def __init__(self, readings: Readings, scheduler: Scheduler, split: Split) -> None:
+        self._readings = readings
+        self._scheduler = scheduler
+        self._split = split
+
+    def describe(self) -> list[Metric]:
+        """Nothing is read before somebody asks."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_requests()
+        stats = self._readings.stats()
+        yield from _of_phases(stats["phases"])
+        yield from _of_layers(stats["layers"])
+        yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", _accuracy(stats))
+        yield self._of_memory(stats)
+        yield _gauge("expertly_process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
+
+    def _of_requests(self) -> Iterator[Metric]:
+        scheduler, room = self._scheduler, self._scheduler.room
+        yield _gauge("expertly_requests_waiting", "Requests in the queue", len(scheduler.waiting))
+        yield _gauge("expertly_texts_running", "Texts that are being written", len(scheduler.running))
+        yield _gauge("expertly_kv_pages_free", "Pages of the KV cache that nobody has", scheduler.free_pages)
+        yield _gauge("expertly_kv_pages", "Pages of the KV cache", room.num_pages)
+        yield _counter("expertly_failed_steps", "Forward passes that raised", scheduler.num_failed_steps)
+
+    def _of_memory(self, stats: dict[str, Any]) -> Metric:
+        family = GaugeMetricFamily("expertly_memory_bytes", "By use, as it was divided", labels=["use"])
+        split = self._split
+        for use, nbytes in (("dense", split.dense), ("kv_cache", split.cache), ("working", split.working)):
+            family.add_metric([use], nbytes)
+        family.add_metric(["experts"], stats["memory_bytes"])
+        family.add_metric(["experts_resident"], sum(device["resident_bytes"] for device in stats["devices"]))
+        family.add_metric(["experts_compressed"], compressed_here(stats))
+        for name, nbytes in self._readings.host_memory().items():
+            family.add_metric([name.removesuffix("_bytes")], nbytes)
+        return family
+
+
+_COUNTED = {
+    "hits": "Demands for experts that were wholly there",
+    "partial_hits": "Demands for experts that were there in part",
+    "misses": "Demands for experts of which nothing was there",
+    "bytes_loaded": "Bytes of experts loaded",
+    "stall_s": "Seconds that forward passes waited for experts",
+    "experts_s": "Seconds in experts, waiting included",
+    "prefetched": "Experts loaded ahead",
+    "prefetched_needed": "Experts loaded ahead that were needed",
+    "tokens": "Tokens computed",
+    "iterations": "Forward passes",
+}
+
+
+def _of_phases(phases: dict[str, Any]) -> Iterator[Metric]:
+    for key, text in _COUNTED.items():
+        family = CounterMetricFamily(f"expertly_{_unit(key)}", text, labels=["phase"])
+        for phase, counts in phases.items():
+            family.add_metric([phase], counts[key])
+        yield family
+    rates = GaugeMetricFamily("expertly_hit_ratio", "Of all demands so far, those that were hits", labels=["phase"])
+    for phase, counts in phases.items():
+        if counts["hit_rate"] is not None:
+            rates.add_metric([phase], counts["hit_rate"])
+    yield rates
+
+
+def _of_layers(layers: list[dict[str, Any]]) -> Iterator[Metric]:
+    demands = CounterMetricFamily("expertly_layer_demands", "In decode, by what was there", labels=["layer", "found"])
+    stall = CounterMetricFamily("expertly_layer_stall_seconds", "In decode", labels=["layer"])
+    for layer in layers:
+        number, decode = str(layer["layer"]), layer["decode"]
+        for found, key in (("all", "hits"), ("part", "partial_hits"), ("nothing", "misses")):
+            demands.add_metric([number, found], decode[key])
+        stall.add_metric([number], decode["stall_s"])
+    yield demands
+    yield stall
+
+
+def _unit(key: str) -> str:
+    return key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
+
+
+def _accuracy(stats: dict[str, Any]) -> float | None:
+    of_phases = stats["phases"].values()
+    prefetched = sum(one["prefetched"] for one in of_phases)
+    return sum(one["prefetched_needed"] for one in of_phases) / prefetched if prefetched else None
+
+
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    family = GaugeMetricFamily(name, text)
+    if value is not None:
+        family.add_metric([], value)
+    return family
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    family = CounterMetricFamily(name, text)
+    family.add_metric([], value)
+    return family
+
+
+def rendered(metrics: RequestMetrics) -> bytes:
+    return generate_latest(metrics.registry)

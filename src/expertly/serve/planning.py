@@ -1,0 +1,107 @@
+"""From what a user states to what is loaded: how much of the memory is cache, how much experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertly.core.amounts import parse_memory
+from expertly.core.errors import ConfigError
+from expertly.engine.backends import available_nbytes
+from expertly.engine.device_choice import choose_devices
+from expertly.models.packing import pack_cached
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Shape, Split, split_total
+from expertly.serve.scheduler import Room
+from expertly.systems import get_system
+
+DEFAULT_CONTEXT = 4096
+"""Tokens of one text where neither the user nor the model says less."""
+
+MAX_DEFAULT_CACHE = 32768
+"""Tokens of KV cache where nobody says more: attention on a CPU reads all of what runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """As `expertly serve` is told; None: nothing was said."""
+
+    model: str | None
+    dtype: str | None
+    device: str | None
+    devices: str | None
+    system: str
+    memory: str
+    total_memory: str | None
+    context: int | None
+    max_running: int
+    max_queue: int
+    kv_tokens: int | None
+    codec: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`memory`: what `expertly.load` is asked for."""
+
+    memory: str | int
+    room: Room
+    split: Split
+
+
+def plan(wishes: Wishes) -> Plan:
+    """Packs the model where it is not packed yet. Raises ConfigError, BudgetError."""
+    if wishes.total_memory is not None and wishes.memory != "auto":
+        raise ConfigError(
+            f"--memory {wishes.memory} and --total-memory {wishes.total_memory}: accepted: one of the two"
+        )
+    if wishes.max_running > MAX_BATCH_TOKENS:
+        raise ConfigError(f"--max-running {wishes.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
+    store = pack_cached(wishes.model, wishes.dtype, codec=wishes.codec)
+    text = store.config.get("text_config", store.config)
+    context = _context(wishes.context, text.get("max_position_embeddings"))
+    geometry = store.geometry()
+    shape = Shape(
+        config=store.config,
+        itemsize=geometry.layers[0].itemsize,
+        dense=store.dense_nbytes,
+        all_experts=geometry.nbytes,
+        context=context,
+        max_running=wishes.max_running,
+    )
+    pages = None
+    if wishes.kv_tokens is not None:
+        pages = -(-wishes.kv_tokens // PAGE_TOKENS)
+        if pages < shape.pages_of_one():
+            least = shape.pages_of_one() * PAGE_TOKENS
+            raise ConfigError(f"--kv-tokens {wishes.kv_tokens}: accepted: {least} or more, for one text of {context}")
+    memory, split = _split(wishes, shape, pages)
+    return Plan(memory, Room(context, PAGE_TOKENS, split.num_pages, wishes.max_running, wishes.max_queue), split)
+
+
+def _context(wished: int | None, most: int | None) -> int:
+    if wished is None:
+        return min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
+    if most is not None and wished > most:
+        raise ConfigError(f"--context {wished}: accepted: at most the model's {most}")
+    return wished
+
+
+def _split(wishes: Wishes, shape: Shape, pages: int | None) -> tuple[str | int, Split]:
+    targets = choose_devices(wishes.device, wishes.devices)
+    keeps_everything = get_system(wishes.system).keeps_everything
+    is_stated = wishes.memory != "auto" or keeps_everything or len(targets) > 1
+    if wishes.total_memory is None and is_stated:
+        if pages is None:
+            most = max(shape.pages_of_one(), MAX_DEFAULT_CACHE // PAGE_TOKENS)
+            pages = min(shape.pages_wanted(), most)
+        return wishes.memory, Split(shape.dense, shape.cache_nbytes(pages), shape.working(pages), 0, pages)
+    if len(targets) > 1:
+        raise ConfigError(f"--total-memory with --devices {wishes.devices}: accepted: --memory, for the experts of all")
+    free = available_nbytes(targets[0])
+    total = parse_memory(wishes.total_memory or "auto", free)
+    split = split_total(free if total is None else total, shape, pages)
+    if keeps_everything and split.experts < shape.all_experts:
+        raise ConfigError(
+            f"--total-memory {wishes.total_memory}: system {wishes.system} keeps all experts, {shape.all_experts} "
+            f"bytes; {split.experts} are left for them"
+        )
+    return ("100%" if split.experts == shape.all_experts else split.experts), split

@@ -1,0 +1,127 @@
+"""One client's request while it is served: its texts as they grow, and what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from expertly.serve.sampling import Choice, Sampling
+from expertly.serve.text import Decoder, StopStrings
+
+Reason = Literal["stop", "length"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came to one text. `reason` is that of its end, once."""
+
+    index: int
+    text: str
+    choices: tuple[Choice, ...] = ()  # the tokens behind the text, where logprobs were asked for
+    reason: Reason | None = None
+
+
+class Text:
+    """One text of a request, from its prompt to its end."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        ends: Sequence[int],
+        sampling: Sampling,
+        stops: Sequence[str],
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.name = f"{request.number}.{index}"
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.ends = ends
+        self.sampling = sampling
+        self.tokens: list[int] = []
+        self.reason: Reason | None = None
+        self.last_s: float | None = None  # when its last token came
+        self._stops = StopStrings(stops)
+        self._decoder = Decoder(request.decode)
+        self._untold: list[Choice] = []  # their text is held back
+
+    @property
+    def is_cut(self) -> bool:
+        """It ended where the model would have gone on."""
+        return self._stops.is_stopped
+
+    def add(self, choice: Choice) -> Delta:
+        """The model has written a token."""
+        self.tokens.append(choice.token)
+        is_end = choice.token in self.ends
+        came = "" if is_end else self._decoder.add(choice.token)
+        is_last = is_end or len(self.tokens) >= self.max_tokens
+        if is_last:
+            came += self._decoder.end()
+        shown = self._stops.add(came)
+        if is_last and not self._stops.is_stopped:
+            shown += self._stops.end()
+        if self._stops.is_stopped or is_end:
+            self.reason = "stop"
+        elif is_last:
+            self.reason = "length"
+        if self.sampling.logprobs is not None and not is_end:
+            self._untold.append(choice)
+        told: tuple[Choice, ...] = ()
+        if shown or self.reason is not None:
+            told, self._untold = tuple(self._untold), []
+        return Delta(self.index, shown, told, self.reason)
+
+
+@dataclass(eq=False)
+class Request:
+    """All texts that one client asked for at once. It is admitted, and fails, as a whole.
+
+    Used in the server's thread alone. `deltas` ends with None, or with the exception that ended it.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    now_s: Callable[[], float]
+    number: int = field(default_factory=lambda: next(_numbers))
+    texts: list[Text] = field(default_factory=list)
+    deltas: asyncio.Queue[Delta | BaseException | None] = field(default_factory=asyncio.Queue)
+    came_s: float = 0.0
+    first_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.came_s = self.now_s()
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int, ends: Sequence[int], sampling: Sampling, stops: Sequence[str]
+    ) -> None:
+        """One more text."""
+        self.texts.append(Text(self, len(self.texts), prompt, max_tokens, ends, sampling, stops))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt once, however many texts continue it."""
+        return sum(len(prompt) for prompt in {id(text.prompt): text.prompt for text in self.texts}.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Written so far."""
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def is_done(self) -> bool:
+        return all(text.reason is not None for text in self.texts)
+
+    async def __aiter__(self):  # type: ignore[no-untyped-def]
+        """The deltas of all texts, as they come. Raises what ended the request."""
+        while (delta := await self.deltas.get()) is not None:
+            if isinstance(delta, BaseException):
+                raise delta
+            yield delta

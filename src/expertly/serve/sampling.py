@@ -1,0 +1,154 @@
+"""Which token comes next: each request by its own settings, whoever shares its forward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives that a request may ask for beside each token."""
+
+
+_COLDEST = 1e-4
+"""Below it only the likeliest token has a probability that a float can tell from 0."""
+
+_FIRST_LOOK = 256
+"""So many of the likeliest tokens nearly always reach `top_p`, and cost less than sorting a vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A request's settings. `temperature` 0 is greedy; `top_k` 0 is all tokens; `seed` None draws one.
+
+    `logprobs`: how many alternatives to tell with each token; None: nothing is told.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _COLDEST or self.top_k == 1
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.bias) or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token, and where that was asked for its log probability and those of the likeliest, before any setting."""
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(slots=True)
+class _State:
+    sampling: Sampling
+    random: np.random.Generator
+    counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
+
+
+Told = Callable[[Sequence[tuple[str, Choice]]], None]
+
+
+class Sampler:
+    """See models.stepping.Chooser. `told(choices)` is called once a forward pass, in its thread.
+
+    A request's randomness is its own: PCG64 from its seed, one number a token. With the same logits a seed gives the
+    same text in any company.
+    """
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._states: dict[str, _State] = {}
+
+    def add(self, name: str, sampling: Sampling) -> None:
+        """Before the request is submitted. A name that is known goes on where it was."""
+        with self._lock:
+            if name not in self._states:
+                self._states[name] = _State(sampling, np.random.default_rng(sampling.seed))
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._states.pop(name, None)
+
+    def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
+        """See Chooser."""
+        with self._lock:
+            states = [self._states.get(name) for name in names]
+        greedy = logits.argmax(dim=-1).tolist()
+        tokens: list[int | None] = [None] * len(names)
+        told = []
+        for row, (name, state) in enumerate(zip(names, states, strict=True)):
+            if state is None:  # cancelled while the pass ran
+                continue
+            sampling = state.sampling
+            token = greedy[row]
+            if not sampling.is_greedy or sampling.changes_logits:
+                token = _draw(_adjusted(logits[row], state), state)
+                tokens[row] = token
+            state.counts[token] = state.counts.get(token, 0) + 1
+            told.append((name, _choice(logits[row], token, sampling.logprobs)))
+        self._told(told)
+        return tokens
+
+
+def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
+    """[V] with the biases, and the penalties of what has been written."""
+    sampling = state.sampling
+    if not sampling.changes_logits:
+        return logits
+    logits = logits.clone()
+    if state.counts and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids = torch.tensor(list(state.counts), device=logits.device)
+        counts = torch.tensor(list(state.counts.values()), device=logits.device, dtype=logits.dtype)
+        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    for token, bias in sampling.bias.items():
+        logits[token] += bias
+    return logits
+
+
+def _draw(logits: torch.Tensor, state: _State) -> int:
+    """One token by its own random number: of those of `top_k`, the fewest that together reach `top_p`."""
+    sampling = state.sampling
+    if sampling.is_greedy:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / sampling.temperature, dim=-1)
+    order = None
+    if sampling.top_k or sampling.top_p < 1:
+        width = min(sampling.top_k or _FIRST_LOOK, len(probabilities))
+        found, order = probabilities.topk(width)
+        if not sampling.top_k and float(found.sum()) < sampling.top_p:
+            found, order = probabilities.sort(descending=True)
+        probabilities = found
+    sums = probabilities.cumsum(dim=-1)
+    if sampling.top_p < 1:
+        enough = sampling.top_p * (float(sums[-1]) if sampling.top_k else 1.0)
+        sums = sums[: int((sums < enough).sum()) + 1]
+    drawn = state.random.random() * float(sums[-1])
+    place = min(int(torch.searchsorted(sums, drawn, right=True)), len(sums) - 1)
+    return place if order is None else int(order[place])
+
+
+def _choice(logits: torch.Tensor, token: int, num_top: int | None) -> Choice:
+    if num_top is None:
+        return Choice(token)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if num_top == 0:
+        return Choice(token, float(logprobs[token]))
+    values, ids = logprobs.topk(min(num_top, len(logprobs)))
+    return Choice(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))

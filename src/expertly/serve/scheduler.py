@@ -1,0 +1,250 @@
+"""Who runs and who waits: requests are admitted in the order they came, each as soon as all of it fits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from expertly.core.errors import EngineClosedError
+from expertly.models.stepping import Entry, Stepper
+from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
+from expertly.serve.request import Request, Text
+from expertly.serve.sampling import Choice, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What may run at a time: `max_running` texts in the `num_pages` of `page_tokens` of the KV cache, or the texts of
+    one request. `context` is one text, prompt included; `max_queue` requests may wait.
+    """
+
+    context: int
+    page_tokens: int
+    num_pages: int
+    max_running: int
+    max_queue: int
+    is_one_at_a_time: bool = False
+
+    def pages_of(self, prompt: int, max_tokens: int) -> int:
+        """That a text needs when it has grown to its limit; one more for where pages of layers differ."""
+        return -(-(prompt + max_tokens) // self.page_tokens) + 1
+
+
+class Watcher(Protocol):
+    """Is told what happens to requests; see metrics."""
+
+    def first_token(self, request: Request) -> None:
+        """Of the first of its texts that has one; `token` follows."""
+
+    def token(self, request: Request, seconds: float | None) -> None:
+        """Since the same text's last one; None: it is the text's first."""
+
+    def ended(self, request: Request, outcome: str) -> None:
+        """`stop` or `length` of its last text, `cancelled`, `failed`."""
+
+
+class Scheduler:
+    """Lives in the server's event loop, which alone calls it, but for `told` and `failed`: the model's threads do.
+
+    A text's pages are taken for its whole length when it is admitted, so that what runs never lacks any.
+    """
+
+    def __init__(self, room: Room, watcher: Watcher) -> None:
+        self.room = room
+        self.watcher = watcher
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, Text] = {}
+        self.free_pages = room.num_pages
+        self.is_draining = False
+        self.num_failed_steps = 0
+        self.sampler = Sampler(self.told)
+        self._stepper: Stepper | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._problem: str | None = None
+        self._step_s = 0.05  # a running mean, for Retry-After
+
+    def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
+        """Take requests from now on, in the loop that runs. `make(sampler, failed)` makes what runs the model."""
+        self._loop = asyncio.get_running_loop()
+        self._stepper = make(self.sampler, self.failed)
+
+    def close(self) -> None:
+        if self._stepper is not None:
+            self._stepper.close()
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be served any more; None: it can."""
+        if self._problem is None and self._stepper is not None and not self._stepper.is_alive():
+            return "the thread that runs the model has ended"
+        return self._problem
+
+    def check_size(self, prompt: int, max_tokens: int, num_texts: int, param: str) -> None:
+        """Raises ApiError where so much could never run."""
+        room = self.room
+        if prompt + max_tokens > room.context:
+            raise invalid(
+                f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}; accepted: "
+                f"{room.context} together",
+                param,
+                "context_length_exceeded",
+            )
+        if room.is_one_at_a_time:
+            return
+        if num_texts > room.max_running or num_texts * room.pages_of(prompt, max_tokens) > room.num_pages:
+            most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
+            raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
+
+    def submit(self, request: Request) -> None:
+        """Raises ApiError 429 where as many wait as may, 503 where no new ones are taken."""
+        if self.problem is not None:
+            raise unavailable(self.problem, "model_stopped")
+        if self.is_draining:
+            raise unavailable("this server is shutting down", "draining")
+        if not self.waiting and self._fits(request):
+            self._admit(request)
+            return
+        if len(self.waiting) >= self.room.max_queue:
+            raise overloaded(len(self.waiting), max(1, min(60, round(self._wait_s()))))
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Its client has gone. Idempotent."""
+        if request.is_done:
+            return
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.watcher.ended(request, "cancelled")
+        elif any(text.name in self.running for text in request.texts):
+            self._drop(request)
+            self.watcher.ended(request, "cancelled")
+        self._next()
+
+    async def drained(self) -> None:
+        """No new ones; returns when all that had been taken have ended."""
+        self.is_draining = True
+        self._next()
+        await self._idle.wait()
+
+    def abort(self) -> None:
+        """End all that has been taken."""
+        for request in [*self.waiting, *{one.request.number: one.request for one in self.running.values()}.values()]:
+            self._fail(request, unavailable("this server is shutting down", "draining"))
+
+    # -- what the model's threads call ---------------------------------------------------------------------------------
+
+    def told(self, choices: Sequence[tuple[str, Choice]]) -> None:
+        self._later(self._take, choices)
+
+    def failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+        self._later(self._failed, of_step, others, error)
+
+    def _later(self, call: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)
+
+    # -- the rest runs in the loop -------------------------------------------------------------------------------------
+
+    def _take(self, choices: Sequence[tuple[str, Choice]]) -> None:
+        """A forward pass has given these tokens."""
+        for name, choice in choices:
+            text = self.running.get(name)
+            if text is None:
+                continue
+            request, now = text.request, text.request.now_s()
+            delta = text.add(choice)
+            if request.first_s is None:
+                request.first_s = now
+                self.watcher.first_token(request)
+            passed = None if text.last_s is None else now - text.last_s
+            if passed is not None:
+                self._step_s += 0.05 * (passed - self._step_s)
+            self.watcher.token(request, passed)
+            text.last_s = now
+            request.deltas.put_nowait(delta)
+            if delta.reason is not None:
+                self._release(text)
+                if request.is_done:
+                    request.deltas.put_nowait(None)
+                    self.watcher.ended(request, delta.reason)
+        self._next()
+
+    def _failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+        self.num_failed_steps += 1
+        if isinstance(error, EngineClosedError):
+            self._problem = str(error)
+            others, of_step = [], [*of_step, *others, *(name for name in self.running)]
+        for name in of_step:
+            text = self.running.get(name)
+            if text is not None:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._fail(text.request, failed(f"the forward pass of this request failed: {reason}"))
+        for name in others:
+            text = self.running.get(name)
+            if text is not None:
+                self._begin(text)
+        if self._problem is not None:
+            for request in list(self.waiting):
+                self._fail(request, unavailable(self._problem, "model_stopped"))
+        self._next()
+
+    def _fits(self, request: Request) -> bool:
+        if self.room.is_one_at_a_time:
+            return not self.running
+        if len(self.running) + len(request.texts) > self.room.max_running:
+            return False
+        return sum(self._pages(text) for text in request.texts) <= self.free_pages
+
+    def _pages(self, text: Text) -> int:
+        return self.room.pages_of(len(text.prompt), text.max_tokens)
+
+    def _admit(self, request: Request) -> None:
+        for text in request.texts:
+            self.running[text.name] = text
+            self.free_pages -= self._pages(text)
+            self._begin(text)
+
+    def _begin(self, text: Text) -> None:
+        """Or go on: what it has written is a part of its prompt then."""
+        assert self._stepper is not None
+        self.sampler.add(text.name, text.sampling)
+        left = text.max_tokens - len(text.tokens)
+        self._stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
+
+    def _release(self, text: Text) -> None:
+        """It has ended; or it must, and the model does not know: it was cancelled, or a stop string came."""
+        assert self._stepper is not None
+        if self.running.pop(text.name, None) is None:
+            return
+        self.free_pages += self._pages(text)
+        if text.reason is None or text.is_cut:
+            self._stepper.cancel(text.name)
+        self.sampler.remove(text.name)
+
+    def _drop(self, request: Request) -> None:
+        for text in request.texts:
+            self._release(text)
+
+    def _fail(self, request: Request, error: ApiError) -> None:
+        self._drop(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.deltas.put_nowait(error)
+        self.watcher.ended(request, "failed")
+
+    def _next(self) -> None:
+        """Admit who has waited longest, as long as that fits."""
+        while self.waiting and self._fits(self.waiting[0]):
+            self._admit(self.waiting.popleft())
+        if self.is_draining and not self.waiting and not self.running:
+            self._idle.set()
+
+    def _wait_s(self) -> float:
+        """Until a place is free, roughly: the shortest that is left of what runs."""
+        left = [text.max_tokens - len(text.tokens) for text in self.running.values()]
+        return min(left, default=0) * self._step_s

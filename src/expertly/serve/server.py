@@ -1,0 +1,179 @@
+"""From a loaded model to a server that listens, and to its end: what was taken is finished, then it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import uvicorn
+
+from expertly.core.errors import ConfigError
+from expertly.engine.api import handle
+from expertly.models.probing import why_not_together
+from expertly.models.stepping import Batch, Limits, OneAtATime, Stepper, end_tokens
+from expertly.serve.app import make_app
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Split
+from expertly.serve.metrics import RequestMetrics
+from expertly.serve.prompts import Prompts
+from expertly.serve.readings import Readings
+from expertly.serve.sampling import Sampler
+from expertly.serve.scheduler import Room, Scheduler
+from expertly.serve.schema import MAX_CHOICES
+from expertly.serve.service import About, Service
+from expertly.serve.settings import Settings
+from expertly.serve.view import View
+
+_NOTE_S = 1.0
+_LAST_WORDS_S = 5.0
+"""For answers that are whole to reach their clients, once nothing runs."""
+
+log = logging.getLogger("expertly.serve")
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """All of a server but its socket."""
+
+    app: Any
+    about: About
+    service: Service
+    scheduler: Scheduler
+    view: View
+    start: Callable[[], None]
+    """In the loop that serves: requests are taken from then on."""
+    close: Callable[[], None]
+
+
+def assemble(
+    model: Any, tokenizer: Any, settings: Settings, room: Room, split: Split, template: str | None = None
+) -> Assembled:
+    """`model` as `expertly.load` gives it, which nobody else runs from now on. Tries whether requests can share passes.
+
+    Raises ConfigError where it has no tokenizer.
+    """
+    loaded = handle(model)
+    prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template)
+    why = why_not_together(model, PAGE_TOKENS)
+    if why is not None:
+        room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
+    metrics = RequestMetrics()
+    scheduler = Scheduler(room, metrics)
+    about = About(
+        name=settings.name,
+        created=int(time.time()),
+        context=room.context,
+        family=model.config.model_type,
+        system=loaded.stats.system,
+        batching="continuous" if why is None else "one at a time",
+        why=why,
+        chat_template="none: messages are joined"
+        if prompts.is_plain
+        else "the model's"
+        if template is None
+        else "given",
+    )
+    service = Service(about, settings, prompts, scheduler, end_tokens(model))
+    view = View(about, Readings(loaded), scheduler, metrics, split, time.monotonic)
+
+    def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
+        if why is not None:
+            return OneAtATime(model, sampler, failed)
+        limits = Limits(PAGE_TOKENS, room.num_pages, max(MAX_BATCH_TOKENS, room.max_running), room.max_running)
+        return Batch(model, limits, sampler, failed)
+
+    def close() -> None:
+        scheduler.close()
+        prompts.close()
+
+    return Assembled(make_app(service, view), about, service, scheduler, view, lambda: scheduler.start(make), close)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Before the model is loaded: a port that is taken is found at once. Raises ConfigError."""
+    if port > 65535:
+        raise ConfigError(f"--port {port}: accepted: 0 to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from None
+    return found
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT, or `end`; then drains. A second signal does not wait any more."""
+
+    def __init__(self, assembled: Assembled, settings: Settings, announce: Callable[[], None] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                assembled.app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            )
+        )
+        self._assembled = assembled
+        self._settings = settings
+        self._announce = announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ending = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self._loop = asyncio.get_running_loop()
+        self._assembled.start()
+        await super().startup(sockets)
+        self._spawn(self._note())
+        self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().shutdown(sockets)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.to_thread(self._assembled.close)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """See uvicorn. It would stop listening at once; we say 503 until all that runs has ended."""
+        if self._is_ending.is_set():
+            self.should_exit = self.force_exit = True
+        else:
+            log.info("%s: finishing what runs", signal.Signals(sig).name)
+            self.end()
+
+    def end(self) -> None:
+        """Drain, then go. Any thread, or a signal's handler, may call."""
+        self._is_ending.set()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self) -> None:
+        scheduler = self._assembled.scheduler
+        try:
+            await asyncio.wait_for(scheduler.drained(), self._settings.drain_s)
+        except asyncio.TimeoutError:
+            log.warning("%d requests did not end in time", len(scheduler.waiting) + len(scheduler.running))
+            scheduler.abort()
+        self.should_exit = True
+
+    async def _note(self) -> None:
+        while True:
+            self._assembled.view.note()
+            await asyncio.sleep(_NOTE_S)

@@ -1,0 +1,119 @@
+"""Servers on free ports, in threads of the tests' own process: the demo model, and a scripted one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import expertly
+from expertly.data import demo_folder
+from expertly.serve.memory import PAGE_TOKENS, Split
+from expertly.serve.scheduler import Room
+from expertly.serve.server import Assembled, Server, assemble, bind
+from expertly.serve.settings import Settings
+
+KEY = "a-key-that-nobody-guesses"
+
+
+@dataclass
+class Serving:
+    """A server that runs, and clients of it."""
+
+    url: str
+    assembled: Assembled
+    server: Server
+
+    def client(self) -> openai.OpenAI:
+        return self._client
+
+    @cached_property
+    def _client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def http(self, **more: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **more)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.assembled.scheduler
+
+
+def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num_pages: int | None = None) -> Room:
+    pages = max_running * (context // PAGE_TOKENS + 1) if num_pages is None else num_pages
+    return Room(context, PAGE_TOKENS, pages, max_running, max_queue)
+
+
+@contextmanager
+def running(assembled: Assembled, settings: Settings) -> Iterator[Serving]:
+    """Served until the block ends."""
+    listener: socket.socket = bind("127.0.0.1", 0)
+    is_up = threading.Event()
+    server = Server(assembled, settings, is_up.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        assert is_up.wait(60), "the server did not start"
+        yield Serving(f"http://127.0.0.1:{listener.getsockname()[1]}", assembled, server)
+    finally:
+        server.end()
+        thread.join(60)
+        listener.close()
+        assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def served(
+    model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
+) -> Iterator[Serving]:
+    """A model as `expertly serve` serves it."""
+    told = Settings(**({"name": "demo"} | settings))
+    room = room or room_for()
+    assembled = assemble(model, tokenizer, told, room, Split(1, 1, 1, 1, room.num_pages), template)
+    with running(assembled, told) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[Any, Any]]:
+    """The demo model in float32, half of its experts in memory."""
+    model, tokenizer = expertly.load(memory="50%", dtype="float32", device="cpu", system="lru")
+    yield model, tokenizer
+    expertly.unload(model)
+
+
+@pytest.fixture(scope="module")
+def serving(demo: tuple[Any, Any]) -> Iterator[Serving]:
+    with served(*demo) as found:
+        yield found
+
+
+@cache
+def plain_demo() -> Any:
+    """The demo model as transformers has it: what is served must not differ from it, and may not be called itself."""
+    return AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
+
+
+def greedy(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> str:
+    """What `generate` of the unmodified model writes behind the prompt, alone."""
+    return greedy_end(model, tokenizer, prompt, max_tokens)[0]
+
+
+def greedy_end(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> tuple[str, str]:
+    """The same, and why it ends."""
+    model = plain_demo() if hasattr(model, "_expertly_handle") else model
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    written = output[0, inputs["input_ids"].shape[1] :]
+    reason = "stop" if int(written[-1]) == tokenizer.eos_token_id else "length"
+    return tokenizer.decode(written, skip_special_tokens=True), reason

@@ -1,0 +1,61 @@
+"""A model that says what it is told to: everything around it is as it is served."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from expertly.models.stepping import Entry
+from expertly.serve.sampling import Sampler
+from expertly.serve.server import Assembled
+
+
+class Scripted:
+    """See Stepper. Each request gets the tokens of `says`, one a step, then the end."""
+
+    def __init__(self, sampler: Sampler, says: Callable[[Entry], Sequence[int]], vocabulary: int) -> None:
+        self._sampler = sampler
+        self._says = says
+        self._vocabulary = vocabulary
+        self._entries: queue.Queue[Entry | None] = queue.Queue()
+        self._cancelled: set[str] = set()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def submit(self, entry: Entry) -> None:
+        self._entries.put(entry)
+
+    def cancel(self, name: str) -> None:
+        self._cancelled.add(name)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._entries.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._entries.get()) is not None:
+            for token in self._says(entry)[: entry.max_new_tokens]:
+                if entry.name in self._cancelled:
+                    break
+                logits = torch.zeros(1, self._vocabulary)
+                logits[0, token] = 50
+                self._sampler.choose([entry.name], logits)
+
+
+def scripted(assembled: Assembled, text: str, tokenizer: Any) -> Assembled:
+    """The same, of a model that always answers with `text`."""
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    vocabulary = assembled.service.prompts.vocabulary
+
+    def start() -> None:
+        assembled.scheduler.start(lambda sampler, failed: Scripted(sampler, lambda entry: tokens, vocabulary))
+
+    return replace(assembled, start=start)

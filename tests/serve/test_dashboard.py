@@ -1,0 +1,202 @@
+"""The dashboard in a real browser: what it shows is what the server says, and the chat box chats."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.browser import Tab, browser, find_browser
+from tests.serve.conftest import KEY, Serving, greedy, served
+
+BROWSER = find_browser()
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine"),
+    pytest.mark.slow,
+]
+
+READY = "document.querySelector('#status').textContent === 'ready'"
+HAS_ANSWERED = "document.querySelector('#send').disabled === false"
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Tab]:
+    assert BROWSER is not None
+    with browser(BROWSER) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(window: Tab, serving: Serving) -> Iterator[Tab]:
+    """The page of a server without a key, that has been told what it shows."""
+    window.open(f"{serving.url}/")
+    window.until(READY)
+    window.problems.clear()
+    yield window
+    assert window.problems == [], "the page has bugs, or asked for what its policy forbids"
+    assert {url for url in window.asked if url.startswith("http") and "127.0.0.1" not in url} == set()
+
+
+CELLS = """(() => {
+  const canvas = document.querySelector('#map'), pen = canvas.getContext('2d'), found = [];
+  const sample = document.createElement('canvas').getContext('2d');
+  sample.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--absent').trim();
+  sample.fillRect(0, 0, 1, 1);
+  const absent = [...sample.getImageData(0, 0, 1, 1).data].join();
+  for (let y = 0; y < drawn.experts.layers.length; y++)
+    found.push(drawn.experts.layers[y].segments_present.map((_, x) => {
+      const color = pen.getImageData(LABEL + (x + 0.4) * drawn.cell, (y + 0.4) * drawn.row, 1, 1).data;
+      return [...color].join() === absent ? 0 : 1;
+    }));
+  return found;
+})()"""
+
+
+def say(tab: Tab, text: str, temperature: str = "0", limit: str = "12") -> None:
+    for name, value in (("temperature", temperature), ("limit", limit)):
+        tab.run(f"document.querySelector('#{name}').value = {value}")
+    tab.type("#ask", text)
+    tab.click("#send")
+
+
+def last_said(tab: Tab, who: str) -> str:
+    text: str = tab.run(f"[...document.querySelectorAll('.said[data-who={who}]')].pop().textContent")
+    return text
+
+
+def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
+    serving.client().completions.create(model="demo", prompt="The old man", max_tokens=8, temperature=0)
+    with serving.http() as client:
+        told = [layer["segments_present"] for layer in client.get("/v1/experts").json()["layers"]]
+    expected = [[int(present > 0) for present in row] for row in told]
+    assert 0 < sum(map(sum, expected)) < 12 * 32
+    tab.until(f"JSON.stringify({CELLS}) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    label = tab.run("document.querySelector('#map').getAttribute('aria-label')")
+    assert label == f"Experts in memory: {sum(map(sum, expected))} of 384, of 12 layers"
+
+
+def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
+    serving.client().completions.create(model="demo", prompt="The sea", max_tokens=30, temperature=0)
+    with serving.http() as client:
+        state = client.get("/v1/state").json()
+    hit_rate = f"{100 * state['recent']['hit_rate']:.1f} %"
+    assert tab.until("document.querySelector('#n-hits').textContent.includes('%')")
+    tab.until(f"document.querySelector('#n-hits').textContent === {json.dumps(hit_rate)}")
+    tab.until("Number(document.querySelector('#n-tokens').textContent) > 0")
+    for name in ("running", "waiting"):
+        assert tab.run(f"document.querySelector('#n-{name}').textContent") == "0"
+    memory = tab.run("document.querySelector('#memory').textContent")
+    for name, key in (("KiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
+        (shown,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
+        assert float(shown) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
+
+
+def test_host_memory_is_shown_where_there_is_such_a_tier(
+    tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"host_experts_bytes": 40 << 20, "host_resident_bytes": 30 << 20}
+    assert "host memory" not in tab.run("document.querySelector('#memory').textContent")
+    monkeypatch.setattr(serving.assembled.view._readings, "host_memory", lambda: told)
+    tab.until("document.querySelector('#memory').textContent.includes('host memory behind it: 40.0 MiB')")
+    shown = tab.run("document.querySelector('#memory').textContent")
+    assert "experts 30.0 MiBroom for experts 10.0 MiB" in shown
+    with serving.http() as client:
+        assert 'expertly_memory_bytes{use="host_resident"} 3.145728e+07' in client.get("/metrics").text
+
+
+def test_the_chat_box_chats(tab: Tab, demo: tuple[Any, Any], serving: Serving) -> None:
+    say(tab, "The old man and the sea")
+    tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 2")
+    with serving.http() as client:
+        body = {"model": "demo", "temperature": 0, "max_tokens": 12}
+        body["messages"] = [{"role": "user", "content": "The old man and the sea"}]
+        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert last_said(tab, "model") == expected
+    assert "12 tokens" in tab.run("document.querySelector('#speed').textContent")
+    say(tab, "And then?")
+    tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 4")
+    with serving.http() as client:
+        body["messages"] += [{"role": "assistant", "content": expected}, {"role": "user", "content": "And then?"}]
+        second = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert last_said(tab, "model") == second, "it was told what had been said before"
+
+
+def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = serving.scheduler.sampler._told
+
+    def slowly(choices: Any) -> None:
+        time.sleep(0.03)  # on the thread that computes: the answer outlasts the page's next look at the server
+        told(choices)
+
+    monkeypatch.setattr(serving.scheduler.sampler, "_told", slowly)
+    say(tab, "Write for long", limit="400")
+    tab.until("[...document.querySelectorAll('.said[data-who=model]')].pop()?.textContent.length > 0")
+    tab.until("document.querySelector('#n-running').textContent === '1'")
+    assert len(serving.scheduler.running) == 1
+    tab.click("#stop")
+    tab.until(HAS_ANSWERED)
+    assert "(stopped)" in tab.run("document.querySelector('#speed').textContent")
+    tab.until("document.querySelector('#n-running').textContent === '0'")
+    assert not serving.scheduler.running
+
+
+def test_what_is_said_is_text(tab: Tab) -> None:
+    say(tab, "<img src=x onerror=\"document.title='taken'\"> and <script>document.title = 'taken'</script>")
+    tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 2")
+    assert tab.run("document.querySelectorAll('#talk img, #talk script').length") == 0
+    assert tab.run("document.title") == "expertly"
+    assert last_said(tab, "you").startswith("<img src=x")
+
+
+def test_an_error_is_told_and_the_next_message_works(tab: Tab) -> None:
+    say(tab, "Hello", limit="100000")
+    tab.until("document.querySelectorAll('.said.error').length === 1")
+    assert "accepted: 512 together" in last_said(tab, "server")
+    tab.until(HAS_ANSWERED)
+    say(tab, "Hello")
+    tab.until(f"{HAS_ANSWERED} && [...document.querySelectorAll('.said[data-who=model]')].pop().textContent.length > 0")
+    tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
+
+
+def test_a_narrow_window_has_no_sideways_scrolling(tab: Tab, serving: Serving) -> None:
+    tab.open(f"{serving.url}/", width=390, height=800)
+    tab.until(READY)
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_key_opens_it_and_stays_in_the_tab(window: Tab, demo: tuple[Any, Any]) -> None:
+    with served(*demo, keys=(KEY,)) as guarded:
+        window.open(f"{guarded.url}/")
+        window.until("!document.querySelector('#locked').hidden")
+        assert window.run("document.querySelector('#status').textContent") == "no key"
+        window.type("#key", KEY)
+        window.click("#unlock")
+        window.until(READY)
+        window.until("document.querySelector('#locked').hidden")
+        say(window, "Hello")
+        window.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 2")
+        assert last_said(window, "model")
+        assert KEY not in window.run("document.documentElement.outerHTML")
+        assert KEY not in "".join(window.asked)
+    window.problems.clear()
+
+
+def test_a_server_that_is_gone_is_told(window: Tab, demo: tuple[Any, Any]) -> None:
+    with served(*demo) as short:
+        window.open(f"{short.url}/")
+        window.until(READY)
+    window.until("document.querySelector('#status').textContent === 'no answer'")
+    window.problems.clear()
+
+
+def test_the_page_asks_nobody_else(serving: Serving, demo: tuple[Any, Any]) -> None:
+    with serving.http() as client:
+        got = client.get("/")
+    policy = got.headers["content-security-policy"]
+    assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert "http://www.w3.org" in got.text and got.text.count("http") == 1, "a name space is no address"
+    assert greedy(*demo, "The", 1)

@@ -1,0 +1,106 @@
+"""The files in deploy/ say what the command and the application accept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertly.cli.main import build_parser
+from expertly.maps.file import load_maps, save_maps
+from expertly.models.packing import pack_cached
+from expertly.policies.maps.store import MapShape, MapStore
+from expertly.store.cache import learned_beside, remove_entry
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def words_of_container() -> list[str]:
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", "")
+    found = dict(re.findall(r"^(ENTRYPOINT|CMD) (\[.*\])$", text, re.MULTILINE))
+    return [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
+
+
+def words_of_unit() -> list[str]:
+    text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    (example,) = re.findall(r"e\.g\. EXPERTLY_ARGS=(.*)$", text, re.MULTILINE)
+    return shlex.split(line.replace("$EXPERTLY_ARGS", example))
+
+
+@pytest.mark.parametrize("words", [words_of_container(), words_of_unit()], ids=["container", "systemd"])
+def test_the_command_takes_what_is_given_to_it(words: list[str]) -> None:
+    program, *arguments = words
+    assert program == "/opt/expertly/bin/expertly"
+    args = build_parser().parse_args(arguments)
+    assert args.api_key_file, "others can reach it"
+
+
+def test_systemd_waits_longer_than_the_server_drains() -> None:
+    text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
+    (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    args = build_parser().parse_args(words_of_unit()[1:])
+    assert int(patience) > args.drain_seconds
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    """With a program that is there in place of the one that is not."""
+    unit = tmp_path / "expertly.service"
+    text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
+    unit.write_text(text.replace("/opt/expertly/bin/expertly", "/bin/true"), encoding="utf-8")
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "expertly.service" in line]
+    assert said == [] and done.returncode == 0, done.stderr
+
+
+def test_what_the_container_copies_is_there() -> None:
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    named = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for name in line.split()]
+    assert named and all((DEPLOY.parent / name).exists() for name in named)
+
+
+def test_rays_file_is_of_options_that_there_are() -> None:
+    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("ray.serve")
+    from expertly.serve import ray_app
+
+    read: dict[str, Any] = yaml.safe_load((DEPLOY / "ray.yaml").read_text(encoding="utf-8"))
+    (application,) = read["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert (module, callable(getattr(ray_app, name))) == ("expertly.serve.ray_app", True)
+    ray_app.Options(**application["args"]).check()
+
+
+def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path: Path) -> None:
+    """As documented: the cache folder is copied with hard links, then used, packed again, learned into."""
+    old, new = tmp_path / "0.1", tmp_path / "0.2"
+    store = pack_cached(None, "bfloat16", old)
+    shape = MapShape.of(store.geometry())
+    learned = learned_beside(store.folder, "maps")
+    save_maps(learned, some_maps(shape, 1), store.manifest.identity)
+    subprocess.run(["cp", "-al", str(old), str(new)], check=True)
+    before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
+    copied = pack_cached(None, "bfloat16", new)
+    assert copied.folder.parent.parent == new
+    save_maps(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
+    remove_entry(copied.folder.name, new)
+    pack_cached(None, "bfloat16", new)
+    assert {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()} == before
+    assert load_maps(learned, store.manifest.identity, shape).num_maps == 1
+
+
+def some_maps(shape: MapShape, num: int) -> MapStore:
+    made = MapStore(shape, 10)
+    scores = np.random.default_rng(num).random((num, shape.num_layers, shape.max_experts), np.float32)
+    scores /= 2 * scores.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=-1)[:, :, : shape.max_top_k].astype(np.int32)
+    made.add(scores, chosen, np.arange(num))
+    return made

@@ -1,0 +1,77 @@
+"""Families whose requests cannot share a forward pass are served all the same, one at a time, and that is said."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import ConfigError
+from expertly.models.probing import why_not_together
+from tests.families import load_reference, make_checkpoint
+from tests.serve.conftest import greedy, room_for, served
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "switch_transformers"])
+def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    reference = load_reference(folder)
+    texts = ["ask", "an expert", "segments"]
+    alone = written if family == "switch_transformers" else greedy
+    expected = [alone(reference, tokenizer, text, 6) for text in texts]
+    got: dict[str, str] = {}
+    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+        told: Any = serving.client().models.retrieve(family).model_extra
+        together = family in ("qwen3_moe", "gpt_oss")
+        assert told["expertly"]["batching"] == ("continuous" if together else "one at a time")
+        assert (told["expertly"]["batching_reason"] is None) == together
+
+        def ask(text: str) -> None:
+            answer = serving.client().completions.create(model=family, prompt=text, max_tokens=6, temperature=0)
+            got[text] = answer.choices[0].text
+
+        threads = [threading.Thread(target=ask, args=(text,)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [got[text] for text in texts] == expected
+        several = serving.client().completions.create(model=family, prompt=texts[0], max_tokens=6, temperature=0, n=2)
+        assert [choice.text for choice in several.choices] == [expected[0]] * 2
+        if not together:
+            check_leaving(serving, family)
+    expertly.unload(model)
+
+
+def written(reference: Any, tokenizer: Any, text: str, max_tokens: int) -> str:
+    """By a decoder, which does not repeat its prompt."""
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    output = reference.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
+
+
+def check_leaving(serving: Any, family: str) -> None:
+    """Who goes makes room for the next."""
+    body = {"model": family, "prompt": "ask", "max_tokens": 100, "temperature": 0, "stream": True}
+    with serving.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    answer = serving.client().completions.create(model=family, prompt="ask", max_tokens=2, temperature=0)
+    assert answer.choices[0].finish_reason == "length"
+    assert not serving.scheduler.running
+
+
+def test_trying_leaves_nothing_behind(demo: tuple[Any, Any]) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    assert why_not_together(demo[0], 32) is None
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_a_model_without_a_tokenizer_is_refused(demo: tuple[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer"), served(demo[0], None):
+        pass

@@ -1,0 +1,138 @@
+"""The command as its users run it: what it refuses, how it starts, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import expertly
+from expertly.cli.main import main
+from tests.serve.conftest import greedy
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """`expertly serve` on a free port; what it says when it takes requests."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "expertly", "serve", "--port", "0", "--json", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_sigterm_lets_what_runs_end_and_refuses_new_requests() -> None:
+    body = {"model": "demo", "prompt": "The sea", "max_tokens": 60, "temperature": 0, "logit_bias": {"0": -100}}
+    with command("--total-memory", "2GiB", "--dtype", "float32", "--context", "256") as (process, told):
+        split = told["memory"]
+        assert split["total_bytes"] == 2 << 30
+        used = split["dense_bytes"] + split["kv_cache_bytes"] + split["working_bytes"] + split["experts_bytes"]
+        assert used <= 2 << 30
+        client = httpx.Client(base_url=told["url"], timeout=60)
+        assert client.get("/ready").status_code == 200
+        lines = client.get("/metrics").text.splitlines()
+        told_again = [line for line in lines if line.startswith('expertly_memory_bytes{use="kv_cache"}')]
+        assert float(told_again[0].split()[1]) == split["kv_cache_bytes"]
+        got: list[str] = []
+        first = threading.Event()
+
+        def stream() -> None:
+            own = httpx.Client(base_url=told["url"], timeout=60)
+            with own.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                for line in response.iter_lines():
+                    got.append(line)
+                    first.set()
+
+        running = threading.Thread(target=stream)
+        running.start()
+        assert first.wait(60)
+        process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + 30
+        while client.get("/ready").status_code == 200:
+            assert time.monotonic() < end
+        refused = client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert client.get("/health").status_code == 200
+        running.join(60)
+        assert "data: [DONE]" in got
+        reasons = [json.loads(line[6:])["choices"][0]["finish_reason"] for line in got if line.startswith("data: {")]
+        assert reasons[-1] == "length", "the stream that ran was not cut"
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_server_comes_back_with_its_maps() -> None:
+    body: dict[str, Any] = {"model": "demo", "prompt": "The sea was", "max_tokens": 24, "temperature": 0}
+    model, tokenizer = expertly.load(memory="30%", dtype="float32", system="fmoe")
+    expected = greedy(model, tokenizer, body["prompt"], 24)
+    model.generate(**tokenizer(body["prompt"], return_tensors="pt"), max_new_tokens=24)  # something to learn from
+    expertly.unload(model)
+    arguments = ("--memory", "30%", "--dtype", "float32", "--system", "fmoe", "--context", "256")
+    for _ in range(2):
+        with command(*arguments) as (process, told):
+            got = httpx.post(f"{told['url']}/v1/completions", json=body, timeout=60).json()
+            assert got["choices"][0]["text"] == expected
+            state = httpx.get(f"{told['url']}/v1/state", timeout=60).json()
+            assert state["history"] == "warm", "what had been learned before was read"
+            process.kill()
+            process.wait(60)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["serve", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_others_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
+        assert "give --api-key-file" in refusal(capsys, "--host", host)
+    short = tmp_path / "keys"
+    short.write_text("short\n")
+    assert "16 or more" in refusal(capsys, "--host", "0.0.0.0", "--api-key-file", str(short))
+    short.write_text("# nothing\n")
+    assert "holds no key" in refusal(capsys, "--host", "0.0.0.0", "--api-key-file", str(short))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--memory", "50%", "--total-memory", "1GiB"), "one of the two"),
+        (("--context", "99999"), "at most the model's 1024"),
+        (("--max-running", "5000"), "at most 256"),
+        (("--kv-tokens", "10"), "or more"),
+        (("--total-memory", "1MiB"), "the least is above"),
+        (("--api-key-file", "/nowhere"), "cannot be read"),
+        (("--chat-template", "/nowhere"), "cannot be read"),
+        (("--port", "70000"), "0 to 65535"),
+    ],
+)
+def test_what_cannot_work_is_named(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal(capsys, "--port", "0", *arguments)
+
+
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import util
+
+    find = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *more: None if name == "fastapi" else find(name, *more))
+    assert "pip install 'expertly[serve]'" in refusal(capsys)

@@ -1,0 +1,300 @@
+"""Many requests at once: all right, none lost, and told at once where there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import expertly
+from expertly.models.stepping import Batch
+from tests.serve.conftest import Serving, greedy, greedy_end, room_for, served
+
+WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")
+PROMPTS = [f"{start} {word}" for start in ("The old", "A small") for word in WORDS]
+NUM_TOKENS = 12
+
+
+async def stream(client: openai.AsyncOpenAI, prompt: str, **more: Any) -> tuple[str, str | None]:
+    text, reason = "", None
+    asked: dict[str, Any] = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    async for chunk in await client.completions.create(**(asked | more), stream=True):
+        text += chunk.choices[0].text
+        reason = chunk.choices[0].finish_reason or reason
+    return text, reason
+
+
+def async_client(serving: Serving) -> openai.AsyncOpenAI:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return openai.AsyncOpenAI(
+        base_url=f"{serving.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+    )
+
+
+@pytest.mark.slow
+def test_two_hundred_streams_are_each_what_generate_writes(demo: tuple[Any, Any]) -> None:
+    expected = {prompt: greedy_end(*demo, prompt, NUM_TOKENS) for prompt in PROMPTS}
+    asked = [PROMPTS[i % len(PROMPTS)] for i in range(200)]
+    seen: list[int] = []
+
+    async def run(serving: Serving) -> list[tuple[str, str | None]]:
+        client = async_client(serving)
+
+        async def watch() -> None:
+            while True:
+                seen.append(len(serving.scheduler.running))
+                await asyncio.sleep(0.02)
+
+        watching = asyncio.ensure_future(watch())
+        got = await asyncio.gather(*(stream(client, prompt) for prompt in asked))
+        watching.cancel()
+        await client.close()
+        return list(got)
+
+    with served(*demo, room_for(context=128, max_running=32, max_queue=200)) as serving:
+        got = asyncio.run(run(serving))
+        scheduler = serving.scheduler
+        assert (len(scheduler.running), len(scheduler.waiting)) == (0, 0)
+        assert scheduler.free_pages == scheduler.room.num_pages
+    assert got == [expected[prompt] for prompt in asked]
+    assert max(seen) == 32, "as many as may run did run together"
+
+
+def test_a_cache_that_holds_two_texts_serves_many(demo: tuple[Any, Any]) -> None:
+    """Pages are the limit, not places: what does not fit waits."""
+    expected = {prompt: greedy_end(*demo, prompt, NUM_TOKENS) for prompt in PROMPTS[:8]}
+
+    async def run(serving: Serving) -> list[tuple[str, str | None]]:
+        client = async_client(serving)
+        return list(await asyncio.gather(*(stream(client, prompt) for prompt in PROMPTS[:8])))
+
+    with served(*demo, room_for(context=64, max_running=16, num_pages=5)) as serving:
+        got = asyncio.run(run(serving))
+        assert serving.scheduler.num_failed_steps == 0
+    assert got == list(expected.values())
+
+
+def test_pages_that_are_kept_for_others_make_room(demo: tuple[Any, Any]) -> None:
+    """Upstream keeps pages of prompts that have been read for others that begin alike: no text lacks any for it."""
+    starts = [f"{word} " * 70 for word in WORDS[:5]]
+    prompts = [f"{start} {word}" for start in starts for word in ("and", "or")]
+    expected = [greedy_end(*demo, prompt, NUM_TOKENS) for prompt in prompts]
+
+    async def run(serving: Serving) -> list[tuple[str, str | None]]:
+        client = async_client(serving)
+        return list(await asyncio.gather(*(stream(client, prompt) for prompt in prompts)))
+
+    with served(*demo, room_for(context=256, max_running=8, num_pages=14)) as serving:
+        got = asyncio.run(run(serving))
+        assert serving.scheduler.num_failed_steps == 0
+    assert got == expected
+
+
+def test_beyond_the_queue_is_told_at_once_when_to_come_again(demo: tuple[Any, Any]) -> None:
+    with served(*demo, room_for(context=512, max_running=1, max_queue=2)) as serving:
+        release = hold(serving)
+        busy = [threading.Thread(target=complete, args=(serving, 8)) for _ in range(3)]
+        for one in busy:
+            one.start()
+        wait_for(lambda: len(serving.scheduler.waiting) == 2)
+        start = time.perf_counter()
+        with pytest.raises(openai.RateLimitError) as raised:
+            complete(serving, 8)
+        assert time.perf_counter() - start < 2
+        assert int(raised.value.response.headers["retry-after"]) >= 1
+        assert raised.value.code == "queue_full"
+        release.set()
+        for one in busy:
+            one.join(60)
+        assert complete(serving, 4), "there is room again"
+
+
+def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
+    """Streaming or not, running or waiting."""
+    body = {"model": "demo", "prompt": "The sea", "max_tokens": 400, "temperature": 0}
+    with served(*demo, room_for(context=512, max_running=1)) as serving:
+        for is_stream in (True, False):
+            with (
+                serving.http() as client,
+                client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response,
+            ):
+                lines = response.iter_lines()
+                for _ in range(6):
+                    next(lines)
+                waiting = threading.Thread(target=leave, args=(serving, body | {"stream": is_stream}))
+                waiting.start()
+                wait_for(lambda: len(serving.scheduler.waiting) == 1)
+                waiting.join(30)
+                wait_for(lambda: not serving.scheduler.waiting)
+            wait_for(lambda: not serving.scheduler.running)
+            assert serving.scheduler.free_pages == serving.scheduler.room.num_pages
+        leave(serving, body | {"stream": False})
+        wait_for(lambda: not serving.scheduler.running)
+        written = expertly.stats(demo[0]).as_dict()["phases"]["decode"]["iterations"]
+        time.sleep(0.5)
+        passes = expertly.stats(demo[0]).as_dict()["phases"]["decode"]["iterations"] - written
+        assert passes <= 1, "the pass that ran ended, and no other began"
+        assert complete(serving, 4)
+
+
+def leave(serving: Serving, body: dict[str, Any]) -> None:
+    """Ask, and go before the answer."""
+    with serving.http() as client:
+        try:
+            client.post("/v1/completions", json=body, timeout=1.5)
+        except httpx.TimeoutException:
+            return
+    raise AssertionError("the answer came after all")
+
+
+def test_a_long_prompt_does_not_keep_others_from_writing(demo: tuple[Any, Any]) -> None:
+    """It is read in parts."""
+    expected = greedy(*demo, "The sea", 30)
+    long = "word " * 600
+    with served(*demo, room_for(context=1024, max_running=4)) as serving:
+        results: list[str] = []
+        others = [
+            threading.Thread(target=lambda: results.append(complete(serving, 30, "The sea"))),
+            threading.Thread(target=lambda: results.append(complete(serving, 4, long))),
+        ]
+        for one in others:
+            one.start()
+        for one in others:
+            one.join(90)
+    assert expected in results and greedy(*demo, long, 4) in results
+
+
+# -- when a forward pass fails ---------------------------------------------------------------------------------------
+
+
+def test_a_failed_pass_fails_its_requests_and_the_next_ones_work(demo: tuple[Any, Any]) -> None:
+    model = demo[0]
+    with served(*demo, room_for(max_running=4)) as serving:
+        expected = complete(serving, 8)
+        break_next_pass(model, RuntimeError("a page of the disk could not be read"))
+        with pytest.raises(openai.InternalServerError) as raised:
+            complete(serving, 8)
+        assert "a page of the disk could not be read" in str(raised.value)
+        assert raised.value.type == "server_error"
+        assert complete(serving, 8) == expected
+        assert serving.scheduler.num_failed_steps == 1
+        assert serving.scheduler.free_pages == serving.scheduler.room.num_pages
+        assert serving.http().get("/health").status_code == 200
+
+
+def test_a_stream_that_fails_says_so_and_who_waits_is_served(demo: tuple[Any, Any]) -> None:
+    with served(*demo, room_for(max_running=1)) as serving:
+        expected = complete(serving, 8)
+        body = {"model": "demo", "prompt": "The old sea", "max_tokens": 200, "temperature": 0, "stream": True}
+        results: list[str] = []
+        with serving.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            waiting = threading.Thread(target=lambda: results.append(complete(serving, 8)))
+            waiting.start()
+            wait_for(lambda: len(serving.scheduler.waiting) == 1)
+            break_next_pass(demo[0], RuntimeError("broken"))
+            last = [line for line in lines if line][-1]
+        assert "broken" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        waiting.join(60)
+        assert results == [expected]
+
+
+def test_who_was_not_in_the_failed_pass_is_served(demo: tuple[Any, Any]) -> None:
+    """It came while the pass ran, and had been given to the model."""
+    model = demo[0]
+    expected = greedy(*demo, "The old sea", 8)
+    results: list[str] = []
+    with served(*demo, room_for(max_running=4)) as serving:
+        other = threading.Thread(target=lambda: results.append(complete(serving, 8)))
+
+        def come() -> None:
+            other.start()
+            wait_for(lambda: len(serving.scheduler.running) == 2)
+
+        break_next_pass(model, RuntimeError("broken"), come)
+        with pytest.raises(openai.InternalServerError):
+            complete(serving, 8, "A small ship")
+        other.join(60)
+        assert serving.scheduler.num_failed_steps == 1
+    assert results == [expected]
+
+
+def test_a_model_that_cannot_begin_again_is_told_to_everybody(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(*demo, room_for(max_running=1)) as serving:
+
+        def cannot(self: Any) -> Any:
+            raise MemoryError("no room for a cache")
+
+        monkeypatch.setattr(Batch, "_make", cannot)
+        break_next_pass(demo[0], RuntimeError("broken"), lambda: wait_for(lambda: serving.scheduler.waiting))
+        errors: list[int] = []
+
+        def ask() -> None:
+            try:
+                complete(serving, 8)
+            except openai.APIStatusError as error:
+                errors.append(error.status_code)
+
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join(60)
+        assert sorted(errors) == [500, 503], "who ran, and who waited"
+        with serving.http() as client:
+            health = client.get("/health")
+            assert health.status_code == 503 and "no room for a cache" in health.json()["reason"]
+            assert client.get("/ready").status_code == 503
+        with pytest.raises(openai.InternalServerError) as raised:
+            complete(serving, 8)
+        assert raised.value.code == "model_stopped"
+
+
+def break_next_pass(model: Any, error: BaseException, before: Any = lambda: None) -> None:
+    """The engine fails once, after `before`."""
+    engine = expertly.engine.api.handle(model).engine  # type: ignore[attr-defined]
+    begin = engine.begin_iteration
+
+    def fail(info: Any) -> None:
+        engine.begin_iteration = begin
+        before()
+        raise error
+
+    engine.begin_iteration = fail
+
+
+def hold(serving: Serving) -> threading.Event:
+    """No token is told until the event is set."""
+    released, told = threading.Event(), serving.scheduler.sampler._told
+
+    def late(choices: Any) -> None:
+        released.wait(60)
+        told(choices)
+
+    serving.scheduler.sampler._told = late
+    return released
+
+
+def complete(serving: Serving, num_tokens: int, prompt: str = "The old sea") -> str:
+    got = serving.client().completions.create(model="demo", prompt=prompt, max_tokens=num_tokens, temperature=0)
+    return got.choices[0].text
+
+
+def wait_for(is_so: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.01)

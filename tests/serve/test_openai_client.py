@@ -1,0 +1,190 @@
+"""OpenAI's own Python client against the demo model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.serve.conftest import Serving, greedy, plain_demo
+
+PROMPT = "Once upon a time, there was"
+
+
+def chat_prompt(text: str) -> str:
+    """As the plain template joins it."""
+    return f"{text}\n\n"
+
+
+def test_models(serving: Serving) -> None:
+    models = serving.client().models.list().data
+    assert [model.id for model in models] == ["demo"]
+    told: Any = models[0].model_extra
+    assert told["expertly"]["batching"] == "continuous"
+    assert serving.client().models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError) as error:
+        serving.client().models.retrieve("other")
+    assert error.value.code == "model_not_found"
+
+
+def test_a_completion_is_what_generate_writes(serving: Serving, demo: tuple[Any, Any]) -> None:
+    expected = greedy(*demo, PROMPT, 24)
+    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert got.choices[0].text == expected
+    assert got.choices[0].finish_reason == "length"
+    assert got.usage is not None
+    assert (got.usage.completion_tokens, got.usage.total_tokens) == (24, 24 + got.usage.prompt_tokens)
+
+
+def test_an_answer_is_what_generate_writes_streamed_or_not(serving: Serving, demo: tuple[Any, Any]) -> None:
+    expected = greedy(*demo, chat_prompt(PROMPT), 24)
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_completion_tokens": 24,
+        "temperature": 0,
+    }
+    whole = serving.client().chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(
+        serving.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+    for chunk in chunks:
+        type(chunk).model_validate(chunk.model_dump(), strict=True)
+    assert len(chunks) > 10, "it came as it was written"
+
+
+def test_top_k_1_is_greedy(serving: Serving, demo: tuple[Any, Any]) -> None:
+    expected = greedy(*demo, PROMPT, 12)
+    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=12, extra_body={"top_k": 1})
+    assert got.choices[0].text == expected
+
+
+def test_stop_strings_end_a_text_before_them(serving: Serving, demo: tuple[Any, Any]) -> None:
+    expected = greedy(*demo, PROMPT, 40)
+    stop = expected[20:24]  # in the middle of words, tokens or both
+    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop])
+    assert got.choices[0].text == expected[: expected.index(stop)]
+    assert got.choices[0].finish_reason == "stop"
+    assert got.usage is not None and got.usage.completion_tokens < 40
+    stream = serving.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks) == expected[: expected.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_end_token_ends_a_text(serving: Serving, demo: tuple[Any, Any]) -> None:
+    end = demo[1].eos_token_id
+    got = serving.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=10, temperature=0, logit_bias={str(end): 100}
+    )
+    assert (got.choices[0].text, got.choices[0].finish_reason) == ("", "stop")
+
+
+def test_a_seed_repeats_and_others_differ(serving: Serving) -> None:
+    def text(seed: int | None) -> str:
+        got = serving.client().completions.create(
+            model="demo", prompt=PROMPT, max_tokens=24, temperature=1, top_p=0.95, seed=seed
+        )
+        return got.choices[0].text
+
+    assert text(1) == text(1)
+    assert len({text(1), text(2), text(3), text(None), text(None)}) == 5
+
+
+def test_several_texts_of_several_prompts(serving: Serving, demo: tuple[Any, Any]) -> None:
+    prompts = [PROMPT, "The sea was"]
+    got = serving.client().completions.create(model="demo", prompt=prompts, max_tokens=8, temperature=0, n=2)
+    expected = [greedy(*demo, prompt, 8) for prompt in prompts]
+    assert [choice.text for choice in got.choices] == [expected[0], expected[0], expected[1], expected[1]]
+    assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    sampled = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=16, seed=3, n=3)
+    assert len({choice.text for choice in sampled.choices}) == 3, "one seed, and yet three texts"
+
+
+def test_a_prompt_as_tokens_and_its_echo(serving: Serving, demo: tuple[Any, Any]) -> None:
+    tokens = demo[1].encode(PROMPT)
+    got = serving.client().completions.create(model="demo", prompt=tokens, max_tokens=8, temperature=0, echo=True)
+    assert got.choices[0].text == PROMPT + greedy(*demo, PROMPT, 8)
+
+
+def test_logprobs_are_the_models_own(serving: Serving, demo: tuple[Any, Any]) -> None:
+    tokenizer = demo[1]
+    got = serving.client().chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    logprobs = got.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    ids = tokenizer(chat_prompt(PROMPT), return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = torch.log_softmax(plain_demo()(ids).logits[0, -1].float(), dim=-1).topk(3)
+    first = logprobs.content[0]
+    assert [one.logprob for one in first.top_logprobs] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    assert [one.token for one in first.top_logprobs] == [tokenizer.decode([i]) for i in expected.indices.tolist()]
+    assert first.logprob == pytest.approx(float(expected.values[0]), abs=1e-3)
+    assert bytes(b for one in logprobs.content for b in one.bytes or []).decode() == got.choices[0].message.content
+    completed = serving.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2
+    )
+    told = completed.choices[0].logprobs
+    assert told is not None and told.tokens is not None and told.top_logprobs is not None
+    assert "".join(told.tokens) == completed.choices[0].text
+    assert all(len(top) == 2 for top in told.top_logprobs)
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tuple[Any, Any]) -> None:
+    text = "日本語 🙂 schön"
+    ids = demo[1].encode(text)
+    assert any("\N{REPLACEMENT CHARACTER}" in demo[1].decode([token]) for token in ids)
+    assert b"".join(serving.assembled.service.prompts.piece(token)[1] for token in ids).decode() == text
+
+
+def test_penalties_change_what_is_repeated(serving: Serving) -> None:
+    def text(**more: Any) -> str:
+        asked: dict[str, Any] = {"model": "demo", "prompt": "a a a a a a a a a a", "max_tokens": 24, "temperature": 0}
+        return serving.client().completions.create(**asked, **more).choices[0].text
+
+    assert len(set(text(frequency_penalty=2).split())) > len(set(text().split()))
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"model": "gpt-4"}, 404, "model"),
+        ({"max_tokens": 10**6}, 400, "messages"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"n": 17}, 400, "n"),
+        ({"extra_body": {"no_such_field": 1}}, 400, "no_such_field"),
+        ({"extra_body": {"max_tokens": "7"}}, 400, "max_tokens"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"logit_bias": {"9000000": 1}}, 400, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, 400, None),
+    ],
+)
+def test_errors_are_openais(serving: Serving, change: dict[str, Any], status: int, param: str | None) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    with pytest.raises(openai.APIStatusError) as raised:
+        serving.client().chat.completions.create(**(asked | change))
+    assert raised.value.status_code == status
+    assert raised.value.type == "invalid_request_error"
+    assert param is None or raised.value.param == param
+    assert raised.value.message

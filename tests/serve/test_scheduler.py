@@ -1,0 +1,235 @@
+"""Who runs and who waits, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from expertly.core.errors import EngineClosedError
+from expertly.models.stepping import Entry
+from expertly.serve.errors import ApiError
+from expertly.serve.request import Request
+from expertly.serve.sampling import Choice, Sampling
+from expertly.serve.scheduler import Room, Scheduler
+
+END = 0
+
+
+class Steps:
+    """A Stepper whose forward passes the test makes."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Entry] = {}
+        self.lives = True
+
+    def submit(self, entry: Entry) -> None:
+        self.running[entry.name] = entry
+
+    def cancel(self, name: str) -> None:
+        self.running.pop(name, None)
+
+    def is_alive(self) -> bool:
+        return self.lives
+
+    def close(self) -> None:
+        pass
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def first_token(self, request: Request) -> None: ...
+
+    def token(self, request: Request, seconds: float | None) -> None: ...
+
+    def ended(self, request: Request, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+
+class Story:
+    """A scheduler, and what is done to it."""
+
+    def __init__(self, **room: Any) -> None:
+        self.steps, self.heard = Steps(), Heard()
+        told = {"context": 64, "page_tokens": 8, "num_pages": 100, "max_running": 2, "max_queue": 2} | room
+        self.scheduler = Scheduler(Room(**told), self.heard)
+        self.scheduler.start(lambda sampler, failed: self.steps)
+
+    def ask(self, prompt: int = 4, max_tokens: int = 4, texts: int = 1, stops: Sequence[str] = ()) -> Request:
+        request = Request(lambda tokens: "".join(map(chr, tokens)), lambda: 0.0)
+        for _ in range(texts):
+            request.add([1] * prompt, max_tokens, [END], Sampling(temperature=0), stops)
+        self.scheduler.check_size(prompt, max_tokens, texts, "prompt")
+        self.scheduler.submit(request)
+        return request
+
+    async def step(self, token: int = ord("x")) -> None:
+        """Each that runs writes a token; the model forgets those that it knows to have ended."""
+        names = list(self.steps.running)
+        for name in names:
+            text = self.scheduler.running[name]
+            if token in text.ends or len(text.tokens) + 1 >= text.max_tokens:
+                del self.steps.running[name]
+        self.scheduler.told([(name, Choice(token)) for name in names])
+        await asyncio.sleep(0)
+
+    def names(self) -> list[int]:
+        """Numbers of the requests that run."""
+        return [text.request.number for text in self.scheduler.running.values()]
+
+
+def run(story: Any) -> None:
+    asyncio.run(story())
+
+
+def test_first_come_first_served_and_places_are_given_again() -> None:
+    async def story() -> None:
+        one = Story()
+        requests = [one.ask() for _ in range(4)]
+        assert one.names() == [request.number for request in requests[:2]]
+        with pytest.raises(ApiError) as raised:
+            one.ask()
+        assert raised.value.status == 429 and int(raised.value.headers["Retry-After"]) >= 1
+        for _ in range(4):
+            await one.step()
+        assert one.names() == [request.number for request in requests[2:]]
+        for _ in range(4):
+            await one.step()
+        assert one.names() == [] and one.scheduler.free_pages == 100
+        assert one.heard.outcomes == ["length"] * 4
+        deltas = [delta async for delta in requests[3]]
+        assert "".join(delta.text for delta in deltas) == "xxxx" and deltas[-1].reason == "length"
+
+    run(story)
+
+
+def test_a_large_one_is_not_overtaken() -> None:
+    async def story() -> None:
+        one = Story(num_pages=8, max_running=8)
+        one.ask(prompt=20, max_tokens=20)  # 6 pages
+        large, small = one.ask(prompt=20, max_tokens=20), one.ask(prompt=2, max_tokens=2)
+        assert list(one.scheduler.waiting) == [large, small], "or it would wait as long as small ones come"
+        one.scheduler.cancel(large)
+        assert not one.scheduler.waiting and one.names()[-1] == small.number
+
+    run(story)
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    async def story() -> None:
+        one = Story(num_pages=8, max_running=4)
+        for asked in ({"prompt": 60, "max_tokens": 5}, {"texts": 5}, {"prompt": 20, "max_tokens": 20, "texts": 2}):
+            with pytest.raises(ApiError) as raised:
+                one.ask(**asked)
+            assert raised.value.status == 400
+        assert one.names() == []
+
+    run(story)
+
+
+def test_a_stop_string_frees_the_place_and_tells_the_model() -> None:
+    async def story() -> None:
+        one = Story(max_running=1)
+        request = one.ask(max_tokens=40, stops=["xx"])
+        await one.step()
+        await one.step()
+        assert one.steps.running == {} and one.names() == []
+        deltas = [delta async for delta in request]
+        assert "".join(delta.text for delta in deltas) == "" and deltas[-1].reason == "stop"
+        assert request.num_tokens == 2
+
+    run(story)
+
+
+def test_leaving_while_running_or_waiting() -> None:
+    async def story() -> None:
+        one = Story(max_running=1)
+        first, second, third = one.ask(), one.ask(), one.ask()
+        one.scheduler.cancel(second)
+        one.scheduler.cancel(first)
+        assert one.names() == [third.number] and len(one.steps.running) == 1
+        one.scheduler.cancel(first)
+        await one.step(END)
+        one.scheduler.cancel(third)
+        assert one.heard.outcomes == ["cancelled", "cancelled", "stop"]
+        assert one.scheduler.free_pages == 100
+
+    run(story)
+
+
+def test_a_failed_pass() -> None:
+    """Who was in it fails with its cause; who was not goes on where it was."""
+
+    async def story() -> None:
+        one = Story()
+        first, second = one.ask(max_tokens=8), one.ask(max_tokens=8)
+        await one.step()
+        names = list(one.steps.running)
+        one.steps.running.clear()
+        one.scheduler.failed(names[:1], names[1:], RuntimeError("torn"))
+        await asyncio.sleep(0)
+        assert one.names() == [second.number]
+        again = one.steps.running[names[1]]
+        assert (list(again.prompt), again.max_new_tokens) == ([1, 1, 1, 1, ord("x")], 7)
+        with pytest.raises(ApiError, match="torn"):
+            _ = [delta async for delta in first]
+        for _ in range(7):
+            await one.step()
+        assert "".join([delta.text async for delta in second]) == "x" * 8
+        assert one.scheduler.problem is None
+
+    run(story)
+
+
+def test_a_model_that_is_gone_ends_everything() -> None:
+    async def story() -> None:
+        one = Story(max_running=1)
+        running, waiting = one.ask(), one.ask()
+        one.steps.running.clear()
+        one.scheduler.failed([], [], EngineClosedError("unloaded"))
+        await asyncio.sleep(0)
+        for request in (running, waiting):
+            with pytest.raises(ApiError):
+                _ = [delta async for delta in request]
+        assert one.scheduler.problem == "unloaded"
+        with pytest.raises(ApiError) as raised:
+            one.ask()
+        assert raised.value.status == 503
+
+    run(story)
+
+
+def test_draining() -> None:
+    async def story() -> None:
+        one = Story(max_running=1)
+        one.ask()
+        one.ask()
+        drained = asyncio.ensure_future(one.scheduler.drained())
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as raised:
+            one.ask()
+        assert raised.value.status == 503
+        for _ in range(7):
+            await one.step()
+            assert not drained.done()
+        await one.step()
+        await asyncio.wait_for(drained, 1)
+        assert one.heard.outcomes == ["length", "length"], "who waited was served, too"
+
+    run(story)
+
+
+def test_one_at_a_time() -> None:
+    async def story() -> None:
+        one = Story(is_one_at_a_time=True, max_running=16)
+        first, second = one.ask(texts=3), one.ask()
+        assert set(one.names()) == {first.number}
+        for _ in range(4):
+            await one.step()
+        assert one.names() == [second.number]
+
+    run(story)

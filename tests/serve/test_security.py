@@ -1,0 +1,152 @@
+"""Who may ask, what may be asked, and what of it is written down."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from expertly.serve.settings import is_known
+from tests.serve.conftest import KEY, Serving, served
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def guarded(demo: tuple[Any, Any]) -> Iterator[Serving]:
+    with served(*demo, keys=(KEY, "another-key-of-this-server"), max_body_nbytes=10_000) as found:
+        yield found
+
+
+def test_keys(guarded: Serving) -> None:
+    assert guarded.client().models.list().data[0].id == "demo"
+    for key in ("wrong", KEY[:-1], KEY + "x", "-", "ключ"):
+        for path in ("/v1/models", "/v1/experts", "/v1/state", "/metrics", "/nothing", "/openapi.json"):
+            got = httpx.get(guarded.url + path, headers={"Authorization": f"Bearer {key}".encode()})
+            assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="no", max_retries=0).models.list()
+    for path in ("/", "/health", "/ready"):
+        assert httpx.get(guarded.url + path).status_code == 200
+    assert is_known("another-key-of-this-server", (KEY, "another-key-of-this-server"))
+    assert not is_known("", (KEY,))
+
+
+def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Serving) -> None:
+    rebound = httpx.get(f"{serving.url}/v1/models", headers={"Host": "attacker.example"})
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "wrong_host")
+    simple = httpx.post(f"{serving.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert simple.status_code == 415
+    preflight = httpx.options(f"{serving.url}/v1/completions", headers={"Origin": "https://attacker.example"})
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+def bodies() -> Iterator[tuple[str, bytes, int]]:
+    yield "not JSON", b"{", 400
+    yield "not UTF-8", b'{"model": "\xff\xfe"}', 400
+    yield "nothing", b"", 400
+    yield "a list", b"[]", 400
+    yield "NaN", b'{"model": "demo", "prompt": "a", "temperature": NaN}', 400
+    yield "infinity", b'{"model": "demo", "prompt": "a", "temperature": 1e999}', 400
+    yield "a huge number", b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400
+    yield "a large number", b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 40 + b"}", 400
+    yield "a wrong type", b'{"model": "demo", "prompt": {"a": 1}}', 400
+    yield "true as a number", b'{"model": "demo", "prompt": "a", "max_tokens": true}', 400
+    yield "deep", b'{"model": "demo", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", 400
+    yield "half a pair", b'{"model": "demo", "prompt": "\\ud800"}', 400
+    yield "an empty prompt", b'{"model": "demo", "prompt": ""}', 400
+    yield "a token that is none", b'{"model": "demo", "prompt": [99999999]}', 400
+    yield "a negative token", b'{"model": "demo", "prompt": [-1]}', 400
+    yield "too large", b'{"model": "demo", "prompt": "' + b"a" * 20_000 + b'"}', 413
+    yield "a path as the model", b'{"model": "../../etc/passwd", "prompt": "a"}', 404
+    yield "remote code", b'{"model": "demo", "prompt": "a", "trust_remote_code": true}', 400
+    yield "zero bytes", b'{"model": "demo\\u0000", "prompt": "a"}', 404
+
+
+@pytest.mark.parametrize(("name", "body", "status"), list(bodies()), ids=lambda value: str(value)[:20])
+def test_hostile_bodies(guarded: Serving, name: str, body: bytes, status: int) -> None:
+    headers = JSON | {"Authorization": f"Bearer {KEY}"}
+    got = httpx.post(f"{guarded.url}/v1/completions", content=body, headers=headers)
+    assert got.status_code == status, name
+    error = got.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) <= 500
+
+
+def test_a_body_without_an_end_is_cut_off(guarded: Serving) -> None:
+    """No length is told, and no limit is trusted."""
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(1000):
+            yield b"a" * 1000
+
+    headers = JSON | {"Authorization": f"Bearer {KEY}"}
+    try:
+        got = httpx.post(f"{guarded.url}/v1/completions", content=endless(), headers=headers)
+    except httpx.TransportError:
+        return  # it was closed while we still wrote
+    assert got.status_code == 413
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(guarded: Serving) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for method, path in (("GET", "/v1/nothing"), ("DELETE", "/v1/models"), ("POST", "/load_model"), ("POST", "/reset")):
+        got = httpx.request(method, guarded.url + path, headers=headers)
+        assert got.status_code in (404, 405)
+        assert set(got.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_prompts_are_logged_only_where_that_was_asked_for(
+    demo: tuple[Any, Any], caplog: pytest.LogCaptureFixture, is_asked: bool
+) -> None:
+    secret = "xylophone quartz"
+    with caplog.at_level(logging.DEBUG), served(*demo, log_prompts=is_asked) as serving:
+        serving.client().completions.create(model="demo", prompt=secret, max_tokens=2)
+        with pytest.raises(openai.BadRequestError):
+            serving.client().completions.create(model="demo", prompt=secret, max_tokens=2, temperature=5)
+    own = "\n".join(record.getMessage() for record in caplog.records if not record.name.startswith(("openai", "http")))
+    assert (secret in own) == is_asked
+    assert "prompt tokens" in own
+
+
+def test_every_token_is_counted(demo: tuple[Any, Any]) -> None:
+    """Of several texts, too; times are between tokens of one text."""
+    with served(*demo) as serving:
+        serving.client().completions.create(
+            model="demo", prompt="The old man", max_tokens=5, n=3, logit_bias={"0": -100}
+        )
+        text = serving.http().get("/metrics").text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(values["expertly_generated_tokens_total"]) == 15
+        assert float(values["expertly_time_per_output_token_seconds_count"]) == 12
+        assert float(values["expertly_time_to_first_token_seconds_count"]) == 1
+        assert float(values['expertly_requests_total{outcome="length"}']) == 1
+
+
+def test_what_can_be_seen(serving: Serving) -> None:
+    serving.client().completions.create(model="demo", prompt="The old man", max_tokens=8, temperature=0)
+    with serving.http() as client:
+        experts = client.get("/v1/experts").json()
+        present = [sum(layer["segments_present"]) for layer in experts["layers"]]
+        assert len(present) == 12 and all(0 < one <= 32 * experts["segments"] for one in present)
+        per_segment = experts["expert_bytes"] / (12 * 32 * experts["segments"])
+        state = client.get("/v1/state").json()
+        assert sum(present) * per_segment == state["memory"]["experts_resident_bytes"]
+        assert state["tokens_written"] >= 8 and 0 <= state["recent"]["hit_rate"] <= 1
+        metrics = client.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain")
+        values = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
+        hits, misses = (float(values[f'expertly_{name}_total{{phase="decode"}}']) for name in ("hits", "misses"))
+        assert hits > 0 < misses
+        assert float(values["expertly_time_to_first_token_seconds_count"]) >= 1
+        assert float(values["expertly_generated_tokens_total"]) >= 8
+        assert float(values['expertly_layer_demands_total{found="all",layer="0"}']) > 0
+        policy = client.get("/").headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert json.loads(client.get("/openapi.json").text)["paths"]["/v1/chat/completions"]
