@@ -336,3 +336,10 @@ def test_two_threads_soak() -> None:
     finally:
         sys.setswitchinterval(switch)
         gc.collect()
+
+
+def test_it_ends_though_an_interrupt_left_the_lock_taken() -> None:
+    channel = ThreadChannel(Diary(), Backlog(10))
+    channel._lock.acquire()  # as an interrupt leaves it that comes when it is about to be given back
+    assert channel.close()
+    assert not channel._thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -102,6 +103,9 @@ class ThreadChannel:
         if self._thread is threading.current_thread():  # a garbage collection in the thread itself
             self._saves_last = True
             return False
+        with contextlib.suppress(RuntimeError):  # until it is not ours: an interrupt may have come as it was given back
+            while True:
+                self._lock.release()
         self._thread.join(wait_s + 10.0)
         return not self._thread.is_alive()
 
