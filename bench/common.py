@@ -18,17 +18,25 @@ GIB = 1 << 30
 PROMPT = "Once upon a time, in a small village at the foot of the mountains, there lived an old man who"
 
 
-def inflated_model(gib: float, folder: str | None = None, dtype: str = "bfloat16", no_zeros: bool = False) -> Path:
+def inflated_model(
+    gib: float,
+    folder: str | None = None,
+    dtype: str = "bfloat16",
+    no_zeros: bool = False,
+    num_layers: int | None = None,
+) -> Path:
     """A demo model inflated to `gib` GiB of experts, made once a folder and kept for the next benchmark. `no_zeros`:
-    of weights that compress as trained ones do.
+    of weights that compress as trained ones do. `num_layers`: only the first so many of its layers.
     """
     home = Path(folder or os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench"))
-    out = home / f"demo-{gib:g}gib-{dtype}{'-no-zeros' if no_zeros else ''}"
+    layers = "" if num_layers is None else f"-{num_layers}-layers"
+    out = home / f"demo-{gib:g}gib-{dtype}{layers}{'-no-zeros' if no_zeros else ''}"
     if not out.exists():
         home.mkdir(parents=True, exist_ok=True)
         tool = ROOT / "tools" / "inflate_model.py"
         command = [sys.executable, tool, out, "--experts-gib", str(gib), "--dtype", dtype]
-        subprocess.run([*command, *(["--no-zeros"] if no_zeros else [])], check=True)
+        cut = [] if num_layers is None else ["--layers", str(num_layers)]
+        subprocess.run([*command, *cut, *(["--no-zeros"] if no_zeros else [])], check=True)
     return out
 
 

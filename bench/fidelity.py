@@ -10,8 +10,9 @@ measured in between. Compared is the second request (the median of the rounds), 
 used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within 10 %.
 
 With `--codec planes` the engine reads compressed experts, and keeps copies in the shares of the memory that
-`--compressed` lists. The link and the model's costs are measured with experts as they are, decoding with a sample of
-its frames: what the two come to together is the simulator's to say.
+`--compressed` lists. The model's costs are measured with experts as they are, the disk and decoding, before each round,
+with the compressed store: pieces of one size do not tell a disk's rate from what a piece costs, and stored ones are of
+other sizes. What they come to together is the simulator's to say.
 """
 
 from __future__ import annotations
@@ -79,19 +80,29 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
 
 
 def codec_costs(arguments: dict[str, Any]) -> Any:
-    """Of the model's frames on this machine; None where experts are stored as they are."""
-    from expertly.core.costs import CodecCosts
+    """The disk's rate under the compressed store, and what its frames cost; None where nothing is compressed."""
+    from expertly.engine.measure_codec import store_costs
     from expertly.models.packing import pack_cached
-    from expertly.store.codec_rates import measure_rates, read_sample
 
     if arguments["codec"] == "none":
         return None
-    store = pack_cached(arguments["model"], None, codec=arguments["codec"])
-    rates = measure_rates(read_sample(store.manifest.layers, store.frames), 1.0)
-    return CodecCosts(store.ratio, rates.decode_nbytes_per_s, rates.num_threads)
+    return store_costs(pack_cached(arguments["model"], None, codec=arguments["codec"]))
 
 
-def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any, costs: Any) -> tuple[float, Any]:
+def median_costs(measured: list[Any], link: Any) -> tuple[Any, Any]:
+    """(link, codec) for the simulator: `link` as it was fitted, where nothing is compressed."""
+    from expertly.core.costs import Link
+
+    if measured[0] is None:
+        return link, None
+    rates, costs = zip(*measured, strict=True)
+    decoding = statistics.median(one.decode_nbytes_per_s for one in costs)
+    return Link(statistics.median(rates), link.latency_ns, 0), replace(costs[0], decode_nbytes_per_s=decoding)
+
+
+def simulate(
+    arguments: dict[str, Any], system: str, folder: Path, link: Any, compute: Any, costs: Any
+) -> tuple[float, Any]:
     """Seconds of a decode step of the second request: of both requests, less those of the first alone; and what was
     read and decoded.
     """
@@ -105,7 +116,7 @@ def simulate(arguments: dict[str, Any], system: str, folder: Path, profile: Any,
     trace = Trace.open(folder)
     layers = tuple(layer.geometry() for layer in trace.manifest.layers)
     assert None not in layers
-    hardware = replace(Hardware.read("infinite").with_model(profile.link, profile.compute), codec=costs)
+    hardware = replace(Hardware.read("infinite").with_model(link, compute), codec=costs)
     storage = Storage(arguments["codec"], arguments["compressed"])
     ran = []
     coded = None
@@ -147,25 +158,27 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         measure_costs(measurement.tasks())
-        costs = codec_costs(arguments)
+        measured = []
         ran: dict[str, list[dict[str, Any]]] = {system: [] for system in arguments["systems"]}
         for turn in range(arguments["rounds"]):
+            measured.append(codec_costs(arguments))
             for system, runs in ran.items():
                 runs.append(run_engine(arguments, system, Path(scratch) / f"{system}-{turn}"))
                 measure_costs(measurement.tasks_of_a_token())
         profile = measurement.profile()
+        link, costs = median_costs(measured, profile.link)
         for system, runs in ran.items():
             row = {"system": system} | {key: arguments[key] for key in ("memory", "segments", "codec", "compressed")}
             row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             row["tpot_from_s"], row["tpot_to_s"] = (pick(run["tpot_s"] for run in runs) for pick in (min, max))
             folder = Path(scratch) / f"{system}-0"
-            row["simulated_tpot_s"], coded = simulate(arguments, system, folder, profile, costs)
+            row["simulated_tpot_s"], coded = simulate(arguments, system, folder, link, profile.compute, costs)
             if coded is not None:
                 row["simulated_bytes_disk"] = coded.read_nbytes
                 row["simulated_held_share"] = coded.held_nbytes / coded.decoded_nbytes
                 row["ratio_on_disk"], row["decode_gb_per_s"] = costs.ratio, costs.all_nbytes_per_s / 1e9
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
-            row["link_gb_per_s"] = profile.link.nbytes_per_s / 1e9
+            row["link_gb_per_s"] = link.nbytes_per_s / 1e9
             rows.append(row)
     expertly.unload(beside)
     return rows

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when NumPy is imported
@@ -22,60 +20,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read
 import numpy as np
 from report import print_report
 
-from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.policies.maps.store import MapShape
 from expertly.policies.matrices.collection import Collection, Matrices
-from expertly.policies.matrices.match import Match
 from expertly.policies.predictor.eam import EAM, EAMOptions
-
-LAYERS, EXPERTS, TOP_K = 26, 64, 6
-SHAPE = Geometry(tuple(LayerGeometry(EXPERTS, TOP_K, 64, 64, 3, 2) for _ in range(LAYERS)))
-WARM_UP = 8
-BOUNDS_US = {1000: 21.0, 10000: 226.0}
-
-
-def clocked(call: Callable[[], object]) -> float:
-    """Microseconds of one call."""
-    start = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - start) / 1e3
-
-
-def choices(dice: np.random.Generator, num_rows: int) -> np.ndarray:
-    """[T, L, K], some experts more often than others."""
-    likely = np.exp(1.5 * dice.standard_normal((LAYERS, EXPERTS)))
-    noise = dice.gumbel(size=(num_rows, LAYERS, EXPERTS))
-    return np.argsort(-(np.log(likely) + noise), axis=-1)[..., :TOP_K]
-
-
-def full(capacity: int, dice: np.random.Generator) -> Collection:
-    """Matrices of requests of 20 tokens."""
-    collection = Collection(MapShape.of(SHAPE), capacity)
-    places = np.arange(LAYERS)[:, None] * EXPERTS
-    for _ in range(capacity):
-        counts = np.bincount((choices(dice, 20) + places).ravel(), minlength=LAYERS * EXPERTS)
-        collection.add(counts.reshape(LAYERS, EXPERTS))
-    return collection
-
-
-def query(collection: Collection, dice: np.random.Generator, num_tokens: int, matches: int) -> float:
-    """Median microseconds of one layer."""
-    times = []
-    for token in range(WARM_UP + num_tokens):
-        match = Match(collection)
-        for layer, experts in enumerate(choices(dice, 1)[0].tolist()):
-            counts = dict.fromkeys(experts, 1)
-
-            def one(match: Match = match, layer: int = layer, counts: dict[int, int] = counts) -> None:
-                match.observe(layer, counts)
-                match.nearest(matches)
-
-            spent = clocked(one)
-            if token >= WARM_UP:
-                times.append(spent)
-    return statistics.median(times)
+from expertly.reproduce.moe_infinity.query import BOUNDS_US, LAYERS, SHAPE, WARM_UP, choices, clocked, full, query
 
 
 def one_pass(eam: EAM, request: int, dice: np.random.Generator, num_rows: int) -> list[float]:

@@ -1,16 +1,20 @@
 """`resident` against plain transformers with the same model in RAM: decode, and prefill of 256 tokens.
 
-    python bench/resident.py [--experts-gib 3] [--rounds 7]
+    python bench/resident.py [--experts-gib 3] [--rounds 7] [--kernels auto] [--segments 1,4]
+    python bench/resident.py --kernels native,torch --segments 1    what the compiled products gain
 
 Bounds: decode within 1.10x of transformers' fastest experts implementation for P = 1 and P = 4, prefill within 1.15x.
 All models are in one process and take turns, so that the machine's drift meets them alike; ratios are of medians.
+`--clock cpu` counts processor time instead, for one thread on a machine that does other things, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,47 +23,57 @@ from report import print_report
 from transformers import AutoModelForCausalLM
 
 import expertly
+from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.native.kernels import VARIABLE
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 
 
-def decode_seconds(model: Any, ids: torch.Tensor, num_tokens: int) -> float:
+def decode_seconds(model: Any, ids: torch.Tensor, num_tokens: int, clock: Callable[[], float]) -> float:
     """Median seconds of a decode step, the prompt's cache in place."""
     times = []
     with torch.no_grad():
         out = model(ids[:, :16], use_cache=True)
         cache = out.past_key_values
         for i in range(num_tokens):
-            start = time.perf_counter()
+            start = clock()
             out = model(ids[:, 16 + i : 17 + i], past_key_values=cache, use_cache=True)
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
     return statistics.median(times)
 
 
-def prefill_seconds(model: Any, ids: torch.Tensor) -> float:
+def prefill_seconds(model: Any, ids: torch.Tensor, clock: Callable[[], float]) -> float:
     """Seconds of one forward pass over the prompt."""
     with torch.no_grad():
-        start = time.perf_counter()
+        start = clock()
         model(ids, use_cache=True)
-        return time.perf_counter() - start
+        return clock() - start
 
 
 def main() -> None:
+    keep_off_trapped_instructions()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experts-gib", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefill", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--segments", default="1,4")
+    parser.add_argument("--kernels", default="auto", help="as EXPERTLY_KERNELS: auto,native,torch")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
+    clock = CLOCKS[args.clock]
     torch.set_num_threads(args.threads)
     folder = inflated_model(args.experts_gib)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     models: dict[str, Any] = {f"transformers {name}": plain for name in IMPLEMENTATIONS}
-    for segments in (1, 4):
-        models[f"resident P={segments}"], _ = expertly.load(
-            str(folder), system="resident", segments=segments, device="cpu"
-        )
+    kernels = args.kernels.split(",")
+    for wanted in kernels:
+        os.environ[VARIABLE] = wanted
+        for segments in map(int, args.segments.split(",")):
+            model, _ = expertly.load(str(folder), system="resident", segments=segments, device="cpu")
+            models[f"resident P={segments}, {expertly.stats(model).as_dict()['kernels']['name']}"] = model
     ids = torch.randint(0, plain.config.vocab_size, (1, args.prefill), generator=torch.Generator().manual_seed(0))
     decode: dict[str, list[float]] = {name: [] for name in models}
     prefill: dict[str, list[float]] = {name: [] for name in models}
@@ -67,9 +81,9 @@ def main() -> None:
         for name, model in models.items():
             if model is plain:
                 plain.set_experts_implementation(name.split()[1])
-            decoded = decode_seconds(model, ids, args.decode)
+            decoded = decode_seconds(model, ids, args.decode, clock)
             if name != "transformers batched_mm":  # copies every token's experts: hopeless in prefill
-                filled = prefill_seconds(model, ids)
+                filled = prefill_seconds(model, ids, clock)
             if round_number:  # the first warms up
                 decode[name].append(decoded)
                 if name != "transformers batched_mm":

@@ -28,6 +28,7 @@ from report import print_report
 
 from expertly.core.errors import ExpertlyError
 from expertly.learned.file import PredictorFile
+from expertly.reproduce.moe_infinity.recovery import requests_back
 from expertly.sim.geometry_file import read_geometry
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
@@ -37,11 +38,6 @@ from expertly.systems import get_system, runnable_systems
 from expertly.trace.reader import Trace
 from expertly.trace.requests import TraceRequest
 from expertly.trace.writer import TraceWriter
-
-WINDOW = 3
-"""Requests over whose hit rates the mean is taken."""
-
-POINTS = 0.02
 
 
 def joined(traces: Sequence[Trace], folder: Path) -> Trace:
@@ -61,15 +57,6 @@ def joined(traces: Sequence[Trace], folder: Path) -> Trace:
                     sizes = np.unique(block.columns["iteration"], return_counts=True)[1]
                     writer.extend({name: block.columns[name] for name in stored}, sizes)
     return Trace.open(folder)
-
-
-def requests_back(misses: Sequence[float]) -> int | None:
-    """Requests served before the hit rate is back for good, given what each request misses; None: it never was."""
-    means = [float(np.mean(misses[i : i + WINDOW])) for i in range(len(misses) - WINDOW + 1)]
-    behind = [i for i, mean in enumerate(means) if mean > POINTS]
-    if not behind:
-        return 0
-    return None if behind[-1] == len(means) - 1 else behind[-1] + 1
 
 
 class Change:

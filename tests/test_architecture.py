@@ -17,7 +17,7 @@ MAX_LINES = 400
 
 # What each part of the package may import of the others.
 CONTROL = {"core", "policies", "control"}
-BELOW_SIM = {*CONTROL, "decisions", "parts", "plans", "systems", "trace"}
+BELOW_SIM = {*CONTROL, "choices", "decisions", "parts", "plans", "systems", "trace"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "data": {"core"},
@@ -27,16 +27,37 @@ ALLOWED: dict[str, set[str]] = {
     "systems": {"core", "policies", "control", "parts"},
     "decisions": {"core", "policies", "control", "parts", "systems"},
     "plans": {"core", "policies", "control", "parts"},
+    "choices": {"core", "policies", "control", "parts", "systems"},
     "testing": {"core", "policies"},
     "trace": {"core"},
     "maps": {"core", "policies"},
     "learned": {"core", "policies", "maps", "sim", "trace"},
     "sim": BELOW_SIM,
     "store": {"core", "data"},
-    "models": {"core", "data", "store"},
-    "engine": {*BELOW_SIM, "data", "learned", "maps", "models", "store"},
+    "native": {"core"},
+    "models": {"core", "data", "native", "store"},
+    "engine": {*BELOW_SIM, "data", "learned", "maps", "models", "native", "store"},
     "serve": {*CONTROL, "data", "engine", "models", "parts", "store", "systems", "trace"},
-    "cli": {*BELOW_SIM, "data", "engine", "learned", "maps", "models", "serve", "sim", "store", "__init__"},
+    "compare": {*BELOW_SIM, "data", "engine", "learned", "models", "sim", "store", "__init__"},
+    "reproduce": {*BELOW_SIM, "data", "learned", "maps", "sim"},
+    "tuning": {*BELOW_SIM, "data", "engine", "learned", "maps", "models", "sim", "store"},
+    "cli": {
+        *BELOW_SIM,
+        *(
+            "compare",
+            "data",
+            "engine",
+            "learned",
+            "maps",
+            "models",
+            "reproduce",
+            "serve",
+            "sim",
+            "store",
+            "tuning",
+            "__init__",
+        ),
+    },
     "__main__": {"cli"},
     "__init__": {"engine"},
 }

@@ -14,7 +14,7 @@ from expertly.core.errors import ConfigError
 from expertly.parts import PARTS
 from expertly.policies.options import option_names, option_text
 from expertly.policies.predictor import PREDICTORS
-from expertly.systems import SYSTEMS, get_system
+from expertly.systems import AUTO_SYSTEM, SYSTEMS, get_system
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")])
@@ -50,7 +50,7 @@ def typed(page: Path) -> list[list[str]]:
 
 def check_systems(text: str) -> None:
     for name in text.split(","):
-        if not any(other in name for other in NOT_OURS):
+        if name != AUTO_SYSTEM and not any(other in name for other in NOT_OURS):
             get_system(name)
 
 
@@ -107,7 +107,7 @@ def test_commands_in_sentences_have_the_flags_that_they_name(page: Path) -> None
 def test_benchmarks_exist_and_have_the_flags_that_are_named(page: Path) -> None:
     said = [" ".join(command) for command in typed(page)] + inline(page)
     for text in said:
-        for script, rest in re.findall(r"(?:python|bash) ((?:bench|tools)/[\w.]+)(.*)", text):
+        for script, rest in re.findall(r"(?:python|bash) ((?:bench|tools)/[\w./]+)(.*)", text):
             source = (REPOSITORY / script).read_text(encoding="utf-8")
             missing = [flag for flag in re.findall(r"(--[\w-]+)", rest) if f'"{flag}"' not in source]
             assert missing == [], f"{text}: {script} has no {missing}"

@@ -96,6 +96,8 @@ SPECS = {
     "lru:preemption=late": "lru:preemption=late",
     "lru:transfer=synchronous:prediction=lookahead": "lru:prediction=lookahead:transfer=synchronous",
     "lru:allocation=adapmoe": "lru:allocation=adapmoe",
+    "lru:gate=measured:prediction=lookahead": "lru:prediction=lookahead:gate=measured",
+    "moepic:gate=confidence": "moepic:gate=confidence",
     "lru:segments=04": "lru:segments=4",
     "adapmoe:allocation=none": "adapmoe:allocation=none",
     "lru:theta=.250:allocation=split": "lru:allocation=split:theta=0.25",

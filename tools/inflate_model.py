@@ -1,13 +1,14 @@
 """Widen every expert of a Mixture-of-Experts checkpoint without changing the function it computes.
 
-    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--dtype bfloat16] [--no-zeros]
+    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--layers N] [--dtype bfloat16] [--no-zeros]
 
 Intermediate neurons are added whose down-projection is zero, so they add nothing to the output; their gate and up rows
 are random. A third of all weights are zeros then, which no trained model has and which compress to nothing: with
 `--no-zeros` those of the down-projection are random, too, and so small that no sum changes. The model's own neurons are
 spread evenly over the new width, so that a lost part of an expert shows. The
 routing stays that of the trained model while the experts get as many bytes as asked for: for tests and measurements of
-size and speed.
+size and speed. With `--layers` only the first layers are taken: they route as in the whole model, but what comes out of
+the last of them was not meant to be read as a token.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ WIDTH_FIELDS = {
     "olmoe": "intermediate_size",
     "mixtral": "intermediate_size",
 }
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_proj|up_proj|down_proj|w1|w2|w3|gate_up_proj)(?:\.weight)?$")
 KINDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -69,8 +71,8 @@ class Source:
         return sum(math.prod(self.tensors[name][1]) for name in self.expert_kinds) // self.width
 
 
-def open_source(folder: Path) -> Source:
-    """Index `folder`. InflateError if it is not a checkpoint of a family in WIDTH_FIELDS."""
+def open_source(folder: Path, num_layers: int | None = None) -> Source:
+    """Index `folder`, or its first `num_layers`. InflateError if it is not a checkpoint of a family in WIDTH_FIELDS."""
     if not (folder / "config.json").exists():
         raise InflateError(f"--model {folder}: no config.json there; give a transformers model folder")
     config = json.loads((folder / "config.json").read_text())
@@ -84,6 +86,8 @@ def open_source(folder: Path) -> Source:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensors[name] = (file, tuple(opened.get_slice(name).get_shape()))
+    if num_layers is not None:
+        tensors = _cut_layers(config, tensors, num_layers)
     kinds = {name: KINDS.get(m[1], m[1]) for name in tensors if (m := EXPERT.search(name))}
     width = int(config[WIDTH_FIELDS[family]])
     if "down_proj" not in kinds.values():
@@ -99,6 +103,18 @@ def open_source(folder: Path) -> Source:
                 f"--model {folder}: {name} is {tensors[name][1]}, expected {expected} intermediate neurons"
             )
     return Source(folder, config, dict(sorted(tensors.items(), key=_by_number)), kinds, width)
+
+
+def _cut_layers(config: dict[str, Any], tensors: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The tensors of the first layers; `config` is changed to match."""
+    there = int(config["num_hidden_layers"])
+    if not 1 <= num_layers <= there:
+        raise InflateError(f"--layers {num_layers}: the model has {there}; accepted: 1 to {there}")
+    config["num_hidden_layers"] = num_layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:num_layers]
+    numbers = {name: LAYER.search(name) for name in tensors}
+    return {name: value for name, value in tensors.items() if (m := numbers[name]) is None or int(m[1]) < num_layers}
 
 
 def _by_number(item: tuple[str, Any]) -> list[int | str]:
@@ -237,8 +253,9 @@ def inflate(
     dtype: str = "bfloat16",
     seed: int = 0,
     no_zeros: bool = False,
+    num_layers: int | None = None,
 ) -> Inflated:
-    """Write to `out`, which must not exist, `model` with experts of about `experts_gib` GiB in all.
+    """Write to `out`, which must not exist, `model` (or its first layers) with experts of about `experts_gib` GiB.
 
     Holds one tensor of the result at a time in memory. `out` appears when it is complete.
     """
@@ -249,7 +266,7 @@ def inflate(
     if no_zeros and dtype == "float16":
         raise InflateError("--no-zeros: float16 has no numbers so small; accepted: --dtype bfloat16 or float32")
     torch_dtype = DTYPES[dtype][0]
-    source = open_source(model)
+    source = open_source(model, num_layers)
     width = choose_width(source, int(experts_gib * 2**30), torch_dtype.itemsize)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -300,6 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
     parser.add_argument("--experts-gib", type=float, required=True, help="GiB of all experts together")
     parser.add_argument("--model", type=Path, default=DEMO, help="transformers model folder (default: the demo model)")
+    parser.add_argument("--layers", type=int, help="only the first so many of the model's layers")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-zeros", action="store_true", help="added down-projections are tiny instead of zero")
@@ -307,7 +325,9 @@ def main(arguments: list[str] | None = None) -> int:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
-        result = inflate(given.out, given.experts_gib, given.model, given.dtype, given.seed, given.no_zeros)
+        result = inflate(
+            given.out, given.experts_gib, given.model, given.dtype, given.seed, given.no_zeros, given.layers
+        )
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2

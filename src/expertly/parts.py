@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from expertly.control.budget import Budget, allocate
 from expertly.control.controller import Controller
+from expertly.control.gate import GATES, Gate
 from expertly.control.journal import JournaledController
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -41,6 +42,7 @@ class System:
     admission: str = "always"  # see Controller
     ahead: str = "cache"  # see Controller
     fill: str = "demand"  # see Controller
+    gate: str = "none"  # see Gate
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Controller
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -92,7 +94,7 @@ class System:
         return kind(
             geometry,
             budget,
-            lambda capacity: make(geometry, capacity, known),
+            make.of_model(geometry, known),
             scope=self.scope,
             order=order,
             preemption=self.preemption,
@@ -103,7 +105,14 @@ class System:
             window=self.window,
             fill=self.fill,
             allocation=self._allocation(geometry, known),
+            gate=self._gate(geometry, budget),
         )
+
+    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+        if self.gate == "none" or self.prediction == "none":
+            return None
+        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
+        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -157,6 +166,8 @@ class System:
         return {key: value for key, value in self.options if key in names}
 
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
+        if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
+            known = replace(known, usage=None)
         return ALLOCATIONS[self.allocation](geometry, known, self.options_of("allocation"))
 
 
@@ -230,6 +241,11 @@ def _check_transfer(system: System, where: str) -> None:
         raise ConfigError(
             f"{where}: transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(accepted)}"
         )
+    if system.gate != "none" and system.transfer == "synchronous":
+        raise ConfigError(
+            f"{where}: gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all "
+            f"that is predicted; accepted: gate=none, or transfer=asynchronous"
+        )
     if system.preemption == "late" and system.admission == "best":
         raise ConfigError(
             f"{where}: preemption='late': what is missing is found one expert at a time, which leaves admission='best' "
@@ -245,7 +261,7 @@ def _check_eviction(system: System, where: str) -> None:
             f"{where}: admission='best' compares scores, which eviction={system.eviction!r} does not have; "
             f"accepted: admission=always, or eviction={scored}"
         )
-    if eviction.needs_future and system.admission != "best":
+    if eviction.needs_best and system.admission != "best":
         raise ConfigError(
             f"{where}: eviction={system.eviction!r} needs to be told what is needed before it is kept; "
             f"accepted: admission=best"
@@ -303,6 +319,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "admission": ("always", "best"),
     "ahead": ("cache", "ring"),
     "fill": ("demand", "idle"),
+    "gate": GATES,
 }
 """Of each part that is chosen by name, what it may be."""
 
@@ -320,7 +337,7 @@ WITH_OPTIONS: dict[str, Registry[Any]] = {"prediction": PREDICTORS, "allocation"
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "gate", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

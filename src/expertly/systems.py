@@ -27,6 +27,8 @@ from expertly.policies.predictor.ranking import ALL_LAYERS
 from expertly.policies.registry import Registry
 
 DEFAULT_SYSTEM = "lru"
+AUTO_SYSTEM = "auto"
+"""Where a model is loaded: what `expertly tune` chose for it, else the default."""
 
 _BUILT_IN = {
     system.name: system
@@ -48,6 +50,13 @@ _BUILT_IN = {
             "pins each layer's most popular experts, with two spare places",
             eviction="static",
             scope="layer",
+        ),
+        System(
+            "expertly",
+            "keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)",
+            eviction="reuse",
+            scope="global",
+            admission="best",
         ),
         System(
             "resident",

@@ -72,3 +72,24 @@ def test_a_cache_folder_that_cannot_be_used(
         "profile",
     }
     assert printed["matvec"], "the rest is measured all the same"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_says_what_multiplies_and_measures_that(
+    kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("EXPERTLY_KERNELS", kernels)
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["kernels"]
+    assert main(["doctor"]) == 0
+    assert f"kernels {told['name']}: {told['why']}" in capsys.readouterr().out.splitlines()
+    if kernels == "torch":
+        assert told == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
+    else:
+        assert told["name"].startswith("native ") or told["why"].startswith("not compiled")
+
+
+def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
+    assert main(["doctor"]) == 2
+    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err

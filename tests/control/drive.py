@@ -25,6 +25,15 @@ def control_planes() -> list[str]:
     return list(found.values())
 
 
+def ways() -> list[tuple[str, str, str]]:
+    """(system, order, preemption): each control plane in every way that it can run."""
+    found = []
+    for system in control_planes():
+        has_choice = SYSTEMS[system].admission == "best"  # of all that a layer needs at once
+        found += [(system, *way) for way in (WAYS[:1] if has_choice else WAYS)]
+    return found
+
+
 def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 1, width: int = 16) -> Geometry:
     return Geometry(tuple(LayerGeometry(experts, top_k, 4, width, 3, 2) for _ in range(layers)), segments)
 

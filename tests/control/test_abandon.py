@@ -9,7 +9,7 @@ import pytest
 from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from tests.control.drive import WAYS, control_planes, controller, geometry, kept, run_layer
+from tests.control.drive import controller, geometry, kept, run_layer, ways
 
 
 def fail_after(control: Controller, router: RouterRan, num_events: int, dice: random.Random) -> bool:
@@ -35,8 +35,7 @@ def fail_after(control: Controller, router: RouterRan, num_events: int, dice: ra
     return bool(ready or loading)
 
 
-@pytest.mark.parametrize("system", control_planes())
-@pytest.mark.parametrize(("order", "preemption"), WAYS)
+@pytest.mark.parametrize(("system", "order", "preemption"), ways())
 def test_any_layer_may_fail_at_any_event(system: str, order: str, preemption: str) -> None:
     small, large = LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(10, 3, 4, 32, 3, 2)
     failures = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from expertly.control.budget import split_budget
 from expertly.control.channel import InlineChannel
 from expertly.control.counters import PhaseCounters
+from expertly.control.gate import Gate
 from expertly.control.journal import JournaledController, replay
 from expertly.control.loop import Ahead, run_layer
 from expertly.core.geometry import Geometry, LayerGeometry
@@ -97,6 +100,7 @@ def soak(
     eviction: str = "lru",
     prefetch: str = "score",
     window: int | None = None,
+    gate: str | None = None,
     num_iterations: int = 25,
     failures: float = 0.0,
     write: Callable[[str], object] | None = None,
@@ -106,9 +110,10 @@ def soak(
     kinds = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(num_iterations)]
     routers = [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
     future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
+    budget = split_budget(shape, int(shape.nbytes * share), ring)
     control = CheckedController(
         shape,
-        split_budget(shape, int(shape.nbytes * share), ring),
+        budget,
         lambda capacity: EVICTIONS[eviction](shape, capacity, Known(future=future)),
         scope=scope,
         order=order,
@@ -118,12 +123,14 @@ def soak(
         ahead=ahead,
         prefetch=prefetch,
         window=window,
+        gate=None if gate is None else Gate(shape, budget.layer_shares, gate, can_pause=dice.random() < 0.5),
     ).watch(future)
     if write is not None:
         control.start_journal({}, write)
     link = RandomLink(dice, dice.choice([0.1, 0.4, 0.8]))
     guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Ahead(control, link, InlineChannel(guesses))
+    times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
+    loads_ahead = Ahead(control, link, InlineChannel(guesses), now=partial(next, times))
     link.fails = lambda: dice.random() < failures
 
     def compute(piece: Piece) -> None:
@@ -138,6 +145,8 @@ def soak(
             if router.layer == 0:
                 loads_ahead.begin_iteration(nothing_seen)
             run_layer(control, link, router, compute, loads_ahead)
+            if router.layer == len(LAYERS) - 1:
+                loads_ahead.end_iteration(True)
         except Failure:
             link.drop()
             control.abandon()
@@ -242,6 +251,48 @@ def test_however_a_layer_runs_every_promise_holds_and_is_kept_again(
     if transfer == "asynchronous":
         assert seen["joined"] and seen["withdrawn"], "there were guesses on their way when their layers' routers spoke"
         assert bool(seen["promoted"]) == bool(seen["stale"]) == is_late
+
+
+@pytest.mark.parametrize(("ahead", "segments"), [("cache", 1), ("ring", 4)])
+@pytest.mark.parametrize("gate", ["confidence", "measured"])
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_whatever_a_gate_lets_in_every_promise_holds_and_is_kept_again(
+    order: str, preemption: str, gate: str, ahead: str, segments: int
+) -> None:
+    """The same soak behind a gate whose times are random: replayed, it says the same again."""
+    refused = let = num_off = 0
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead}
+    for share, ring in ((0.1, 1), (0.5, 3)):
+        for scope, failures in (("layer", 0.0), ("global", 0.002)):
+            lines: list[str] = []
+            control, _ = soak(
+                f"{share} {scope}",
+                segments,
+                share,
+                ring,
+                scope=scope,
+                gate=gate,
+                failures=failures,
+                num_iterations=40,
+                write=lines.append,
+                **way,
+            )
+            assert control.gate is not None
+            num_off += sum('["at",["pass ended"' in line for line in lines) - control.gate.num_open
+            shares, can_pause = control.budget.layer_shares, control.gate.can_pause
+            again = JournaledController(
+                control.geometry,
+                control.budget,
+                lambda capacity: LRU(),
+                scope=scope,
+                gate=Gate(control.geometry, shares, gate, can_pause=can_pause),
+                **way,
+            )
+            assert replay(lines[1:], again, "journal").difference is None
+            assert again.gate is not None and again.gate.facts() == control.gate.facts()
+            let, refused = let + control.gate.num_let, refused + control.gate.num_refused
+    assert let and refused
+    assert bool(num_off) == (gate == "measured"), "only what is measured is ever off"
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from expertly.core.messages import RouterRan, Step
-from tests.control.drive import WAYS, control_planes, controller, geometry, kept, run_layer
+from tests.control.drive import WAYS, control_planes, controller, geometry, kept, run_layer, ways
 
 
 def test_a_demand_story_of_one_layer() -> None:
@@ -214,8 +214,7 @@ def test_hits_are_those_of_the_naive_cache(system: str, segments: int) -> None:
     }
 
 
-@pytest.mark.parametrize(("order", "preemption"), WAYS)
-@pytest.mark.parametrize("system", control_planes())
+@pytest.mark.parametrize(("system", "order", "preemption"), ways())
 @pytest.mark.parametrize("segments", [1, 2, 4])
 def test_invariants_hold_whatever_happens(system: str, segments: int, order: str, preemption: str) -> None:
     """Random batches, rings down to one segment, any order of arrival: checked after every event."""

@@ -11,15 +11,17 @@ from expertly.core.codecs import (
     CODECS,
     MIN_MEASURED_NBYTES,
     CodecRates,
+    DecodingRates,
     check_codec,
     choose_codec,
+    choose_decoding,
     decoding_threads,
     expected_gain,
     too_small,
 )
 from expertly.core.errors import ConfigError
 
-SLOW_DISK = CodecRates(ratio=0.7, disk_nbytes_per_s=1e9, decode_nbytes_per_s=1.5e9, num_threads=2)
+SLOW_DISK = CodecRates(ratio=0.7, disk_nbytes_per_s=1e9, decode_nbytes_per_s=2e9, num_threads=2)
 
 
 def test_a_slow_disk_is_worth_decoding_for() -> None:
@@ -27,16 +29,26 @@ def test_a_slow_disk_is_worth_decoding_for() -> None:
     choice = choose_codec(SLOW_DISK)
     assert choice.codec == "planes"
     assert choice.why == (
-        "weights take 0.70 of their size in planes, the disk reads 1.00 GB/s, 2 threads decode 3.00 GB/s of weights: "
+        "weights take 0.70 of their size in planes, the disk reads 1.00 GB/s, 2 threads decode 4.00 GB/s of weights: "
         "loads take 0.70 of the time"
     )
 
 
 def test_the_slower_of_disk_and_decoding_counts() -> None:
     fast_disk = replace(SLOW_DISK, disk_nbytes_per_s=4e9)
-    assert expected_gain(fast_disk) == pytest.approx(1.5 / 4)
+    assert expected_gain(fast_disk) == pytest.approx(2 / 4)
     assert choose_codec(fast_disk).codec == "none"
-    assert choose_codec(replace(fast_disk, num_threads=8)).codec == "planes"  # 10.5 GB/s: the disk is the slower again
+    assert choose_codec(replace(fast_disk, num_threads=8)).codec == "planes"  # 14 GB/s: the disk is the slower again
+
+
+def test_decoding_may_not_take_more_of_the_processors_than_reading_saves() -> None:
+    """Of a gigabyte 0.3 s of reading are saved; two threads that decode 3.2 GB/s take 0.31 s of both of them."""
+    busy = replace(SLOW_DISK, decode_nbytes_per_s=1.6e9)
+    choice = choose_codec(busy)
+    assert expected_gain(busy) == pytest.approx(1 / 0.7) and choice.codec == "none"
+    assert choice.why.endswith("loads with planes take 0.70 of the time, but more of the processors than reading saves")
+    assert choose_codec(replace(busy, disk_nbytes_per_s=0.9e9)).codec == "planes"
+    assert choose_codec(replace(busy, num_threads=4)).codec == "planes"
 
 
 @pytest.mark.parametrize(("ratio", "codec"), [(0.90, "planes"), (0.92, "none"), (1.0, "none"), (1.01, "none")])
@@ -70,3 +82,22 @@ def test_few_bytes_are_not_measured_for() -> None:
 def test_as_many_threads_decode_as_there_are_readers_and_processors_for() -> None:
     assert [decoding_threads(cpus, 4) for cpus in (1, 2, 4, 64)] == [1, 2, 4, 4]
     assert decoding_threads(0, 4) == 1
+
+
+def where(link: float, host: float, device: float, host_holds_all: bool, ratio: float = 0.7) -> tuple[bool, str]:
+    return choose_decoding(DecodingRates(ratio, link, host, device), host_holds_all)
+
+
+def test_the_device_decodes_where_that_shortens_the_link() -> None:
+    is_device, why = where(25e9, 4e9, 200e9, True)
+    assert is_device and "copies reach 25.00 GB/s, the host decodes 4.00 and the device 200.00 GB/s" in why
+    assert why.endswith("decoded on the device weights come in 0.82 of the time")
+    assert not where(25e9, 4e9, 90e9, True)[0], "less than a tenth"
+    assert not where(25e9, 4e9, 200e9, True, ratio=1.0)[0], "nothing is saved"
+
+
+def test_where_host_memory_is_short_the_device_need_only_be_as_fast() -> None:
+    assert where(25e9, 4e9, 90e9, False)[0]
+    assert where(25e9, 4e9, 5e9, False)[0], "the host would decode slower still"
+    is_device, why = where(25e9, 4e9, 3e9, False)
+    assert not is_device and why.endswith(", so the host decodes")

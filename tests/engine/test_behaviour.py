@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import expertly
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import device_loading
 from expertly.engine.api import handle
-from expertly.engine.memory import kv_cache_nbytes
+from expertly.engine.memory import kv_cache_nbytes, working_nbytes
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
 from tests.families import generate, load_reference, make_checkpoint, make_model, make_prompts
@@ -217,7 +218,8 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
         assert "all experts fit" in stats["memory_reason"]
     expert_nbytes, dense = stats["expert_bytes"], dense_nbytes(store)
     cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
-    free = dense + cache + (600 << 20) + expert_nbytes // 2
+    config = json.loads((case.folder / "config.json").read_text())
+    free = dense + cache + working_nbytes(config, 100, 4) + expert_nbytes // 2
     monkeypatch.setattr(device_loading, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
         stats = expertly.stats(model).as_dict()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import expertly
+from expertly.engine.footprint import PRIMITIVES, VARIABLES, _code, keep_few_primitives
 from tests.engine.observe import rss_nbytes, run_python
 from tests.families import generate
 
@@ -94,6 +95,88 @@ def test_peak_memory_is_dense_weights_and_budget(big_store: Path) -> None:
     assert taken < dense + budget + (100 << 20), f"{taken >> 20} MiB for {dense >> 20} + {budget >> 20}"
 
 
+BESIDE = """
+import sys, torch
+torch.set_num_threads(1)
+import expertly
+from expertly.engine.api import handle
+from expertly.engine.process import peak_rss_nbytes
+from tests.engine.observe import rss_nbytes
+model, _ = expertly.load(memory="25%", device="cpu", codec="none")
+resident, dice = [], torch.Generator().manual_seed(0)
+for num_tokens in range(96, 288, 24):
+    ids = torch.randint(2, 8000, (1, num_tokens), generator=dice)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    resident.append(rss_nbytes())
+weights = handle(model).store.dense_nbytes + expertly.stats(model).as_dict()["memory_bytes"]
+print(peak_rss_nbytes() - weights, *resident)
+"""
+
+
+def test_little_memory_is_taken_beside_weights_and_cache() -> None:
+    """Whatever lengths prompts have: each gives experts other numbers of rows."""
+    result = run_python(BESIDE, limit=240)
+    assert result.returncode == 0, result.stderr
+    peak, *resident = map(int, result.stdout.split())
+    assert peak <= 400 * 10**6, f"{peak / 1e6:.0f} MB"
+    assert resident[-1] - resident[1] < 16 << 20, "new lengths cost nothing that stays"
+
+
+GIVE_BACK = """
+import torch
+torch.set_num_threads(1)
+from expertly.engine.footprint import give_back_unused
+from tests.engine.observe import rss_nbytes
+x = torch.arange(64.0).view(8, 8)
+before, product = rss_nbytes(), x @ x
+given = give_back_unused()
+print(before - rss_nbytes(), given, bool((x @ x == product).all()))
+"""
+
+
+def test_code_that_only_importing_ran_is_given_back() -> None:
+    result = run_python(GIVE_BACK)
+    assert result.returncode == 0, result.stderr
+    freed, given, is_same = result.stdout.split()
+    assert int(given) > 20 << 20 and int(freed) > int(given) // 2, "it is resident no more"
+    assert is_same == "True", "and what is needed again comes back"
+
+
+SMAPS = """\
+1000-3000 r-xp 00000000 fe:00 12    /usr/lib/libplain.so
+Rss:                   8 kB
+Anonymous:             0 kB
+3000-5000 r-xp 00000000 fe:00 12    /usr/lib/libpatched.so
+Rss:                   8 kB
+Anonymous:             4 kB
+5000-7000 rw-p 00000000 fe:00 12    /usr/lib/libplain.so
+Rss:                   8 kB
+Anonymous:             0 kB
+7000-9000 r-xp 00000000 00:00 0
+Rss:                   8 kB
+Anonymous:             0 kB
+9000-b000 r-xp 00000000 fe:00 12    /usr/lib/libgone.so (deleted)
+Rss:                   8 kB
+Anonymous:             0 kB
+b000-d000 r-xp 00000000 fe:00 12    /usr/lib/lib with space.so
+Rss:                   4 kB
+Anonymous:             0 kB
+VmFlags: rd ex
+"""
+
+
+def test_only_code_that_can_be_read_again_is_given_back() -> None:
+    assert list(_code(SMAPS)) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 4096)]
+
+
+def test_the_environment_decides_how_many_primitives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = VARIABLES
+    monkeypatch.setenv(first, "300")
+    monkeypatch.delenv(second, raising=False)
+    keep_few_primitives()
+    assert (os.environ[first], os.environ[second]) == ("300", str(PRIMITIVES))
+
+
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
 AUTO = """
@@ -113,11 +196,11 @@ print(stats["memory_reason"])
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup (version 1) of our own, of 1000 MiB."""
+    """A memory cgroup (version 1) of our own, of 600 MiB."""
     folder = CGROUPS / f"expertly-test-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(1000 << 20))
+        (folder / "memory.limit_in_bytes").write_text(str(600 << 20))
     except OSError as error:
         pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")
     yield folder

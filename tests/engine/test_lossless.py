@@ -10,6 +10,8 @@ import torch
 import expertly
 from expertly.core.errors import BudgetError
 from expertly.engine.api import handle
+from expertly.native.kernels import VARIABLE
+from expertly.native.library import libraries
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, generate, logits_of
 
@@ -79,6 +81,27 @@ def test_the_other_systems_change_no_token_either(system: str, segments: int, ca
     decode = expertly.stats(model).as_dict()["phases"]["decode"]
     assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0
     expertly.unload(model)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_with_either_kernels(family: str, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests run with what this machine has."""
+    available, why = libraries()
+    if kernels == "native" and not available:
+        pytest.skip(why)
+    monkeypatch.setenv(VARIABLE, kernels)
+    case = cases[family]
+    for segments, memory in ((1, "100%"), (4, "25%")):
+        model, _ = expertly.load(str(case.store), memory=memory, segments=segments, device="cpu")
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
+        assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        told = expertly.stats(model).as_dict()["kernels"]
+        expertly.unload(model)
+        assert told["name"].split()[0] == kernels
+        assert (told["native"] > 0) == (kernels == "native"), "decode is theirs"
+        assert told["torch"] > 0, "a prompt is torch's"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

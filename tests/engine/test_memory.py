@@ -6,7 +6,14 @@ import pytest
 
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, choose_budget, kv_cache_nbytes
+from expertly.engine.memory import (
+    BESIDE_NBYTES,
+    WORKING_NBYTES,
+    available_host_nbytes,
+    choose_budget,
+    kv_cache_nbytes,
+    working_nbytes,
+)
 
 GIB = 1 << 30
 
@@ -57,6 +64,16 @@ def test_auto_never_takes_more_than_all_experts_nor_less_than_nothing() -> None:
     assert choose_budget(64 * GIB, GIB, 0, 0, 1).nbytes == GIB
     assert "all experts fit" in choose_budget(64 * GIB, GIB, 0, 0, 1).reason
     assert choose_budget(GIB, 8 * GIB, 2 * GIB, 0, 1).nbytes == 0
+
+
+def test_working_memory_is_what_a_prompt_of_this_model_takes() -> None:
+    small = {"hidden_size": 256, "intermediate_size": 1024, "num_experts_per_tok": 4}
+    large = {"text_config": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}}
+    assert BESIDE_NBYTES < working_nbytes(small, 512, 2) < BESIDE_NBYTES + (10 << 20)
+    assert working_nbytes(small, 1024, 2) - BESIDE_NBYTES == 4 * (working_nbytes(small, 256, 2) - BESIDE_NBYTES)
+    assert working_nbytes(large, 4096, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
+    chosen = choose_budget(8 * GIB, 40 * GIB, 0, 0, 512, working_nbytes(small, 512, 2))
+    assert chosen.nbytes == 8 * GIB - working_nbytes(small, 512, 2)
 
 
 def test_available_memory_is_positive_and_within_the_machine() -> None:

@@ -88,6 +88,10 @@ def test_every_way_to_predict_is_lossless(system: str, segments: int, memory: st
             assert generate(model, prompts) == expected
         assert of_phases(model, "predicted") > 0
         if memory == "50%":
+            for _ in range(20):  # a matcher on a busy machine may be late for all of a short answer
+                if of_phases(model, "prefetched"):
+                    break
+                assert generate(model, case.prompts) == case.tokens
             assert_loaded_ahead(model)
 
 

@@ -19,7 +19,7 @@ class LateStreams:
     """A device whose copies run only when somebody waits for them, so that order mistakes show as wrong tokens."""
 
     def __init__(self) -> None:
-        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._queue: list[Callable[[], object]] = []
         self.num_copies = 0
         self._done = 0
 
@@ -27,7 +27,10 @@ class LateStreams:
         return False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        self._queue.append((target, source))
+        self.run(lambda: target.copy_(source), after)
+
+    def run(self, work: Callable[[], object], after: list[Any]) -> None:
+        self._queue.append(work)
         self.num_copies += 1
 
     def mark_copy(self) -> int:
@@ -41,8 +44,7 @@ class LateStreams:
 
     def hold_compute(self, mark: int) -> None:
         while self._done < mark:
-            target, source = self._queue.pop(0)
-            target.copy_(source)
+            self._queue.pop(0)()
             self._done += 1
 
     def synchronize(self) -> None:

@@ -85,7 +85,7 @@ def test_an_order_that_is_asked_for_goes_before_the_systems(cases: Cases, tmp_pa
 def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(way: str, cases: Cases) -> None:
     interrupt_at_lines(
         cases["qwen3_moe"],
-        range(3, 5000, 1307),
+        range(3, 5000, 409),
         lambda model: handle(model).engine.controller.check(),
         system=f"lru:prediction=lookahead:{way}",
         memory="50%",

@@ -71,7 +71,7 @@ def of_one_layer(prediction: str) -> list[str]:
     for name, one in EVICTIONS.items():
         if one.is_sized or (one.needs_probabilities and not predicts):
             continue
-        if not one.needs_future:
+        if not one.needs_future and not one.needs_best:
             found.append(f"eviction={name}")
         if one.is_scored:
             found.append(f"eviction={name}:admission=best")

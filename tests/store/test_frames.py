@@ -58,6 +58,23 @@ def test_what_is_regular_takes_less_and_what_is_not_no_more(tmp_path: Path) -> N
     assert ratio("constant", "float16") < 0.01
 
 
+@pytest.mark.parametrize("level", [1, 3, -1])
+def test_frames_of_any_level_are_read_and_none_makes_exponents_smaller(tmp_path: Path, level: int) -> None:
+    """Stores that were packed with level 1 are read, too."""
+    raw = weights("normal", "bfloat16", LAYER.nbytes // 2)
+    index, frames = encoded(LAYER, raw, tmp_path)
+    parameters = zstandard.ZstdCompressionParameters.from_level(level)
+    others = list(FrameEncoder(index.frame_nbytes, 2, parameters).encode([raw]))
+    changed = replace(
+        index,
+        begin=np.cumsum([0, *(one.nbytes for one in others)], dtype=np.uint64),
+        plane_nbytes=np.array([list(map(len, one.planes)) for one in others], np.uint32),
+        checksum=np.array([one.checksum for one in others], np.uint64),
+    )
+    assert decode(changed, [b"".join(one.planes) for one in others]) == raw.tobytes()
+    assert sum(map(len, frames)) < changed.stored_nbytes
+
+
 def test_a_float32_store_of_bfloat16_values_is_nearly_as_small(tmp_path: Path) -> None:
     layer = LayerGeometry(2, 1, 96, 512, 3, 4)
     narrow = weights("normal", "bfloat16", layer.nbytes // 4)

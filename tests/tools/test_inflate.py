@@ -108,6 +108,17 @@ def test_without_zeros_it_is_the_same_function(original: Path, tmp_path: Path) -
         inflate_model.inflate(tmp_path / "half", 16 * MIB, original, "float16", no_zeros=True)
 
 
+def test_the_first_layers_alone(original: Path, tmp_path: Path) -> None:
+    inflate_model.inflate(tmp_path / "big", 8 * MIB, original, "float32", num_layers=1)
+    before, after = load(original), load(tmp_path / "big")
+    assert after.config.num_hidden_layers == 1
+    first, whole = (model(PROMPT, output_hidden_states=True).hidden_states for model in (after, before))
+    final = before.base_model.norm(whole[1])  # the last hidden state of the cut model has passed the norm
+    assert relative_distance(first[-1], final) < 1e-5
+    with pytest.raises(inflate_model.InflateError, match="--layers 3: the model has 2; accepted: 1 to 2"):
+        inflate_model.inflate(tmp_path / "more", 8 * MIB, original, "float32", num_layers=3)
+
+
 def test_every_quarter_matters(original: Path, tmp_path: Path) -> None:
     inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
     expected = logits(load(original))

@@ -54,10 +54,12 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         is_broken = any(problem.level == "error" for problem in problems)
         if args.json:
+            from expertly.engine.measure import kernels_here
             from expertly.engine.measure_codec import machine_choice
 
             choice = None if profile.disk is None else asdict(machine_choice(profile))
             facts = {**profile.as_dict(), "codec_auto": choice, "problems": [asdict(problem) for problem in problems]}
+            facts["kernels"] = kernels_here()
             print_json({**facts, "profile_path": str(out), **hardware, "seconds": seconds}, stdout)
         else:
             stdout.write(report(profile, problems) + "\n")
@@ -74,6 +76,8 @@ def _progress(what: str) -> None:
 
 def report(profile: MachineProfile, problems: list[Problem]) -> str:
     """The tables that people read."""
+    from expertly.engine.measure import kernels_here
+
     free = f"{format_nbytes(profile.available_nbytes)} of {format_nbytes(profile.memory_nbytes)} memory free"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}"]
@@ -89,6 +93,7 @@ def report(profile: MachineProfile, problems: list[Problem]) -> str:
         for rate in profile.decoding.rates
     ]
     parts.append(table(("memory", "GB/s"), [*copies, *matvec, *decoding]))
+    parts.append("kernels {name}: {why}".format(**kernels_here()))
     if profile.disk is not None:
         from expertly.engine.measure_codec import machine_choice
 

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.stats:
             stdout.write(f"\n{_stats_table(result)}\n")
             stdout.write(f"\n{_storage_line(result)}\n")
+            stdout.write(f"\n{_kernels_line(result['kernels'])}\n")
             if len(result["devices"]) > 1:
                 stdout.write(f"\n{device_table(result['devices'])}\n")
             if result["prediction"] is not None:
@@ -215,6 +216,8 @@ def _prediction_table(result: dict[str, Any]) -> str:
         "collecting": format_seconds(prediction["collect_s"]),
         **{name.replace("_", " "): _fact(value) for name, value in prediction["predictor"].items()},
     }
+    if prediction["gate"] is not None:
+        facts["gate"] = prediction["gate"]["says"]
     if prediction["maps_file"] is not None:
         facts["maps file"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
     line = " | ".join(f"{name} {value}" for name, value in facts.items())
@@ -239,6 +242,12 @@ def _storage_line(result: dict[str, Any]) -> str:
             f"of these without a read {format_nbytes(result['bytes_compressed_hit'])}",
         ]
     return "[" + " | ".join([*parts, f"read {format_nbytes(result['bytes_disk'])}"]) + "]"
+
+
+def _kernels_line(kernels: dict[str, Any]) -> str:
+    """What multiplied the experts, why, and how often."""
+    counts = f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"
+    return f"[kernels {kernels['name']}: {kernels['why']} | {counts}]"
 
 
 def _allocation_line(allocation: dict[str, Any]) -> str:

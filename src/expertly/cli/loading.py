@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from expertly.cli.arguments import positive_int
-from expertly.cli.output import progress_bar
+from expertly.cli.output import message, progress_bar
 from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
 
 
@@ -23,7 +23,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
         default=DEFAULT_SYSTEM,
         metavar="NAME",
         help=f"{', '.join(shipped)} (default: {DEFAULT_SYSTEM}) or what is installed, or one of them with other parts, "
-        "name:key=value (see `expertly systems`)",
+        "name:key=value (see `expertly systems`); auto: what `expertly tune` chose for this model",
     )
     add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
@@ -32,8 +32,8 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
         "--compressed",
         default="auto",
         metavar="SHARE",
-        help='share of the memory in which experts of a compressed store stay compressed: "30%%", or auto: what pays '
-        "(default)",
+        help='share of the memory in which experts of a compressed store stay compressed: "30%%"; device: all that is '
+        "behind an accelerator, which decodes; auto: what pays (default)",
     )
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--devices", metavar="A,B", help="experts over several: cuda:0,cuda:1, or logical ones, cpu:0,cpu:1")
@@ -66,11 +66,13 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
 
 
 def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, None where it has none; `others` are more arguments of `expertly.load`."""
+    """The model and its tokenizer, None where it has none; `others` are more arguments of `expertly.load`. Says what
+    system `auto` came to.
+    """
     from expertly.engine import api
 
     with progress_bar() as progress:
-        return api.load(
+        model, tokenizer = api.load(
             args.model,
             memory=args.memory,
             system=args.system,
@@ -87,3 +89,6 @@ def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
             progress=progress,
             **others,
         )
+    if (reason := api.stats(model).system_reason) is not None:
+        message(f"expertly: {reason}")
+    return model, tokenizer

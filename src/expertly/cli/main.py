@@ -26,9 +26,12 @@ COMMANDS = (
     "pack",
     "trace",
     "simulate",
+    "compare",
+    "reproduce",
     "maps",
     "train-predictor",
     "configure",
+    "tune",
     "doctor",
     "systems",
 )

@@ -225,6 +225,8 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _columns_of_matching(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Those of which something is known: what came too late, and whether similar maps were right (fMoE, figure 8)."""
     columns: dict[str, Any] = {}
+    if any(row["gate"] for row in rows):
+        columns["gate"] = _getter("gate", lambda gate: "-" if gate is None else gate["state"])
     for header, key in (("late", "predictions_late"), ("dropped", "contexts_dropped")):
         if any(row[key] for row in rows):
             columns[header] = _getter(key, str)

@@ -6,20 +6,22 @@ from collections.abc import Iterable
 from heapq import merge
 
 from expertly.control.keeper import Keeper, highest_bits
+from expertly.core.messages import RouterRan
 from expertly.policies.eviction.base import ScoredPolicy
 
 
-def keep_best(keeper: Keeper, layer: int, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
-    """Decide what is kept from now on; of each needed expert the mask that is. The rest of it passes: where the layer
-    keeps tops of experts, all behind them.
+def keep_best(keeper: Keeper, router: RouterRan, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
+    """Decide what is kept from now on; of each expert that `router` needs the mask that is. The rest passes: where
+    the layer keeps tops of experts, all behind them.
 
     What was kept and is to pass stays in its slots until it is computed: no more of it than the ring has room for.
     Nothing of `guessed` goes. Experts are dense ids.
     """
+    layer = router.layer
     cache, top = keeper.caches[layer], keeper.tops[layer]
     policy, kept = cache.policy, cache.kept
     assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
-    policy.needed(needed)
+    policy.needed(needed, router)
     wanted = {eid: top | kept.get(eid, 0) for eid in needed}  # of other tops before there may be more
     excess = sum((top & ~kept.get(eid, 0)).bit_count() for eid in needed) - cache.room
     if excess > 0:

@@ -8,7 +8,9 @@ from expertly.control.budget import Budget
 from expertly.control.counters import LayerCounters, PhaseCounters
 from expertly.control.demands import Demands
 from expertly.control.filling import Filling
-from expertly.control.keeper import Keeper, mask_of, single_segments, whole_tops
+from expertly.control.gate import Gate, Moment
+from expertly.control.keeper import Keeper, mask_of, whole_tops
+from expertly.control.load_ahead import LoadAhead
 from expertly.control.sharing import Sharing
 from expertly.control.speculation import Speculation
 from expertly.control.turns import Turns
@@ -35,7 +37,7 @@ class Controller:
     and passes the rest through the ring. `ahead`: where what is loaded ahead goes: "cache" evicts for it, "ring" takes
     free places and evicts nothing. `prefetch`: what of it goes first (a key of PREFETCHES). `window`: segments in
     flight ahead. `fill`: what layers are to keep since shares changed is loaded when it is needed ("demand"), or also
-    while nothing else is ("idle").
+    while nothing else is ("idle"). `gate`: what of it is loaded ahead at all; None: everything.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Controller:
         window: int | None = None,
         fill: str = "demand",
         allocation: Allocation | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.geometry = geometry
         self.budget = budget
@@ -64,7 +67,8 @@ class Controller:
         self.residency, self.caches = self.keeper.residency, self.keeper.caches
         self._sharing: Sharing | None = None
         if self.allocation.is_online:
-            self._sharing = Sharing(self.allocation, self.keeper, self.counters, budget.layer_shares)
+            shares, is_gated = budget.layer_shares, gate is not None
+            self._sharing = Sharing(self.allocation, self.keeper, self.counters, shares, is_gated=is_gated)
         self._keeps_best = admission == "best"
         self._ahead_evicts = ahead == "cache"
         if window is None:  # what one token's experts of a layer take
@@ -74,10 +78,12 @@ class Controller:
         """Experts do not begin before what was predicted by then is there: whoever drives this waits."""
         self.finds_late = preemption == "late"
         """Guesses for a layer go on when its router has spoken, until `stale` says which do not."""
-        self.is_short = False
-        """More would have been loaded ahead if parts of experts that pass had left places. They may have since."""
+        self.gate = gate
         self._demands = Demands(geometry, self.keeper, self.speculation, self.counters)
         self._in_flight, self._deferred = self._demands.in_flight, self._demands.deferred
+        self._load_ahead = LoadAhead(
+            geometry, self.keeper, self.speculation, self._demands, self.counters, gate, evicts=self._ahead_evicts
+        )
         self._filling: Filling | None = None
         if fill == "idle":
             self._filling = Filling(geometry, self.keeper, self.speculation, self._demands, self.counters)
@@ -103,6 +109,8 @@ class Controller:
         first = self.geometry.first_expert_id(layer)
         self.keeper.begin(router.serves_decode)
         self.speculation.now = layer
+        if self.gate is not None:
+            self.gate.router_ran(router)
         if self.speculation.is_used:
             self._settle(router, withdrawn)
         resident, whole, full = residency.resident, residency.whole, residency.full
@@ -131,6 +139,8 @@ class Controller:
             self._demands.best(router, missing, step)
         elif missing or self.keeper.passing[self.geometry.size_classes[layer]]:
             self._demands.all(router, missing, step)
+        if self.gate is not None:
+            self.gate.asked(layer, self._in_flight)
         self._open = len(step.ready) + len(step.loads) + len(step.joined)
         return step
 
@@ -182,6 +192,13 @@ class Controller:
             self._open = len(step.ready) + len(step.loads) + len(step.joined)
         return step
 
+    def at(self, moment: Moment, now_ns: int) -> None:
+        """Where there is a `gate`: it is that late. Between layers, or while one runs, as the moment is."""
+        assert self.gate is not None
+        self.gate.at(moment, now_ns)
+        if moment is Moment.PASS_ENDED and not self.gate.is_open:
+            self.speculation.rest()
+
     def stale(self) -> list[int]:
         """Experts of the running layer that it does not need, but that are in flight for it."""
         assert self._router is not None
@@ -218,7 +235,10 @@ class Controller:
     def predict(self, prediction: Prediction) -> None:
         """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
         layer = prediction.layer
-        self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
+        if self.gate is None or self.gate.is_open:
+            self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
+        else:
+            self.speculation.note(prediction)
         if self._sharing is not None:
             self.allocation.predicted(prediction)
         Controller.foresee(self, prediction)  # it is one call: no subclass shall see two
@@ -234,41 +254,16 @@ class Controller:
 
     def load_ahead(self) -> list[Piece]:
         """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""
-        pieces: list[Piece] = []
-        self.is_short = False
         if self._deferred or (self._turns is not None and self._turns.is_waiting):
-            return pieces  # demands wait for slots
-        running = self._router.layer if self._turns is not None and self._router is not None else None
-        speculation, keeper = self.speculation, self.keeper
-        following = (speculation.now + 1) % self.geometry.num_layers
-        protected: set[int] | None = None  # from the first expert that needs room; what went before is guessed by then
-        while (room := speculation.window - speculation.num_in_flight) > 0 and (eid := speculation.next()) is not None:
-            layer = self.geometry.layer_of_expert(eid)
-            if layer == running:
-                break  # until it has run: what it needs now is no guess
-            mask = keeper.absent(eid)
-            has_room = True
-            if mask:
-                count = mask.bit_count()
-                if count > room and speculation.num_in_flight:
-                    break
-                if self._ahead_evicts and protected is None:
-                    protected = self._demands.protected(self._router)
-                has_room = keeper.has_room_ahead(layer, eid, mask, protected, is_next=layer == following)
-                if not has_room and (not self._ahead_evicts or mask & ~keeper.tops[layer]):
-                    self.is_short = keeper.is_split
-                    break  # until a place is free
-            speculation.taken()
-            if not mask:
-                speculation.stays(layer, eid)
-            elif has_room:
-                ahead = single_segments(keeper.allocate(layer, eid, mask))
-                speculation.submitted(eid, ahead, keeper.is_decoding)
-                self._phase(layer, keeper.is_decoding).count_ahead(count, self.geometry.segment_nbytes(layer))
-                pieces += ahead
-            if protected is not None:
-                protected.add(eid)
-        return pieces
+            return self._load_ahead.none()  # demands wait for slots
+        if self.gate is not None and not self.gate.is_open:
+            return self._load_ahead.none()
+        return self._load_ahead.next(self._router, has_turns=self._turns is not None)
+
+    @property
+    def is_short(self) -> bool:
+        """More would have been loaded ahead if parts of experts that pass had left places. They may have since."""
+        return self._load_ahead.is_short
 
     @property
     def can_fill(self) -> bool:
@@ -292,6 +287,8 @@ class Controller:
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
         speculation = self.speculation
+        if self.gate is not None:
+            self.gate.abandon()
         coming = [*self._in_flight, *(piece for pieces in speculation.in_flight.values() for piece in pieces)]
         if self._turns is not None:
             coming += self._turns.coming()

@@ -67,11 +67,11 @@ class Demands:
 
     def best(self, router: RouterRan, missing: list[int], step: Step) -> None:
         """The same with the admission `best`."""
-        layer, first = router.layer, self._geometry.first_expert_id(router.layer)
+        first = self._geometry.first_expert_id(router.layer)
         if missing and self._speculation.is_used:
             self.join([first + router.experts[i] for i in missing], step)
         needed = [first + expert for expert in router.experts]
-        kept = keep_best(self._keeper, layer, needed, self._speculation.guessed())
+        kept = keep_best(self._keeper, router, needed, self._speculation.guessed())
         for position in missing:
             eid = first + router.experts[position]
             absent = self._keeper.absent(eid)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from expertly.control.controller import Controller
+from expertly.control.gate import Moment
 from expertly.core.errors import TraceError
 from expertly.core.messages import Piece, Prediction, RouterRan, Step
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
@@ -60,6 +61,10 @@ class JournaledController(Controller):
     def predict(self, prediction: Prediction) -> None:
         super().predict(prediction)
         self._note("predict", _prediction(prediction), None)
+
+    def at(self, moment: Moment, now_ns: int) -> None:
+        super().at(moment, now_ns)
+        self._note("at", [moment.value, now_ns], None)
 
     def foresee(self, prediction: Prediction) -> None:
         super().foresee(prediction)
@@ -154,6 +159,9 @@ def _answer(controller: JournaledController, line: str, made: list[str], where: 
             controller.configure(SplitPlan(controller.geometry, tuple(LayerSplit(*layer) for layer in observation)))
         elif name == "preload":
             controller.preload(*observation)
+        elif name == "at":
+            moment, now_ns = observation
+            controller.at(Moment(moment), now_ns)
         elif name in ("promote", "unfill"):
             getattr(controller, name)(list(map(piece, observation)))
         elif name == "end_layer":

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from expertly.control.channel import Channel, Seen
 from expertly.control.controller import Controller
+from expertly.control.gate import Moment
 from expertly.core.messages import Piece, RouterRan, Step
 from expertly.core.observation import Began, Routed
 
@@ -47,7 +48,8 @@ class Ahead:
 
     Where the controller is synchronous, experts do not begin before all that was published has been read and what was
     predicted of it is there; what had no place by then is waited for when the layer has been computed. `catch_up`
-    returns when all has been read; None: the channel reads at once.
+    returns when all has been read; None: the channel reads at once. `now` is the time in nanoseconds, for a controller
+    with a gate.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Ahead:
         transport: AheadTransport,
         channel: Channel,
         catch_up: Callable[[], None] | None = None,
+        now: Callable[[], int] | None = None,
     ) -> None:
         self.num_late = 0
         """Predictions that came too late."""
@@ -63,15 +66,27 @@ class Ahead:
         self._transport = transport
         self._channel = channel
         self._catch_up = catch_up
+        self._gate = controller.gate
+        self._now = now
+        assert self._gate is None or now is not None, "a gate goes by the time"
         self._num_layers = controller.geometry.num_layers
+        self._asks = self.is_asking  # in the running pass
         self._iteration = -1
         self._step = -1  # of the last router that has spoken
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the channel hears of a pass that begins now: not while a gate keeps who predicts from it."""
+        return self._gate is None or self._gate.is_asking
 
     def begin_iteration(self, began: Callable[[], Began]) -> None:
         """A forward pass begins."""
         self._iteration += 1
         self._step = self._iteration * self._num_layers - 1
-        self._channel.begin_iteration(self._step, began)
+        self._tell(Moment.PASS_BEGAN)
+        self._asks = self.is_asking
+        if self._asks:
+            self._channel.begin_iteration(self._step, began)
         self._take()
         self.refill()
 
@@ -84,11 +99,13 @@ class Ahead:
             assert not is_awaited, "between layers nobody waits"
         self._take()
         self._step = self._iteration * self._num_layers + layer
+        self._tell(Moment.NOW)
         return () if self._controller.finds_late else self._transport.withdraw(layer)
 
     def router_ran(self, routed: Callable[[], Routed]) -> None:
         """A router has spoken and its demands are on their way."""
-        self._channel.router_ran(self._step, routed)
+        if self._asks:
+            self._channel.router_ran(self._step, routed)
         self._take()
         self.refill()
 
@@ -108,7 +125,14 @@ class Ahead:
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""
-        self._channel.end_iteration(ok)
+        if self._asks:
+            self._channel.end_iteration(ok)
+        if ok:
+            self._tell(Moment.PASS_ENDED)
+
+    def all_came(self) -> None:
+        """What the running layer waited for is here."""
+        self._tell(Moment.ALL_CAME)
 
     def layer_ended(self) -> None:
         """A layer has been computed: take what is ready, load more."""
@@ -151,6 +175,7 @@ class Ahead:
     def refill(self) -> None:
         """Load more where there is room; where nothing is, what fills the shares of layers."""
         controller = self._controller
+        self._tell(Moment.NOW)
         pieces = controller.load_ahead()
         if pieces and controller.speculation.fills:
             self._unfill()
@@ -169,6 +194,10 @@ class Ahead:
                 gone += self._transport.withdraw(piece.layer, (piece.expert,))
         if gone:
             controller.unfill(gone)
+
+    def _tell(self, moment: Moment) -> None:
+        if self._gate is not None and self._now is not None:
+            self._controller.at(moment, self._now())
 
     def _take(self) -> bool:
         has_new = False
@@ -198,11 +227,12 @@ def run_layer(
     compute: Callable[[Piece], None],
     ahead: Ahead | None = None,
     routed: Callable[[], Routed] | None = None,
+    together: Callable[[Sequence[Piece]], None] | None = None,
 ) -> None:
     """Compute every needed segment once. What has arrived is computed before what was here: its slot may be the ring's.
 
     `compute` queues everything that reads the piece's slots. `routed` is what `ahead` may see of the router, by default
-    only the demand.
+    only the demand. `together` computes several pieces as `compute` does each: all that are here, when none is to come.
     """
     withdrawn = () if ahead is None else ahead.before_router(router.layer)
     step = controller.begin_layer(router, withdrawn)
@@ -226,14 +256,23 @@ def run_layer(
                     ahead.arrived()
                 continue
             num_coming -= 1
-        compute(piece)
-        following = controller.computed(piece)
-        if ahead is not None:
-            ahead.advance()
-        if following is not None:
-            ready.extend(following.ready)
-            num_coming += len(following.loads) + len(following.joined)
-            _submit(following, transport, ahead)
+            if not num_coming and ahead is not None:
+                ahead.all_came()
+        pieces = [piece]
+        if together is not None and ready and not num_coming:
+            pieces += ready
+            ready.clear()
+            together(pieces)
+        else:
+            compute(piece)
+        for piece in pieces:
+            following = controller.computed(piece)
+            if ahead is not None:
+                ahead.advance()
+            if following is not None:
+                ready.extend(following.ready)
+                num_coming += len(following.loads) + len(following.joined)
+                _submit(following, transport, ahead)
     if ahead is None:
         controller.end_layer()
         return

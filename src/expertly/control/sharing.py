@@ -14,12 +14,19 @@ class Sharing:
     """An allocation beside a keeper, between layers."""
 
     def __init__(
-        self, allocation: Allocation, keeper: Keeper, counters: Sequence[LayerCounters], shares: Sequence[int]
+        self,
+        allocation: Allocation,
+        keeper: Keeper,
+        counters: Sequence[LayerCounters],
+        shares: Sequence[int],
+        *,
+        is_gated: bool = False,
     ) -> None:
-        """`shares`: what the budget gives each layer."""
+        """`shares`: what the budget gives each layer. `is_gated`: not all that is predicted is loaded ahead."""
         self._allocation = allocation
         self._keeper = keeper
         self._counters = counters
+        self._is_gated = is_gated
         allocation.begin(shares)
 
     def layer_ended(self, demand: RouterRan, protected: Callable[[], Container[int]]) -> None:
@@ -32,6 +39,8 @@ class Sharing:
             keeper.rearrange(protected())
 
     def _recall(self, layer: int) -> float:
-        """A prediction that came too late named nothing in time."""
+        """A prediction that came too late named nothing in time; one that a gate refused spared nothing."""
         decode = self._counters[layer].decode
+        if self._is_gated:
+            return decode.rates()["coverage"] or 0.0
         return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)

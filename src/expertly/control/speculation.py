@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
+from expertly.control.calibration import Guess
 from expertly.control.counters import PhaseCounters
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction
@@ -49,6 +50,7 @@ class Speculation:
         self._priority = priority
         self._is_steady = priority is by_score  # the same whatever runs
         self._wanted: dict[int, list[_Wanted]] = {}  # layer -> in the order of need, the first at the end
+        self._wanted_of: dict[int, tuple[int, int]] = {}  # layer -> the order of its first arrival, its distance
         self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
         self._heads_of = self.now  # the layer that had spoken when their priorities were taken
         self._order = 0
@@ -60,10 +62,10 @@ class Speculation:
         """Want these experts instead of what was wanted of the layer. What is here of the first `num_likely`, and of
         those that `stays` names then, is not to be evicted for other guesses; 0: eviction knows better.
         """
-        self.is_used = True
+        self.note(prediction)
         layer, experts, order = prediction.layer, prediction.experts, self._order
         first = self._geometry.first_expert_id(layer)
-        self._predicted[layer][prediction.distance] = prediction
+        self._wanted_of[layer] = order, prediction.distance
         self.likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
         self._order += len(experts)
         arrivals = range(order, self._order)
@@ -74,6 +76,18 @@ class Speculation:
         wanted.sort(reverse=True)
         self._wanted[layer] = wanted
         self._push(layer)
+
+    def note(self, prediction: Prediction) -> None:
+        """Count what comes of it; nothing is wanted."""
+        self.is_used = True
+        self._predicted[prediction.layer][prediction.distance] = prediction
+
+    def rest(self) -> None:
+        """Nothing is wanted any more, and nothing is to stay for being predicted."""
+        self._wanted.clear()
+        self._heads.clear()
+        self.likely.clear()
+        self.is_used = bool(self.in_flight or self.waiting or any(self._predicted))
 
     def next(self) -> int | None:
         """The expert that is wanted most, or None. It stays wanted until `taken`."""
@@ -89,6 +103,13 @@ class Speculation:
                 return wanted[-1][2]
             heappop(heads)
         return None
+
+    def guess(self) -> Guess:
+        """What the prediction says of the expert that `next` named."""
+        layer = self._heads[0][2]
+        lowered, arrival, _ = self._wanted[layer][-1]
+        order, distance = self._wanted_of[layer]
+        return Guess(arrival - order, -lowered, distance)
 
     def taken(self) -> None:
         """What `next` named is served, or will not be."""

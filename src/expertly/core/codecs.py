@@ -10,6 +10,9 @@ from expertly.core.errors import ConfigError
 CODECS = ("none", "planes")
 """none: weights as they are computed with. planes: the byte planes of weights apart, compressed where that helps."""
 
+DEVICE = "device"
+"""For the share that stays compressed: all host memory behind an accelerator, which decodes."""
+
 LEAST_GAIN = 1.10
 """How much faster than `none` loads must be for `planes` to be chosen: what is measured in a second is not exact."""
 
@@ -56,13 +59,17 @@ def expected_gain(rates: CodecRates) -> float:
 
 
 def choose_codec(rates: CodecRates) -> CodecChoice:
-    """`planes` where loads are expected to be at least a tenth faster with it than with `none`."""
+    """`planes` where loads are expected to be at least a tenth faster with it than with `none`, and decoding takes no
+    more of the processors than reading saves: where reads hide behind computing, that is what computing loses.
+    """
     for name in ("ratio", "disk_nbytes_per_s", "decode_nbytes_per_s", "num_threads"):
         value = getattr(rates, name)
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{name}={value}: must be a number above 0")
     gain = expected_gain(rates)
-    codec = "planes" if gain >= LEAST_GAIN else "none"
+    saved_s = (1 - rates.ratio) / rates.disk_nbytes_per_s
+    is_cheap = saved_s * rates.decode_nbytes_per_s * rates.num_threads >= 1
+    codec = "planes" if gain >= LEAST_GAIN and is_cheap else "none"
     threads = "1 thread decodes" if rates.num_threads == 1 else f"{rates.num_threads} threads decode"
     facts = (
         f"weights take {rates.ratio:.2f} of their size in planes, the disk reads "
@@ -72,6 +79,8 @@ def choose_codec(rates: CodecRates) -> CodecChoice:
     if codec == "planes":
         return CodecChoice(codec, f"{facts}: loads take {1 / gain:.2f} of the time")
     verdict = f"loads with planes take {1 / gain:.2f} of the time, and must take {1 / LEAST_GAIN:.2f} at the most"
+    if gain >= LEAST_GAIN:
+        verdict = f"loads with planes take {1 / gain:.2f} of the time, but more of the processors than reading saves"
     return CodecChoice(codec, f"{facts}: {verdict}")
 
 
@@ -80,3 +89,32 @@ def too_small(nbytes: int) -> CodecChoice | None:
     if nbytes >= MIN_MEASURED_NBYTES:
         return None
     return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRates:
+    """What choosing where to decode takes, of one accelerator and the host behind it; bytes a second."""
+
+    ratio: float  # stored bytes / decoded bytes
+    link_nbytes_per_s: float  # copies from pinned host memory
+    host_nbytes_per_s: float  # of weights that all readers decode together
+    device_nbytes_per_s: float  # of weights that the device decompresses and joins
+
+
+def choose_decoding(rates: DecodingRates, host_holds_all: bool) -> tuple[bool, str]:
+    """Whether the device should decode, and one sentence without a full stop that says why.
+
+    `host_holds_all`: host memory would hold all experts decoded. Then only a shorter way over the link pays, by a tenth
+    at least. Where it would not, stored experts also take less of it, so as fast is enough.
+    """
+    device_s = rates.ratio / rates.link_nbytes_per_s + 1 / rates.device_nbytes_per_s
+    host_s = 1 / rates.link_nbytes_per_s
+    if not host_holds_all:
+        host_s = max(host_s, 1 / rates.host_nbytes_per_s)
+    is_device = host_s >= device_s * (LEAST_GAIN if host_holds_all else 1.0)
+    facts = (
+        f"copies reach {rates.link_nbytes_per_s / 1e9:.2f} GB/s, the host decodes {rates.host_nbytes_per_s / 1e9:.2f} "
+        f"and the device {rates.device_nbytes_per_s / 1e9:.2f} GB/s of weights"
+    )
+    verdict = f"decoded on the device weights come in {device_s / host_s:.2f} of the time"
+    return is_device, f"{facts}: {verdict}" + ("" if is_device else ", so the host decodes")

@@ -18,3 +18,8 @@ def demo_folder() -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: this installation has no demo model ({folder} lacks config.json); name a MODEL")
     return folder
+
+
+def demo_prompts() -> Path:
+    """Prompts for who gives none: JSON Lines, kinds of text in turn. An installation may lack them."""
+    return Path(__file__).parent / "prompts.jsonl"

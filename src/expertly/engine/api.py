@@ -23,20 +23,25 @@ from expertly.engine.device_loading import make_group
 from expertly.engine.division import Request, divide
 from expertly.engine.engine import Engine
 from expertly.engine.executor import Executor
+from expertly.engine.footprint import give_back_unused, keep_few_primitives
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
+from expertly.engine.saved_choice import Settings, find_choice
 from expertly.engine.saved_maps import AUTO, maps_path
 from expertly.engine.saved_predictor import find_weights
 from expertly.engine.stats import Stats
 from expertly.models.context import between_passes
+from expertly.models.linear import use_kernels
 from expertly.models.loading import experts_modules, load_dense, load_tokenizer
 from expertly.models.packing import pack_cached
+from expertly.native.kernels import choose_kernels
 from expertly.parts import System
 from expertly.plans import check_plan, read_plan
 from expertly.policies.known import Known
+from expertly.policies.moepic.plan import SplitPlan
 from expertly.store.packed import PackedStore
-from expertly.systems import DEFAULT_SYSTEM, get_system, runnable_systems
+from expertly.systems import AUTO_SYSTEM, DEFAULT_SYSTEM, get_system, runnable_systems
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def load(
     decisions: str | Path | None = None,
     maps: str | Path | None = AUTO,
     predictor: str | Path | None = AUTO,
-    plan: str | Path | None = None,
+    plan: str | Path | SplitPlan | None = None,
     matcher: Matcher = "auto",
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
@@ -79,26 +84,37 @@ def load(
 
     `model`: a folder, a packed store or a hub id; None is the demo model. `memory`: all expert slots on the device, a
     share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and the
-    KV cache of `context` tokens. `segments`: P, the parts an expert is cut into (default: the system's). `ring`: slots
-    of it through which a layer streams what it does not keep (default: one token's experts, and all where the system
-    keeps none). `order`: instead of the system's; "resident" computes what is here first, "id" by rising id. `device`:
-    where the model runs (default: the accelerator, where there is one); `devices`: several, over which experts are
-    spread, "cuda:0,cuda:1" or logical ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each.
-    `host_memory`: RAM for experts behind an accelerator. `codec`: how experts are stored on disk, "none" (as they are
-    computed with), "planes" (compressed, bit for bit the same) or "auto": as they are stored already, else what is
-    faster by measuring. `compressed`: the share of `memory` (behind an accelerator, of `host_memory`) in which experts
-    of a compressed store stay compressed, to come back without a read: "30%", 0.3, or "auto": what pays by measuring,
-    mostly nothing. `decisions`: a file that takes every observation and
-    decision of the control plane, for `expertly trace replay`. `maps`: the file that the expert maps (activation
-    matrices) of a system with them are read from, where it is there, and written to about every minute and at unload;
-    "auto" is beside the packed store, "off" or None is nowhere. `predictor`: the file of trained weights that a system
-    with a learned predictor takes (`expertly train-predictor`); "auto" is beside the packed store, or what ships with
-    the demo model, "off" or None is none. `plan`: the file of a split plan (`expertly configure`) that a system with
-    split caching begins with; it is of this model, this P and no more memory than this. `matcher`: "auto" is "thread",
-    or "inline" where the system waits for its predictions; "thread" predicts beside the forward pass, "inline" within
-    it, so that a run can be repeated exactly.
+    KV cache of `context` tokens. `system`: a preset or one with other parts; "auto" is what `expertly tune` chose for
+    this model at the nearest memory, else the default (`stats` say which, and why). `segments`: P, the parts an expert
+    is cut into (default: the system's). `ring`: slots of it through which a layer streams what it does not keep
+    (default: one token's experts, and all where the system keeps none). `order`: instead of the system's; "resident"
+    computes what is here first, "id" by rising id. `device`: where the model runs (default: the accelerator, where
+    there is one); `devices`: several, over which experts are spread, "cuda:0,cuda:1" or logical ones, "cpu:0,cpu:1";
+    `memory` is their sum then, `ring` that of each. `host_memory`: RAM for experts behind an accelerator. `codec`: how
+    experts are stored on disk, "none" (as they are computed with), "planes" (compressed, bit for bit the same) or
+    "auto": as they are stored already, else what is faster by measuring. `compressed`: the share of `memory` (behind an
+    accelerator, of `host_memory`) in which experts of a compressed store stay compressed, to come back without a read:
+    "30%", 0.3, or "auto": what pays by measuring, mostly nothing; "device": all of `host_memory`, and the accelerator
+    decodes (nvCOMP). `decisions`: a file that takes every observation and decision of the control plane, for `expertly
+    trace replay`. `maps`: the file that the expert maps (activation matrices) of a system with them are read from,
+    where it is there, and written to about every minute and at unload; "auto" is beside the packed store, "off" or None
+    is nowhere. `predictor`: the file of trained weights that a system with a learned predictor takes (`expertly
+    train-predictor`); "auto" is beside the packed store, or what ships with the demo model, "off" or None is none.
+    `plan`: the file of a split plan (`expertly configure`) that a system with split caching begins with; it is of this
+    model, this P and no more memory than this. `matcher`: "auto" is "thread", or "inline" where the system waits for
+    its predictions; "thread" predicts beside the forward pass, "inline" within it, so that a run can be repeated
+    exactly.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
+    targets = choose_devices(device, devices)
+    why_system = None
+    if system == AUTO_SYSTEM:
+        packed = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
+        asked = Settings(segments, memory, codec, compressed, plan, predictor)
+        system, settings, why_system = find_choice(
+            packed, asked, Request(memory, ring, context, host_memory, compressed), targets
+        )
+        segments, memory, codec, compressed, plan, predictor = settings
     parts = get_system(system)
     if "future" in parts.needs:
         accepted = ", ".join(runnable_systems())
@@ -107,12 +123,13 @@ def load(
         )
     order = parts.ordered(order)
     matcher = choose_matcher(parts, matcher)
-    targets = choose_devices(device, devices)
     target = targets[0]
     if len(targets) > 1 and decisions is not None:
         raise ConfigError(f"decisions={str(decisions)!r}: {len(targets)} devices decide apart; accepted: one device")
     if target.type == "cpu":
+        keep_few_primitives()
         keep_off_trapped_instructions()
+    choose_kernels(target)  # before anything is made that would have to be ended where it raises
     store = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
     path = maps_path(maps, parts, store)
     weights = find_weights(predictor, parts, store)
@@ -149,17 +166,20 @@ def load(
         home = executor.devices[0].backend.device
         loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
         executor.bind(experts_modules(loaded))
+        use_kernels(loaded, executor.devices[0].kernels)
         engine.prefetching = make_prefetching(
             parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO, weights=weights
         )
         tokenizer = load_tokenizer(store.folder)
+        if target.type == "cpu":
+            give_back_unused()
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
     except BaseException:
         close()
         raise
     finalizer = weakref.finalize(loaded, close)
-    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division), finalizer)
+    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division, why_system), finalizer)
     return loaded, tokenizer
 
 
@@ -186,11 +206,13 @@ def handle(model: Any) -> Handle:
     return found
 
 
-def _known_of(plan: str | Path, system: System, geometries: Sequence[Geometry], budgets: Sequence[Budget]) -> Known:
+def _known_of(
+    plan: str | Path | SplitPlan, system: System, geometries: Sequence[Geometry], budgets: Sequence[Budget]
+) -> Known:
     """With the plan in the file. Raises ConfigError where it cannot be read, or kept."""
     if len(geometries) > 1:
         raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
-    read = read_plan(plan)
+    read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
     check_plan(read, system, geometries[0], budgets[0])
     return Known(plan=read)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,41 +14,13 @@ from expertly.control.budget import class_segment_nbytes
 from expertly.core.errors import ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
+from expertly.engine.device_decode import DeviceDecoder, Unpacker
+from expertly.engine.device_streams import Streams
+from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.host_tier import HostTier
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import layer_view
 from expertly.engine.reads import ExtentSource
-
-
-class Streams(Protocol):
-    """The asynchronous side of a device. Marks are events: `Any`, made and read only here."""
-
-    def is_capturing(self) -> bool:
-        """Whether what is queued on the compute stream is recorded instead of run."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        """Queue a copy on the copy stream, after these marks of the compute stream."""
-
-    def mark_copy(self) -> Any:
-        """A mark behind everything queued on the copy stream."""
-
-    def mark_compute(self) -> Any:
-        """A mark behind everything queued on the compute stream."""
-
-    def is_past(self, mark: Any) -> bool:
-        """Whether everything before the mark has run. Does not wait."""
-
-    def hold_compute(self, mark: Any) -> None:
-        """The compute stream goes on only when the mark is past. Does not wait."""
-
-    def synchronize(self) -> None:
-        """Wait for everything queued on both streams."""
-
-    def stall_ns(self) -> int:
-        """Time the compute stream was held, of holds that have ended since the last call."""
-
-    def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Pin host memory for copies; call the result to undo."""
 
 
 @dataclass(slots=True)
@@ -80,8 +53,11 @@ class TieredBackend:
         host_nbytes: int,
         node: MemoryNode | None = None,
         compressed_nbytes: int = 0,
+        decoder: DeviceDecoder | None = None,
     ) -> None:
-        """`host_nbytes`: pinned RAM; `compressed_nbytes`: RAM in which experts stay as a compressed store has them."""
+        """`host_nbytes`: pinned RAM; `compressed_nbytes`: RAM in which experts stay as a compressed store has them.
+        With a `decoder` that is pinned and the whole host tier: they cross the link so, and `host_nbytes` is 0.
+        """
         self.device = device
         self.node = node
         self._streams = streams
@@ -94,11 +70,20 @@ class TieredBackend:
         self._views = [layer_view(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
         self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
-        self.tier = HostTier(
-            store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node, compressed_nbytes
-        )
-        self.compressed_nbytes = self.tier.readers.compressed_nbytes
-        self._unpin = [streams.register(memory) for memory in self.tier.pool.memory()]
+        self._unpacker: Unpacker | None = None
+        if decoder is None:
+            self.tier = HostTier(
+                store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node, compressed_nbytes
+            )
+            self.compressed_nbytes = self.tier.readers.compressed_nbytes
+        else:
+            frames = SegmentFrames(store, geometry)
+            self._unpacker = Unpacker(frames, geometry, decoder, device)
+            self.tier = HostTier(
+                store, geometry, compressed_nbytes, dtype, self._is_busy, self._wait_idle, node, stored=frames
+            )
+            self.compressed_nbytes = self.tier.memory_nbytes
+        self._unpin = [streams.register(memory) for memory in (self.tier.stored or self.tier.pool).memory()]
         self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
         self._copying: deque[_Transfer] = deque()
         self._backlog: deque[_Transfer] = deque()  # demands for which the host tier has no room yet
@@ -107,6 +92,7 @@ class TieredBackend:
         self._here: deque[_Transfer] = deque()  # ahead, and in the host tier, which may yet evict it for a demand
         self._ahead_copy: _Transfer | None = None
         self._copied_nbytes = 0
+        self._unpacked_nbytes = 0
         self._hit_nbytes = 0
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -201,11 +187,14 @@ class TieredBackend:
         return self._streams.stall_ns()
 
     def stats(self) -> dict[str, int]:
-        """What its readers moved, bytes served from host memory, and copied to the device."""
+        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and bytes of
+        weights that it decoded.
+        """
         return {
             **self.tier.readers.stats(),
             "host_hit_nbytes": self._hit_nbytes,
             "copied_nbytes": self._copied_nbytes,
+            "device_decoded_nbytes": self._unpacked_nbytes,
         }
 
     def close(self) -> None:
@@ -215,7 +204,7 @@ class TieredBackend:
             self._streams.synchronize()
             for undo in self._unpin:
                 undo()
-            self._unpin, self._views = [], []
+            self._unpin, self._views, self._unpacker = [], [], None
 
     # -- demands -----------------------------------------------------------------------------------------------
 
@@ -333,12 +322,26 @@ class TieredBackend:
         slots = range(slot, slot + source.num_segments)
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
         target = self._views[layer][slot * neurons : (slot + source.num_segments) * neurons]
-        rows = self.tier.pool.rows(layer)
-        self._streams.copy(target, rows[source.slot * neurons : (source.slot + source.num_segments) * neurons], after)
+        if self._unpacker is None:
+            rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
+            self._streams.copy(target, rows, after)
+            self._copied_nbytes += self._nbytes(source)
+        else:
+            self._unpack(self._unpacker, source, target.view(-1).view(torch.uint8), after)
         transfer.mark = self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
         if not transfer.is_ahead:
             self._demand_mark = transfer.mark
-        self._copied_nbytes += self._nbytes(source)
+
+    def _unpack(self, unpacker: Unpacker, source: Piece, target: torch.Tensor, after: list[Any]) -> None:
+        """Queue what makes the weights of a host piece that is as it is stored, segment by segment."""
+        assert self.tier.stored is not None
+        for number, part in enumerate(target.chunk(source.num_segments)):
+            where = source.layer, source.expert, source.segment + number
+            cover = self.tier.stored.tensor(source.layer, source.slot + number)
+            self._streams.run(partial(unpacker.unpack, *where, cover, part), after)
+            after = []  # the stream runs in order
+            self._copied_nbytes += unpacker.link_nbytes(*where)
+        self._unpacked_nbytes += self._nbytes(source)
 
     def _readers_of(self, piece: Piece) -> list[Any]:
         """Marks behind the kernels that read the piece's slots last."""

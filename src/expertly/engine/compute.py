@@ -1,7 +1,8 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
-An expert in several pieces is activated piece by piece, its down rows are gathered side by side, and one product
-makes its output: the same rounding as the whole expert, whatever the slots (docs/conventions.md, Segments).
+An expert in several pieces is activated piece by piece. Its output is summed in float32 by the compiled products; else
+its down rows are gathered side by side, and one product makes it. Either way it is rounded once, as that of the whole
+expert, whatever the slots (docs/conventions.md, Segments).
 Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one piece.
 """
 
@@ -16,13 +17,15 @@ from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Piece
+from expertly.engine.compute_native import NativeProducts
+from expertly.native.kernels import Kernels
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
 class LayerCompute:
     """Computes pieces of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
-    the module's experts that these slots may hold, by their numbers there; None: all.
+    the module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply; None: torch.
     """
 
     def __init__(
@@ -32,12 +35,17 @@ class LayerCompute:
         num_segments: int,
         rows: torch.Tensor,
         experts: Sequence[int] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._rows = rows
+        self._kernels = kernels
         self.neurons_per_segment = geometry.intermediate_size // num_segments
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
         self._is_gated = geometry.num_matrices == 3
+        self._native: NativeProducts | None = None
+        if kernels is not None and kernels.takes(rows.dtype, rows.device):
+            self._native = NativeProducts(kernels, rows, self.neurons_per_segment)
         self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are frames
         # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
@@ -70,10 +78,51 @@ class LayerCompute:
 
     def whole(self, x: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
         """out[n, H] = expert(x [n, H]), for a piece that is the whole expert."""
+        if self.is_native(x):
+            self.together(x, (piece,), (0,), out)
+            return
+        self.count_torch()
         matrices = self.matrices(piece)
         torch.mm(self.inner(x, matrices, piece), matrices[-1], out=out)
         if self.down_bias is not None:
             out += self.down_bias[piece.expert]
+
+    def is_native(self, x: torch.Tensor) -> bool:
+        """Whether the compiled products take such inputs [n, H]."""
+        return self._native is not None and self._native.take(x)
+
+    def together(self, x: torch.Tensor, pieces: Sequence[Piece], places: Sequence[int], out: torch.Tensor) -> None:
+        """out[place] = expert(x [1, H]) for several pieces that are whole experts; for one, x may be [n, H] and out is
+        [n, H] from its place on. Only where `is_native`.
+        """
+        assert self._native is not None
+        self._native.outer(self._activated(x, pieces), pieces, places, out, adds=False)
+        if self.down_bias is not None:
+            for piece, place in zip(pieces, places, strict=True):
+                out[place : place + x.shape[0]] += self.down_bias[piece.expert]
+
+    def add_part(self, x: torch.Tensor, piece: Piece, total: torch.Tensor) -> None:
+        """total [n, H] += the piece's part of expert(x [n, H]), in float32. Only where `is_native`."""
+        assert self._native is not None
+        self._native.outer(self._activated(x, (piece,)), (piece,), (0,), total, adds=True)
+
+    def _activated(self, x: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Activations [pieces * n, r]; of one token, or one piece."""
+        assert self._native is not None
+        inner = self._native.inner(x, pieces)
+        if self._in_bias is not None:
+            first = pieces[0].segment * self.neurons_per_segment
+            cut = slice(first, first + inner[0].shape[1])
+            inner = tuple(
+                values + torch.stack([bias[piece.expert, cut] for piece in pieces])
+                for values, bias in zip(inner, self._in_bias, strict=True)
+            )
+        return self.activate(*inner)
+
+    def count_torch(self) -> None:
+        """A piece is multiplied by torch."""
+        if self._kernels is not None:
+            self._kernels.num_torch += 1
 
     def inner(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...], piece: Piece) -> torch.Tensor:
         """Activations [n, r] of a piece's neurons."""
@@ -111,13 +160,32 @@ class PartialExpert:
         self._compute = compute
         self._x, self.out = x, out
         width = compute.intermediate_size
+        self._neurons_left = width
+        self._sum: torch.Tensor | None = None
+        if compute.is_native(x):
+            self._sum = torch.zeros(out.shape, dtype=torch.float32)
+            return
         self._inner = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
         self._down = torch.empty(width, out.shape[1], dtype=compute.dtype, device=x.device)
-        self._neurons_left = width
 
     def add(self, piece: Piece) -> bool:
         """Use a piece's bytes; its slots may be reused afterwards."""
         compute = self._compute
+        if self._sum is not None:
+            compute.add_part(self._x, piece, self._sum)
+            self._neurons_left -= piece.num_segments * compute.neurons_per_segment
+            if self._neurons_left:
+                return False
+            self.out.copy_(self._sum)
+        elif not self._add_rows(piece):
+            return False
+        if compute.down_bias is not None:
+            self.out += compute.down_bias[piece.expert]
+        return True
+
+    def _add_rows(self, piece: Piece) -> bool:
+        compute = self._compute
+        compute.count_torch()
         matrices = compute.matrices(piece)
         first = piece.segment * compute.neurons_per_segment
         cut = slice(first, first + matrices[0].shape[0])
@@ -127,8 +195,6 @@ class PartialExpert:
         if self._neurons_left:
             return False
         torch.mm(self._inner, self._down, out=self.out)
-        if compute.down_bias is not None:
-            self.out += compute.down_bias[piece.expert]
         return True
 
 

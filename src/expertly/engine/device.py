@@ -20,6 +20,7 @@ from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.configuring import Configuring
 from expertly.engine.routing import Dispatch
 from expertly.engine.step_times import StepTimes
+from expertly.native.kernels import choose_kernels
 
 
 class Device:
@@ -28,7 +29,9 @@ class Device:
     """
 
     def __init__(self, name: str, controller: Controller, backend: Backend) -> None:
+        """Raises ConfigError as `choose_kernels`."""
         self.name = name
+        self.kernels = choose_kernels(backend.device)
         self.controller = controller
         self.backend = backend
         self.ahead: Ahead | None = None
@@ -48,6 +51,11 @@ class Device:
         """See Executor."""
         return 0 if self.ahead is None else self.ahead.num_late
 
+    @property
+    def is_asking(self) -> bool:
+        """See Executor."""
+        return self.ahead is None or self.ahead.is_asking
+
     def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
         """See Executor. `experts`: of each layer, the number here -> the number in the module; None: the same."""
         self._layers = [
@@ -57,13 +65,14 @@ class Device:
                 self.geometry.segments_per_expert,
                 self.backend.rows(layer),
                 None if experts is None else experts[layer],
+                self.kernels,
             )
             for layer, module in enumerate(modules)
         ]
 
     def predict_from(self, channel: Channel) -> None:
         """See Executor."""
-        self.ahead = Ahead(self.controller, self.backend, channel)
+        self.ahead = Ahead(self.controller, self.backend, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
         """See Executor."""
@@ -102,13 +111,20 @@ class Device:
 
         times = None if self.configuring is None else self.configuring.times
         transport = _TimedTransport(backend) if times is None else _MeasuredTransport(backend)
+
+        def use_together(pieces: Sequence[Piece]) -> None:
+            runner.compute_together(pieces)
+            for piece in pieces:
+                backend.used(piece)
+
         compute: Callable[[Piece], None] = use
+        together = use_together if runner.takes_several else None
         if times is not None and False not in work.router.is_decode:
-            compute = _timed(use, times)
+            compute, together = _timed(use, times), None
         if self.ahead is None:
-            run_layer(self.controller, transport, work.router, compute)
+            run_layer(self.controller, transport, work.router, compute, together=together)
         else:
-            run_layer(self.controller, transport, work.router, compute, self.ahead, routed)
+            run_layer(self.controller, transport, work.router, compute, self.ahead, routed, together)
         device_ns = backend.stall_ns()
         if times is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
             layer, elapsed_ns = work.router.layer, transport.elapsed_ns + device_ns
@@ -222,6 +238,22 @@ class _LayerRun:
         self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
         if not work.covers_all_rows:
             self.outputs.zero_()
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether experts that are here can be computed in one call: those of one token, by the compiled products."""
+        return self._work.positions is not None and self._compute.is_native(self._hidden)
+
+    def compute_together(self, pieces: Sequence[Piece]) -> None:
+        """Use the bytes of several pieces, in one call as far as they are whole experts."""
+        assert self._work.positions is not None
+        whole = [piece for piece in pieces if piece.num_segments == self._compute.num_segments]
+        if whole:
+            places = [self._work.positions[piece.expert] for piece in whole]
+            self._compute.together(self._hidden, whole, places, self.outputs)
+        for piece in pieces:
+            if piece.num_segments != self._compute.num_segments:
+                self.compute(piece)
 
     def compute(self, piece: Piece) -> None:
         """Use the bytes of a piece: a whole expert at once, else a part of it."""

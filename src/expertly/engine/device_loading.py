@@ -68,10 +68,15 @@ def split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int
 
 
 def choose_amounts(
-    targets: Sequence[torch.device], geometries: Sequence[Geometry], dense_nbytes: int, cache_nbytes: int, context: int
+    targets: Sequence[torch.device],
+    geometries: Sequence[Geometry],
+    dense_nbytes: int,
+    cache_nbytes: int,
+    context: int,
+    working_nbytes: int = WORKING_NBYTES,
 ) -> tuple[list[int], str]:
     """What each device can give, and why: of the memory that is free, which logical devices share, the first one's
-    after the dense part and the KV cache.
+    after the dense part and the KV cache. `working_nbytes`: what a forward pass takes beside these.
     """
     amounts = [0] * len(targets)
     reasons = []
@@ -81,7 +86,7 @@ def choose_amounts(
         expert_nbytes = sum(geometries[number].nbytes for number in here)
         dense, cache = (dense_nbytes, cache_nbytes) if 0 in here else (0, 0)
         chosen: AutoBudget = choose_budget(
-            available_nbytes(targets[here[0]]), expert_nbytes, dense, cache, context if 0 in here else 0
+            available_nbytes(targets[here[0]]), expert_nbytes, dense, cache, context if 0 in here else 0, working_nbytes
         )
         for number, amount in zip(here, shares_of(chosen.nbytes, [geometries[i] for i in here]), strict=True):
             amounts[number] = amount
@@ -105,7 +110,7 @@ def make_group(
 ) -> DeviceGroup:
     """Several devices as one. `host_memory`: of all accelerators together; `compressed_nbytes`: of each device."""
     amounts: Sequence[str | int] = [host_memory] * len(targets)
-    if targets[0].type == "cuda":
+    if targets[0].type == "cuda" and host_memory != 0:
         nbytes = parse_memory(host_memory, placement.geometry.nbytes)
         if nbytes is None:
             nbytes = max(0, min(placement.geometry.nbytes, available_host_nbytes() - WORKING_NBYTES))

@@ -43,6 +43,7 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         **{phase.value: _of_phase(one) for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(controller),
+        "gate": None if controller.gate is None else controller.gate.facts(),
         "numa": None if node is None else node.facts(),
     }
 

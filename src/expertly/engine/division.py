@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from expertly.control.budget import Budget, least_nbytes, split_budget
 from expertly.control.compressed_share import ShareChoice, choose_share
 from expertly.core.amounts import parse_memory, parse_share
-from expertly.core.codecs import too_small
-from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.codecs import DEVICE, DecodingRates, choose_decoding, too_small
+from expertly.core.errors import BudgetError, ConfigError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.engine.device_loading import choose_amounts, shares_of, split_over
-from expertly.engine.measure_codec import store_costs
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, kv_cache_nbytes
+from expertly.engine.measure_codec import decoding_rates, store_costs
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, kv_cache_nbytes, working_nbytes
+from expertly.engine.nvcomp_decoder import why_not
 from expertly.parts import System
 from expertly.store.packed import PackedStore
 
@@ -37,7 +38,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Division:
     """The slots of each device, and the bytes in which experts stay compressed: on a CPU a part of the memory, behind
-    an accelerator a part of the host memory.
+    an accelerator a part of the host memory, or all of it, and `host_memory` 0: then the device decodes.
     """
 
     budgets: list[Budget]
@@ -58,7 +59,8 @@ def divide(
 
     Raises ConfigError (BudgetError) naming the setting that cannot be.
     """
-    share = parse_share(request.compressed)
+    is_hosted, is_for_device = targets[0].type == "cuda", request.compressed == DEVICE
+    share = 1.0 if is_for_device else parse_share(request.compressed)
     total_nbytes = sum(one.nbytes for one in geometries)
     if share and store.codec == "none":
         raise ConfigError(
@@ -67,17 +69,27 @@ def divide(
         )
     if share and system.keeps_everything:
         raise ConfigError(f"compressed={request.compressed!r}: system {system.name!r} keeps all experts; accepted: 0")
+    if is_for_device:
+        _check_device(store, targets[0])
     amounts, reason = _amounts(store, geometries, system, request, targets)
     if system.keeps_everything:
         none = ShareChoice(0.0, f"system {system.name} keeps all experts", 0.0)
         budgets = [split_budget(one, one.nbytes) for one in geometries]
         return Division(budgets, [0] * len(geometries), request.host_memory, reason, none)
-    is_hosted, ring, host_memory = targets[0].type == "cuda", request.ring, request.host_memory
+    ring, host_memory = request.ring, request.host_memory
     divided = amounts
     if is_hosted:
         divided, ring = shares_of(_host_nbytes(host_memory, total_nbytes), geometries), None
     streamed_nbytes = sum(least_nbytes(one, ring) for one in geometries) if ring is None or ring > 0 else 0
-    chosen = _choose(share, store, geometries, divided, streamed_nbytes)
+    device_why = None
+    if is_hosted and share is None and store.codec != "none":
+        is_for_device, device_why = _choose_device(store, targets[0], sum(divided) >= total_nbytes)
+    if is_for_device:
+        chosen = ShareChoice(1.0, device_why or "it was asked for that the device decodes", 0.0)
+    else:
+        chosen = _choose(share, store, geometries, divided, streamed_nbytes)
+        if device_why is not None:
+            chosen = replace(chosen, why=f"{chosen.why}; {device_why}")
     compressed = [int(amount * chosen.share) for amount in divided]
     if is_hosted and any(compressed):
         host_memory = sum(divided) - sum(compressed)
@@ -90,6 +102,32 @@ def divide(
         beside = "" if is_hosted or not any(compressed) else f"; {sum(compressed)} bytes are for compressed experts"
         raise BudgetError(f"{error}{why}{beside}") from None
     return Division(budgets, compressed, host_memory, reason, chosen)
+
+
+def _check_device(store: PackedStore, target: torch.device) -> None:
+    """Raises ConfigError where the device cannot decode, or makes other bits than the host."""
+    if target.type != "cuda":
+        raise ConfigError(f"compressed={DEVICE!r}: only an accelerator decodes; accepted here: a share, 0 and auto")
+    try:
+        _rates(store, target)
+    except (ConfigError, TransferError) as error:
+        raise ConfigError(f"compressed={DEVICE!r}: {error}; accepted without it: a share, 0 and auto") from None
+
+
+def _choose_device(store: PackedStore, target: torch.device, host_holds_all: bool) -> tuple[bool, str]:
+    """Whether the device decodes, by measuring, and why."""
+    try:
+        rates = _rates(store, target)
+    except (ConfigError, TransferError) as error:
+        return False, f"the host decodes: {error}"
+    return choose_decoding(rates, host_holds_all)
+
+
+def _rates(store: PackedStore, target: torch.device) -> DecodingRates:
+    missing = why_not()
+    if missing is not None:
+        raise ConfigError(missing)
+    return decoding_rates(store, target)
 
 
 def _amounts(
@@ -116,8 +154,11 @@ def _amounts(
     nbytes = parse_memory("auto" if memory is None else memory, total_nbytes)
     if nbytes is None:
         tokens = context or DEFAULT_CONTEXT
-        cache = kv_cache_nbytes(store.config, tokens, geometries[0].layers[0].itemsize)
-        return choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens)
+        itemsize = geometries[0].layers[0].itemsize
+        cache = kv_cache_nbytes(store.config, tokens, itemsize)
+        is_host = targets[0].type == "cpu"
+        working = working_nbytes(store.config, tokens, itemsize) if is_host else WORKING_NBYTES
+        return choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens, working)
     over = f" over {len(targets)} devices" if len(targets) > 1 else ""
     return shares_of(nbytes, geometries), f"memory {memory}{over}"
 

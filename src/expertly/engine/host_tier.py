@@ -12,9 +12,11 @@ from expertly.control.residency import Residency
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
+from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.reads import ExtentSource
+from expertly.engine.stored_reads import StoredSlots
 from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
 
@@ -36,26 +38,33 @@ class HostTier:
         wait_idle: Callable[[], None],
         node: MemoryNode | None = None,
         compressed_nbytes: int = 0,
+        stored: SegmentFrames | None = None,
     ) -> None:
+        """`stored`: slots hold segments as they are stored, for a device that decodes."""
+        self.stored: StoredSlots | None = None
         try:
-            budget = split_budget(geometry, memory_nbytes)
+            if stored is None:
+                slots = split_budget(geometry, memory_nbytes).pool_slots()
+                self._slot_nbytes = class_segment_nbytes(geometry)
+            else:
+                self.stored = StoredSlots(stored, geometry, memory_nbytes, node)
+                slots, self._slot_nbytes = self.stored.slots_per_class, self.stored.slot_nbytes
         except BudgetError as error:
             raise BudgetError(f"host_{error}") from None
-        slots = budget.pool_slots()
-        self.memory_nbytes = sum(
-            num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True)
-        )
+        self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
         """Of all its slots."""
         self._geometry = geometry
         self._residency = Residency(geometry, slots)
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
-        self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype, node)
+        self.pool = HostPool(geometry, slots if stored is None else [0] * len(slots), self._slot_nbytes, dtype, node)
+        slots_of = self.stored or self.pool
         self.readers = Readers(
             store,
             geometry,
-            lambda piece: self.pool.buffer(piece.layer, piece.slot, piece.num_segments),
+            lambda piece: slots_of.buffer(piece.layer, piece.slot, piece.num_segments),
             node=node,
             compressed_nbytes=compressed_nbytes,
+            as_stored=stored is not None,
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
         self._loading: dict[Piece, None] = {}
@@ -118,7 +127,7 @@ class HostTier:
         """Of the segments that are here. Any thread may ask."""
         geometry = self._geometry
         return sum(
-            mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
+            mask.bit_count() * self._slot_nbytes[geometry.size_classes[geometry.layer_of_expert(eid)]]
             for eid, mask in enumerate(self._residency.resident)
         )
 

@@ -102,7 +102,7 @@ def _profile(
     return MachineProfile(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         platform=platform.platform(),
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         num_cpus=_num_cpus(),
         cache_nbytes=cache_nbytes,
         memory_nbytes=total,
@@ -229,7 +229,8 @@ def _load() -> float:
     return os.getloadavg()[0]
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the system calls the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

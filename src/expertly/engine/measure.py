@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from expertly.core.messages import Piece
 from expertly.core.profile import CopyRate, DiskRate, MatvecRate
 from expertly.engine.reads import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
+from expertly.native.kernels import choose_kernels
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
@@ -155,16 +157,34 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
     return CopyRate(num_threads, num_copies * nbytes / elapsed)
 
 
+def kernels_here() -> dict[str, str]:
+    """What multiplies experts on this processor, and why. Raises ConfigError as `choose_kernels`."""
+    chosen = choose_kernels(torch.device("cpu"))
+    return {"name": chosen.name, "why": chosen.why}
+
+
 def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
-    """Matrices of 2048 x 2816 times one vector, one after the other over `nbytes` of them."""
+    """Matrices of 2048 x 2816 times one vector, one after the other over `nbytes` of them, by what multiplies a model's
+    experts here.
+    """
     kind = getattr(torch, dtype)
     matrix_nbytes = _MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * kind.itemsize
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=kind) for _ in range(max(1, -(-nbytes // matrix_nbytes)))]
     x = torch.ones(1, _MATRIX_SHAPE[1], dtype=kind)
+    product = _product_of(x)
     with torch.inference_mode(), _threads(num_threads):
-        linear(x, matrices[0])
+        product(matrices[0])
         num_products, start = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds or num_products < len(matrices):
-            linear(x, matrices[num_products % len(matrices)])
+            product(matrices[num_products % len(matrices)])
             num_products += 1
     return MatvecRate(dtype, num_threads, num_products * matrix_nbytes / elapsed)
+
+
+def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Of a matrix [r, H] with x [1, H]."""
+    kernels = choose_kernels(x.device)
+    if not kernels.takes(x.dtype, x.device):
+        return partial(linear, x)
+    out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
+    return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())

@@ -7,7 +7,25 @@ from pathlib import Path
 from typing import Any
 
 WORKING_NBYTES = 600 << 20
-"""What Python, torch and the activations of a forward pass take beside weights and cache."""
+"""What Python, torch and the activations of a forward pass take beside weights and cache, of any model."""
+
+BESIDE_NBYTES = 80 << 20
+"""What a process that has imported torch and transformers still comes to take beside weights, KV cache and activations:
+58 MiB were measured with the demo model, of which code of libraries is a half.
+"""
+
+
+def working_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
+    """What a model on a CPU takes beside weights and KV cache, while it reads a prompt of `context` tokens at once;
+    imports are not counted, as they are in memory when this is asked.
+    """
+    text = config.get("text_config", config)
+    hidden = text.get("hidden_size", text.get("d_model", 0))
+    top_k = next(
+        (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
+    )
+    wide = text.get("intermediate_size", text.get("d_ff", 0)) or 0
+    return BESIDE_NBYTES + context * itemsize * (hidden * (8 + 2 * top_k) + 3 * wide)
 
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
@@ -41,14 +59,21 @@ class AutoBudget:
     reason: str
 
 
-def choose_budget(available: int, expert_nbytes: int, dense_nbytes: int, cache_nbytes: int, context: int) -> AutoBudget:
+def choose_budget(
+    available: int,
+    expert_nbytes: int,
+    dense_nbytes: int,
+    cache_nbytes: int,
+    context: int,
+    working_nbytes: int = WORKING_NBYTES,
+) -> AutoBudget:
     """What is free after the dense part, the KV cache of `context` tokens and working memory; at most all experts."""
-    left = available - dense_nbytes - cache_nbytes - WORKING_NBYTES
+    left = available - dense_nbytes - cache_nbytes - working_nbytes
     nbytes = max(0, min(left, expert_nbytes))
     gib = 1 << 30
     parts = (
         f"{available / gib:.2f} GiB are free; dense weights take {dense_nbytes / gib:.2f}, "
-        f"the KV cache of {context} tokens {cache_nbytes / gib:.2f}, working memory {WORKING_NBYTES / gib:.2f} GiB"
+        f"the KV cache of {context} tokens {cache_nbytes / gib:.2f}, working memory {working_nbytes / gib:.2f} GiB"
     )
     chosen = "all experts fit" if nbytes == expert_nbytes else f"{100 * nbytes / expert_nbytes:.1f}% of the experts"
     return AutoBudget(nbytes, f"memory auto: {nbytes / gib:.2f} GiB ({chosen}): {parts}")

@@ -282,10 +282,10 @@ class Measurement:
 
         It goes on where the last one ended, so that no cache holds what comes.
         """
-        old = self._geometry.segments_per_expert
-        resident = self._resident()
+        old, resident = self._geometry.segments_per_expert, self._resident()
+        rows, kernels = self._engine.backend.rows, self._engine.executor.devices[0].kernels
         computes = {
-            layer: LayerCompute(self._modules[layer], self._layer, num_segments, self._engine.backend.rows(layer))
+            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), kernels=kernels)
             for layer in (pieces[0].layer for pieces in resident)
         }
         frames = [piece for pieces in resident for piece in pieces]

@@ -11,6 +11,7 @@ from expertly.engine.device_stats import allocation_over, moved, of_device
 from expertly.engine.division import Division
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
+from expertly.native.kernels import kernels_over
 from expertly.parts import System
 from expertly.policies.predictor import Predictor
 from expertly.store.packed import PackedStore
@@ -21,13 +22,17 @@ _MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes", "compressed_bytes")
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
-    def __init__(self, engine: Engine, system: System, store: PackedStore, division: Division) -> None:
+    def __init__(
+        self, engine: Engine, system: System, store: PackedStore, division: Division, why_system: str | None = None
+    ) -> None:
+        """`why_system`: where it was chosen, why it is this one."""
         self._engine = engine
         self._system = system
         self._store = store
         self._division = division
         self.system = system.name
         self.memory_reason = division.reason
+        self.system_reason = why_system
 
     def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
         """A copy of the counters of one phase, of one layer or summed over all."""
@@ -38,23 +43,25 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
-        engine, executor = self._engine, self._engine.executor
+        engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
         geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
         devices = [of_device(device, self._system) for device in executor.devices]
         counts = sorted({name for device in executor.devices for name in moved(device)})
         return {
             "system": self.system,
+            "system_reason": self.system_reason,
             "segments": geometry.segments_per_expert,
             **{name: sum(one[name] for one in devices) for name in _MEMORY},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
             "compressed": {"share": self._division.compressed.share, "why": self._division.compressed.why},
+            "kernels": kernels_over([device.kernels for device in executor.devices]),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
-            "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
+            "prediction": None if prefetching is None else _of_prediction(prefetching, devices[0]["gate"]),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "devices": devices,
             "phases": {
@@ -76,12 +83,15 @@ class Stats:
         }
 
 
-def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
-    """What the predictor says of itself, what came of it in time, and where its maps are."""
+def _of_prediction(prefetching: Prefetching, gate: dict[str, Any] | None) -> dict[str, Any]:
+    """What the predictor says of itself, what its gate let in, what came of it in time, and where its maps are. Of
+    several devices, the first one's gate.
+    """
     maps, error = prefetching.maps, prefetching.error
     return {
         "matcher": prefetching.matcher,
         "predictor": prefetching.predictor.facts(),
+        "gate": gate,
         "predictions_late": prefetching.num_late,
         "contexts_dropped": prefetching.num_dropped,
         "collect_s": prefetching.collector.collect_ns / 1e9,

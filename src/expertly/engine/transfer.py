@@ -58,9 +58,12 @@ class Readers:
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
         compressed_nbytes: int = 0,
+        as_stored: bool = False,
     ) -> None:
-        """`compressed_nbytes`: memory in which experts of a compressed store may stay as they are stored."""
-        self._source = make_source(store, geometry, num_readers, compressed_nbytes, node)
+        """`compressed_nbytes`: memory in which experts of a compressed store may stay as they are stored. `as_stored`:
+        they are not decoded.
+        """
+        self._source = make_source(store, geometry, num_readers, compressed_nbytes, node, as_stored)
         self.compressed_nbytes = self._source.compressed_nbytes
         """Memory of experts that stay as they are stored."""
         self._buffer_of = buffer_of

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.reuse.model import ReuseModel
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""
@@ -48,4 +49,5 @@ class Known:
     future: Future | None = None
     learned: LearnedWeights | None = None  # of the predictor that was trained on a trace
     usage: Usage | None = None  # of the layers in a training part; None: there is none
+    reuse: ReuseModel | None = None  # what a training part taught about reuse
     plan: SplitPlan | None = None  # what layers keep at the start, for an allocation that takes it

@@ -11,7 +11,7 @@ from expertly.engine.device_choice import choose_devices
 from expertly.models.packing import pack_cached
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Shape, Split, split_total
 from expertly.serve.scheduler import Room
-from expertly.systems import get_system
+from expertly.systems import AUTO_SYSTEM, get_system
 
 DEFAULT_CONTEXT = 4096
 """Tokens of one text where neither the user nor the model says less."""
@@ -87,7 +87,8 @@ def _context(wished: int | None, most: int | None) -> int:
 
 def _split(wishes: Wishes, shape: Shape, pages: int | None) -> tuple[str | int, Split]:
     targets = choose_devices(wishes.device, wishes.devices)
-    keeps_everything = get_system(wishes.system).keeps_everything
+    is_auto = wishes.system == AUTO_SYSTEM  # what that is depends on the memory
+    keeps_everything = not is_auto and get_system(wishes.system).keeps_everything
     is_stated = wishes.memory != "auto" or keeps_everything or len(targets) > 1
     if wishes.total_memory is None and is_stated:
         if pages is None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp
 
+from expertly.core.amounts import parse_share
+from expertly.core.codecs import DEVICE, check_codec
 from expertly.core.errors import ConfigError
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.fleet_metrics import together
 from expertly.serve.named import Named
-from expertly.systems import DEFAULT_SYSTEM, get_system
+from expertly.systems import AUTO_SYSTEM, DEFAULT_SYSTEM, get_system
 
 try:
     from ray import serve
@@ -53,6 +55,8 @@ class Options(BaseModel):
     dtype: str | None = None
     device: str | None = None
     host_memory: str = "auto"
+    codec: str = "auto"
+    compressed: str = "auto"
     maps: str = "auto"
     predictor: str = "auto"
     plan: str | None = None
@@ -73,7 +77,11 @@ class Options(BaseModel):
 
     def check(self) -> None:
         """What can be known before a replica starts. Raises ConfigError."""
-        get_system(self.system)
+        if self.system != AUTO_SYSTEM:
+            get_system(self.system)
+        check_codec(self.codec)
+        if self.compressed != DEVICE:
+            parse_share(self.compressed)
         if self.api_key_file is None and not self.no_key:
             raise ConfigError(
                 "api_key_file: missing; accepted: a file of keys on every machine, or no_key=true, with which requests "

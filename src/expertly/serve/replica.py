@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("expertly.serve")
 
+_TOLD = {"system", "segments", "dtype", "device", "host_memory", "codec", "compressed", "maps", "predictor"}
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -64,9 +66,10 @@ def open_server(options: Options) -> Opened:
             max_running=options.max_running,
             max_queue=options.max_queue,
             kv_tokens=options.kv_tokens,
+            codec=options.codec,
         )
     )
-    told = options.model_dump(include={"system", "segments", "dtype", "device", "host_memory", "maps", "predictor"})
+    told = options.model_dump(include=_TOLD)
     model, tokenizer = api.load(
         options.model, memory=planned.memory, plan=options.plan, matcher=options.matcher, **told
     )

@@ -6,12 +6,26 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Piece
+from expertly.sim.link import LinkWatcher
+from expertly.sim.simulator import Watcher
 
 _THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
+
+
+class RunWatcher(Watcher, LinkWatcher, Protocol):
+    """Sees all that one run does."""
+
+
+class Timelines(Protocol):
+    """Where the events of runs go."""
+
+    def begin_run(self, name: str) -> RunWatcher | None:
+        """Who sees the run of this name, "SYSTEM, BUDGET"; None: nobody."""
+        ...
 
 
 class ChromeTrace:

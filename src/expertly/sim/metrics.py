@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from expertly.sim.workload import Iteration
 
@@ -19,6 +20,8 @@ class _Request:
     end_ns: int = -1
     hits: int = 0  # in decode, of iterations that it had for itself
     demands: int = 0
+    decode_ns: int = 0
+    num_decode_iterations: int = 0
 
 
 class Metrics:
@@ -28,6 +31,7 @@ class Metrics:
         self.busy_ns = 0  # iterations, from their begin to their end
         self.stall_ns = 0
         self.decode_ns = 0
+        self.decode_stall_ns = 0
         self.num_decode_iterations = 0
         self.num_prefill_iterations = 0
         self.num_tokens = 0
@@ -53,11 +57,15 @@ class Metrics:
         else:
             self.num_decode_iterations += 1
             self.decode_ns += end_ns - begin_ns
+            self.decode_stall_ns += stall_ns
         for number in iteration.requests:
             request = self._requests.get(number)
             if request is None:
                 request = self._requests[number] = _Request(min(iteration.arrival_ns, begin_ns), begin_ns)
             request.end_ns = end_ns
+            if not iteration.is_prefill:
+                request.decode_ns += end_ns - begin_ns
+                request.num_decode_iterations += 1
             if len(iteration.requests) == 1:
                 request.hits += num_hits
                 request.demands += num_demands
@@ -85,6 +93,19 @@ class Metrics:
     def hits_by_request(self) -> list[tuple[int, int]]:
         """(hits, demands) of each request's decode, in the order in which they began; of batches nothing is known."""
         return [(request.hits, request.demands) for request in self._requests.values()]
+
+    def times_by_request(self, is_queued: bool) -> list[dict[str, Any]]:
+        """`ttft_s`, `tpot_s` and `latency_s` of each request, in the order in which they began, from its arrival (with
+        a queue) or begin; None where it has no prompt, or decodes nothing.
+        """
+        times = []
+        for one in self._requests.values():
+            start_ns = one.arrival_ns if is_queued else one.begin_ns
+            num = one.num_decode_iterations
+            ttft_s = (one.first_token_ns - start_ns) / 1e9 if one.first_token_ns >= 0 else None
+            tpot_s = one.decode_ns / num / 1e9 if num else None
+            times.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "latency_s": (one.end_ns - start_ns) / 1e9})
+        return times
 
     @property
     def stall_share(self) -> float | None:

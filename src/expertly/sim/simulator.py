@@ -73,7 +73,7 @@ class Simulator:
                 catch_up = self._matcher.catch_up
             if future is None:  # who knows the future looks beyond the pass
                 channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(controller, link, channel, catch_up)
+            self._ahead = Ahead(controller, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher

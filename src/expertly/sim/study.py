@@ -18,7 +18,7 @@ from expertly.plans import check_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.sim.chrome import ChromeTrace
+from expertly.sim.chrome import Timelines
 from expertly.sim.coded import Coding
 from expertly.sim.compute import compute_model
 from expertly.sim.future import NextUses, TraceFuture
@@ -28,6 +28,7 @@ from expertly.sim.memory import Memory
 from expertly.sim.metrics import percentile
 from expertly.sim.popularity import popularity
 from expertly.sim.reuse import reuse_of_training
+from expertly.sim.reuse_learning import ReuseOfTraining
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.step_times import step_times
@@ -90,7 +91,7 @@ class Study:
     matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
     learned: LearnedWeights | None = None  # of a predictor that was trained before
     plan: SplitPlan | None = None  # of the systems that take one
-    chrome: ChromeTrace | None = None
+    chrome: Timelines | None = None
     progress: Progress | None = None
     storage: Storage = field(default_factory=Storage)
     wants: set[Want] = field(init=False, default_factory=set)
@@ -98,6 +99,7 @@ class Study:
     _workload: Workload = field(init=False)
     _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
     _usage: UsageOfTraining = field(init=False)
+    _learned_reuse: ReuseOfTraining = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _training: Training = field(init=False)
     _reuse: Reuse | None = field(init=False, default=None)
@@ -108,6 +110,7 @@ class Study:
         self._workload = Workload(self.trace, self.schedule.test)
         self._training = Training(self.trace, self.schedule.training)
         self._usage = UsageOfTraining(self.trace, self.schedule.training)
+        self._learned_reuse = ReuseOfTraining(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule, self.geometry)
         self.storage.check(self.hardware, self.layers is not None)
         if self.storage.codec != "none" and self.storage.compressed == "auto":
@@ -224,10 +227,11 @@ class Study:
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
             **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read", "compressed")),
-            **dict.fromkeys(("history", "predictor", "predictions_late", "contexts_dropped", "allocation")),
+            **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
             **dict.fromkeys(("latency_s", "layers", "requests", "tokens", "hit_rate_by_request")),
+            **dict.fromkeys(("decode_iterations", "decode_stall_s", "times_by_request")),
         }
         if row["skipped"] is not None:
             return _Outcome(row)
@@ -243,6 +247,8 @@ class Study:
         if simulator.predictor is not None:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
+            gate = simulator.controller.gate
+            row["gate"] = None if gate is None else gate.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
             by_layer = enumerate(simulator.controller.counters)
             row["layers"] = [{"layer": layer, **one.decode.goodpred()} for layer, one in by_layer]
@@ -256,6 +262,9 @@ class Study:
             row["filled_bytes"] = decode.filled_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
+            row["decode_iterations"] = metrics.num_decode_iterations
+            row["decode_stall_s"] = metrics.decode_stall_ns / 1e9
+            row["times_by_request"] = metrics.times_by_request(self.is_queued)
             if simulator.coded is not None:
                 coded, share = simulator.coded, self._share(system, geometry, budget)
                 held = coded.held_nbytes / coded.decoded_nbytes if coded.decoded_nbytes else None
@@ -291,6 +300,7 @@ class Study:
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
         order = None if system.name in BOUNDS else self.order
         known = replace(known, usage=self._usage.of(system, geometry, known))
+        known = replace(known, reuse=self._learned_reuse.of(system, geometry))
         budget, coding = self._divide(geometry, budget, system)
         controller = system.controller(geometry, system.budget(geometry, budget, known), known, order)
         compute = compute_model(hardware, geometry, self.dense)

@@ -44,8 +44,10 @@ def entry_folder(
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}{_PLANES if codec == 'planes' else ''}"
 
 
-LEARNED = ("maps", "matrices", "predictor")
-"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, a predictor."""
+LEARNED = ("maps", "matrices", "predictor", "choices")
+"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, a predictor, what
+`expertly tune` chose.
+"""
 
 
 def learned_beside(folder: Path, kind: str) -> Path:

@@ -16,8 +16,12 @@ from expertly.store.frame_index import FrameIndex
 
 _T = TypeVar("_T", np.uint8, np.uint16)
 
-LEVEL = 1
-"""Of zstd. On planes of exponents higher ones are slower and larger, negative ones a fifth larger."""
+MIN_MATCH = 7
+HASH_LOG = 6
+"""Of zstd at level 1: Huffman codes, and hardly a match. A plane of exponents repeats by chance only: what level 1
+finds in it by itself is short, saves nothing and halves the speed of decompressing. Constant planes are still one long
+match.
+"""
 
 
 class EncodedFrame(NamedTuple):
@@ -31,14 +35,29 @@ class EncodedFrame(NamedTuple):
         return sum(map(len, self.planes))
 
 
+def zstd_parameters() -> zstandard.ZstdCompressionParameters:
+    """Those that stores are made with."""
+    return zstandard.ZstdCompressionParameters.from_level(
+        1,
+        strategy=zstandard.STRATEGY_FAST,
+        min_match=MIN_MATCH,
+        hash_log=HASH_LOG,
+        write_checksum=False,
+        write_content_size=True,
+    )
+
+
 class FrameEncoder:
     """Cuts experts into frames of `frame_nbytes` bytes of weights of `itemsize` bytes. Not shared between threads."""
 
-    def __init__(self, frame_nbytes: int, itemsize: int) -> None:
+    def __init__(
+        self, frame_nbytes: int, itemsize: int, parameters: zstandard.ZstdCompressionParameters | None = None
+    ) -> None:
+        """`parameters`: instead of those that stores are made with."""
         assert frame_nbytes > 0 and not frame_nbytes % itemsize
         self._frame_nbytes = frame_nbytes
         self._itemsize = itemsize
-        self._compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=True)
+        self._compressor = zstandard.ZstdCompressor(compression_params=parameters or zstd_parameters())
 
     def encode(self, chunks: Iterable[Bytes]) -> Iterator[EncodedFrame]:
         """The frames of the bytes of `chunks`, which add up to whole frames but may be cut anywhere."""
@@ -94,16 +113,10 @@ class FrameDecoder:
         """
         itemsize = index.num_planes
         assert not skip % itemsize and not len(out) % itemsize and 0 <= skip <= skip + len(out) <= index.frame_nbytes
-        lengths, checksum = index.planes_of(expert, frame)
-        if len(stored) != sum(lengths):
-            raise _damaged(index, expert, frame, f"{len(stored)} bytes, but {sum(lengths)} are in the index")
-        found = xxhash.xxh3_64_intdigest(stored)
-        if found != checksum:
-            raise _damaged(index, expert, frame, f"checksum {found:016x}, but {checksum:016x} is in the index")
         first, count = skip // itemsize, len(out) // itemsize
         planes = []
         begin = 0
-        for number, length in enumerate(lengths):
+        for number, length in enumerate(check_frame(index, expert, frame, stored)):
             try:
                 plane = self._plane(number, stored[begin : begin + length], index.frame_nbytes // itemsize)
             except (zstandard.ZstdError, ValueError) as error:
@@ -115,13 +128,6 @@ class FrameDecoder:
     def _plane(self, number: int, stored: memoryview, nbytes: int) -> NDArray[np.uint8]:
         if len(stored) == nbytes:
             return np.frombuffer(stored, np.uint8)
-        stated = zstandard.get_frame_parameters(stored)
-        # First: the window is what decompressing would allocate.
-        if stated.content_size != nbytes or stated.window_size > max(nbytes, 1 << 10) or stated.dict_id:
-            raise ValueError(
-                f"a zstd frame of {stated.content_size} bytes (window {stated.window_size}, dictionary "
-                f"{stated.dict_id}); must be of {nbytes}"
-            )
         plane = _at_least(self._planes, number, nbytes, np.uint8)
         count = self._decompressor.stream_reader(stored).readinto(plane)
         if count != nbytes:
@@ -140,6 +146,38 @@ class FrameDecoder:
         words = np.frombuffer(out, np.uint32)
         np.multiply(high, 1 << 16, out=words, dtype=np.uint32, casting="unsafe")
         np.add(words, low, out=words)
+
+
+def check_frame(index: FrameIndex, expert: int, frame: int, stored: memoryview) -> list[int]:
+    """The stored bytes of each plane of a frame; `stored` is all of them. Raises TransferError naming file, expert and
+    frame where length, checksum or what zstd frames state is not what it must be.
+    """
+    lengths, checksum = index.planes_of(expert, frame)
+    if len(stored) != sum(lengths):
+        raise _damaged(index, expert, frame, f"{len(stored)} bytes, but {sum(lengths)} are in the index")
+    found = xxhash.xxh3_64_intdigest(stored)
+    if found != checksum:
+        raise _damaged(index, expert, frame, f"checksum {found:016x}, but {checksum:016x} is in the index")
+    begin = 0
+    for length in lengths:
+        try:
+            _check_plane(stored[begin : begin + length], index.frame_nbytes // index.num_planes)
+        except (zstandard.ZstdError, ValueError) as error:
+            raise _damaged(index, expert, frame, str(error)) from None
+        begin += length
+    return lengths
+
+
+def _check_plane(stored: memoryview, nbytes: int) -> None:
+    """That a compressed plane states its size, and a window that is no larger: that is what decompressing allocates."""
+    if len(stored) == nbytes:
+        return
+    stated = zstandard.get_frame_parameters(stored)
+    if stated.content_size != nbytes or stated.window_size > max(nbytes, 1 << 10) or stated.dict_id:
+        raise ValueError(
+            f"a zstd frame of {stated.content_size} bytes (window {stated.window_size}, dictionary "
+            f"{stated.dict_id}); must be of {nbytes}"
+        )
 
 
 def _at_least(arrays: list[NDArray[_T]], number: int, size: int, kind: type[_T]) -> NDArray[_T]:

@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
+from expertly.core.messages import RouterRan
+
 
 class EvictionPolicy(Protocol):
     """Orders the kept experts of one cache (a layer's, or all layers'). Experts are dense expert ids.
@@ -87,8 +89,8 @@ class ScoredPolicy(ABC):
         self._out.clear()
         heapify(self._heap)
 
-    def needed(self, experts: Sequence[int]) -> None:  # noqa: B027 - nothing to do for most
-        """A layer is about to run with these experts, kept or not."""
+    def needed(self, experts: Sequence[int], router: RouterRan) -> None:  # noqa: B027 - nothing to do for most
+        """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
         """See EvictionPolicy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from expertly.core.errors import ConfigError
+from expertly.core.messages import RouterRan
 from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.known import NEVER, Future
 
@@ -21,7 +22,7 @@ class Belady(ScoredPolicy):
         self._future = future
         self._next_use: dict[int, int] = {}
 
-    def needed(self, experts: Sequence[int]) -> None:
+    def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         """The running layer needs these: their next use is the one after it."""
         for expert in experts:
             self._next_use[expert] = self._future.next_use(expert)

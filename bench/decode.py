@@ -1,0 +1,104 @@
+"""How small and how fast zstd's parameters make experts: those that stores are made with, and its levels, in turns.
+
+    python bench/decode.py STORE... [--rounds 5] [--out FILE]
+
+Each STORE is a packed one in codec planes. Frames of some of its experts are encoded again with each set of parameters
+and decoded by one thread, round by round in turns; the best round counts. `to_level_1` is the decoding speed over that
+of level 1; `zstd_gb_per_s` is decompressing alone, per byte of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+from report import print_report
+
+from expertly.store.codec_rates import decoded_expert, index_of, sampled
+from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, zstd_parameters
+from expertly.store.packed import PackedStore
+
+LEVELS = (1, 3, -1)
+
+
+def best_s(works: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Of each, in turns."""
+    best = [float("inf")] * len(works)
+    for _ in range(rounds):
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work()
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best
+
+
+def decoding(frames: list[EncodedFrame], frame_nbytes: int, itemsize: int) -> Callable[[], None]:
+    index = index_of(frames, frame_nbytes, itemsize)
+    stored = [memoryview(b"".join(frame.planes)) for frame in frames]
+    decoder, out = FrameDecoder(), memoryview(bytearray(frame_nbytes))
+
+    def work() -> None:
+        for number, one in enumerate(stored):
+            decoder.decode(index, number, 0, one, out)
+
+    return work
+
+
+def decompressing(frames: list[EncodedFrame], plane_nbytes: int) -> Callable[[], None]:
+    decompressor, plane = zstandard.ZstdDecompressor(), np.empty(plane_nbytes, np.uint8)
+
+    def work() -> None:
+        for frame in frames:
+            for one in frame.planes:
+                if len(one) < plane_nbytes:
+                    decompressor.stream_reader(one).readinto(plane)
+
+    return work
+
+
+def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    store = PackedStore.open(folder)
+    layer = store.manifest.layers[0]
+    frame_nbytes = store.frames[0].frame_nbytes
+    experts = [list(decoded_expert(store.frames[one], expert)) for one, expert in sampled(store.manifest.layers)]
+    named = {f"level {level}": zstandard.ZstdCompressionParameters.from_level(level) for level in LEVELS}
+    named["as stored"] = zstd_parameters()
+    encoded = {
+        name: [frame for expert in experts for frame in FrameEncoder(frame_nbytes, layer.itemsize, one).encode(expert)]
+        for name, one in named.items()
+    }
+    works = [decoding(frames, frame_nbytes, layer.itemsize) for frames in encoded.values()]
+    works += [decompressing(frames, frame_nbytes // layer.itemsize) for frames in encoded.values()]
+    seconds = best_s(works, rounds)
+    total = len(next(iter(encoded.values()))) * frame_nbytes
+    return [
+        {
+            "store": folder.name,
+            "frame_bytes": frame_nbytes,
+            "parameters": name,
+            "ratio": sum(frame.nbytes for frame in frames) / total,
+            "gb_per_s": total / seconds[number] / 1e9,
+            "zstd_gb_per_s": total / seconds[number + len(encoded)] / 1e9,
+            "to_level_1": seconds[0] / seconds[number],
+        }
+        for number, (name, frames) in enumerate(encoded.items())
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stores", nargs="+", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    rows = [row for folder in args.stores for row in rows_of(folder, args.rounds)]
+    print_report("decode", rows, {"rounds": args.rounds}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What no cache of the same size could have done better: bytes that global Belady loads a token, on the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def record_routing(model: Path, requests: list[dict[str, Any]], folder: Path) -> None:
+    """Record what the model routes while it is fed these requests, as a trace in `folder`, which must not exist."""
+    import torch
+
+    import expertly
+    from expertly.engine.recording import record
+
+    loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", maps="off", device="cpu")
+    try:
+        with record(loaded, folder) as recording, torch.no_grad():
+            for request in requests:
+                ids, num_prompt = torch.tensor([request["ids"]]), request["num_prompt"]
+                recording.begin_request(num_prompt_tokens=num_prompt)
+                out = loaded(ids[:, :num_prompt], use_cache=True, logits_to_keep=1)
+                for i in range(num_prompt, ids.shape[1]):
+                    out = loaded(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+    finally:
+        expertly.unload(loaded)
+
+
+class Floor:
+    """Global Belady on a recorded trace, by the budget."""
+
+    def __init__(self, folder: Path, layers: Any) -> None:
+        from expertly.sim.hardware import Hardware
+        from expertly.sim.schedule import Schedule
+        from expertly.sim.study import Study
+        from expertly.sim.workload import Span
+        from expertly.trace.reader import Trace
+
+        trace = Trace.open(folder)
+        spans = [Span(None, 0, trace.num_rows)]
+        self._study = Study(trace, Schedule([], spans), Hardware.read("infinite"), tuple(layers), None, segments=1)
+        self._found: dict[int, float] = {}
+
+    def nbytes_a_token(self, memory_nbytes: int) -> float:
+        """Of decode, over all requests, the cache empty at first."""
+        if memory_nbytes not in self._found:
+            from expertly.sim.study import Memory
+            from expertly.systems import get_system
+
+            budget = Memory(str(memory_nbytes)).budget(self._study.geometry)
+            simulator = self._study.simulate(get_system("belady-global"), budget)
+            loaded = sum(one.decode.loaded_nbytes for one in simulator.controller.counters)
+            self._found[memory_nbytes] = loaded / simulator.metrics.num_decode_iterations
+        return self._found[memory_nbytes]

@@ -1,0 +1,36 @@
+"""What all peers are fed: pages of Python's own manual, which every Python brings along, as the demo model's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PAGES = (
+    "specialnames",
+    "compound",
+    "types",
+    "formatstrings",
+    "string-methods",
+    "debugger",
+    "attribute-access",
+    "typesseq",
+)
+"""Each long enough for a request of 2 000 tokens, which begins at its first line."""
+
+
+def make_requests(model: Path, count: int, num_prompt: int, num_tokens: int) -> list[dict[str, Any]]:
+    """`count` requests of `num_prompt` tokens to read and `num_tokens` to decode."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    found = []
+    for number in range(count):
+        ids = tokenizer.encode(topics[PAGES[number % len(PAGES)]]).ids
+        first = number // len(PAGES) * (num_prompt + num_tokens)
+        part = ids[first : first + num_prompt + num_tokens]
+        if len(part) < num_prompt + num_tokens:
+            raise ValueError(f"--requests {count} of {num_prompt} + {num_tokens} tokens: the pages are not that long")
+        found.append({"ids": part, "num_prompt": num_prompt})
+    return found

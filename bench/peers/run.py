@@ -1,0 +1,229 @@
+"""`expertly` against llama.cpp's mmap and accelerate's disk offload: the same model, cgroup and tokens, in turns.
+
+    python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
+                              [--systems lru,expertly] [--codecs none,auto] [--threads 1,2] [--model like|3gib]
+
+`4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
+`ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
+is fed does not depend on what a model would choose. The first request only fills caches. Needs the packages of the
+extra `peers`; a peer whose package is not there is left out, and said so. Columns: docs/peers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
+
+from common import drop_page_cache, inflated_model, memory_cgroup
+from floor import Floor, record_routing
+from pages import make_requests
+from players import Ended, Player
+from report import print_report
+
+MODELS = {"like": {"gib": 4.0, "num_layers": 8}, "3gib": {"gib": 3.0, "num_layers": None}}
+NEEDS = {"expertly": "expertly", "llama.cpp": "llama_cpp", "accelerate": "accelerate"}
+BESIDE_NBYTES = 400 << 20
+"""What Python, torch and transformers take beside weights: what accelerate is not given for weights."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A peer in one size: its process, and what it answered, by number of threads."""
+
+    row: dict[str, Any]
+    settings: dict[str, Any]
+    player: Player | None = None
+    status: str = "ran"
+    answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def play(self, request: dict[str, Any], threads: int) -> None:
+        if self.player is None:
+            return
+        try:
+            self.answers.setdefault(threads, []).append(self.player.play(request | {"threads": threads}))
+        except Ended as ended:
+            self.status, self.player = f"{ended} in request {len(self.answers.get(threads, ())) + 1}", None
+
+    def start(self, group: Path | None) -> None:
+        try:
+            self.player = Player(self.settings, group)
+        except Ended as ended:
+            self.status = f"{ended} while loading"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="4x,2x,ram")
+    parser.add_argument("--peers", default="expertly,llama.cpp,accelerate")
+    parser.add_argument("--systems", default="lru,expertly")
+    parser.add_argument("--codecs", default="none,auto")
+    parser.add_argument("--memory", default="auto", help="of expertly: what is left in the cgroup, or an amount")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--model", choices=tuple(MODELS), default="like")
+    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
+    model = inflated_model(**MODELS[args.model], no_zeros=True)
+    requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
+    context = -(-(args.prompt + args.tokens) // 256) * 256
+    with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
+        bench = Bench(args, model, requests, context, Path(scratch))
+        rows = [row for size in args.sizes.split(",") for row in bench.run(size, peers)]
+        bench.compare(rows)
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    print_report("peers", rows, settings | bench.facts, args.out)
+
+
+class Bench:
+    """All sizes on one model."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: Path, requests: list[dict[str, Any]], context: int, scratch: Path
+    ) -> None:
+        from expertly.models.packing import pack_cached
+
+        self._args, self._model, self._requests = args, model, requests
+        self._context, self._scratch = context, scratch
+        self._stores = {codec: pack_cached(str(model), codec=codec) for codec in ("none", "planes")}
+        self._layers = self._stores["none"].manifest.layers
+        self._nbytes = self._stores["none"].experts_nbytes + self._stores["none"].dense_nbytes
+        self._disk: list[float] = []
+        record_routing(model, requests, scratch / "routing")
+        self._floor = Floor(scratch / "routing", self._layers)
+        self.facts: dict[str, Any] = {"whole_model_bytes": self._nbytes}
+
+    def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
+        """The rows of one size; no processes are left."""
+        limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
+        entries = [entry for peer in peers for entry in self._entries(peer, limit)]
+        threads = [int(number) for number in self._args.threads.split(",")]
+        with ExitStack() as stack:
+            files = {self._model, *(store.folder for store in self._stores.values())}
+            files |= {Path(entry.settings["gguf"]).parent for entry in entries if "gguf" in entry.settings}
+            for folder in files:
+                drop_page_cache(folder)
+            for entry in entries:
+                group = None if limit is None else stack.enter_context(memory_cgroup(limit))
+                entry.start(group)
+                if entry.player is not None:
+                    stack.callback(entry.player.close)
+            for turn, request in enumerate(self._requests):
+                self._disk.append(self._disk_rate())
+                for i in range(len(entries)):
+                    entry = entries[(turn + i) % len(entries)]
+                    for number in threads if turn % 2 else threads[::-1]:
+                        entry.play(request, number)
+            return [row for entry in entries for row in self._rows(entry, size, limit, threads)]
+
+    @property
+    def _gguf(self) -> Path:
+        path = self._model.with_name(f"{self._model.name}-gguf") / "model.gguf"
+        if not path.exists() and importlib.util.find_spec("gguf") is not None:
+            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+            from write_gguf import write_gguf
+
+            path.parent.mkdir(exist_ok=True)
+            write_gguf(self._model, path)
+        return path
+
+    def _entries(self, peer: str, limit: int | None) -> list[Entry]:
+        base = {"peer": peer, "model": str(self._model), "context": self._context}
+        if peer == "llama.cpp":
+            return [Entry({"peer": peer, "kind": "mmap"}, base | {"gguf": str(self._gguf)})]
+        if peer == "accelerate":
+            folder = Path(tempfile.mkdtemp(dir=self._scratch))
+            layer = max(one.nbytes for one in self._layers)
+            cpu = None if limit is None else max(0, limit - BESIDE_NBYTES - layer)  # a layer's working copy
+            kind = "transformers" if limit is None else "disk offload"
+            return [Entry({"peer": peer, "kind": kind}, base | {"cpu_bytes": cpu, "offload_folder": str(folder)})]
+        if limit is None:
+            return [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
+        return [
+            Entry({"peer": peer, "kind": f"{system}, {codec}"}, base | _ours(system, codec, self._args.memory))
+            for system in self._args.systems.split(",")
+            for codec in self._args.codecs.split(",")
+        ]
+
+    def _rows(self, entry: Entry, size: str, limit: int | None, threads: list[int]) -> list[dict[str, Any]]:
+        found = []
+        peak = None if entry.player is None else entry.player.group_peak_nbytes()
+        for number in threads:
+            answers = entry.answers.get(number, [])
+            row = {"size": size, **entry.row, "threads": number, "status": entry.status, "limit_bytes": limit}
+            if len(answers) > 1:
+                warm = answers[1:]
+                row["tokens_per_s"] = len(warm) / sum(one["tpot_s"] for one in warm)
+                row |= {key: statistics.median(one[key] for one in warm) for key in ("tpot_s", "ttft_s")}
+                kept = [key for key in warm[0] if key.endswith("_a_token")]
+                row |= {key: statistics.mean(one[key] for one in warm) for key in kept}
+                row |= {"peak_rss_bytes": max(one["peak_rss_bytes"] for one in answers), "group_peak_bytes": peak}
+                row |= {"tpots": [one["tpot_s"] for one in warm], "greedy": [one["greedy"] for one in answers]}
+                facts = entry.player.loaded["facts"] if entry.player is not None else {}
+                row |= {key: facts[key] for key in ("memory_bytes", "dense_bytes", "codec_is", "why") if key in facts}
+            found.append(row)
+        return found
+
+    def compare(self, rows: list[dict[str, Any]]) -> None:
+        """Ratios between rows; `greedy` and `tpots` go."""
+        disk = statistics.median(self._disk)
+        self.facts |= {"disk_bytes_per_s": disk}
+        resident = [row for row in rows if row["kind"] == "resident" and "tpots" in row]
+        reference = next((row["greedy"] for row in [*resident, *rows] if "greedy" in row), None)
+        for row in rows:
+            if "greedy" not in row:
+                continue
+            chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
+            row["greedy_agreement"] = sum(chosen) / len(chosen)
+            for peer in ("llama.cpp", "accelerate"):
+                theirs = [one for one in rows if one["size"] == row["size"] and one["peer"] == peer and "tpots" in one]
+                if theirs and row["peer"] != peer:
+                    best = max(theirs, key=lambda one: one["tokens_per_s"])
+                    pairs = zip(best["tpots"], row["tpots"], strict=False)
+                    row[f"to_{peer}"] = statistics.median(a / b for a, b in pairs)
+            if row["peer"] != "expertly":
+                continue
+            row["beside_bytes"] = row["peak_rss_bytes"] - row["memory_bytes"] - row["dense_bytes"]
+            if row["kind"] == "resident" or not resident:
+                continue
+            compute = min(one["tpot_s"] for one in resident)
+            row["floor_bytes_a_token"] = self._floor.nbytes_a_token(row["memory_bytes"])
+            row["to_bound"] = row["tpot_s"] / max(compute, row["bytes_read_a_token"] / disk)
+            row["to_floor"] = row["tpot_s"] / max(compute, row["floor_bytes_a_token"] / disk)
+        for row in rows:
+            row.pop("greedy", None)
+            row.pop("tpots", None)
+        self.facts["whys"] = {f"{row['size']} {row['kind']}": row.pop("why") for row in rows if "why" in row}
+
+    def _disk_rate(self) -> float:
+        from expertly.store.codec_rates import disk_rate_of
+
+        return disk_rate_of(path for path, _ in self._stores["none"].extents)
+
+
+def _ours(system: str, codec: str, memory: str) -> dict[str, Any]:
+    return {"system": system, "codec": codec, "memory": memory}
+
+
+def _is_there(peer: str) -> bool:
+    if peer not in NEEDS:
+        raise SystemExit(f"--peers {peer}: accepted: {', '.join(NEEDS)}")
+    if importlib.util.find_spec(NEEDS[peer]) is None:
+        print(f"{peer} is left out: {NEEDS[peer]} is not installed (pip install 'expertly[peers]')", file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""An expert's products at one token (and a few): the compiled ones against torch's, in GB/s of weights, in turns.
+
+    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,float32] [--threads 1,2]
+    python bench/products.py --kernels avx512,avx2,generic    each instruction set of this processor
+
+`experts`: all experts of a layer's token in one call, from slots as the engine has them, more than a cache holds;
+`linear`: a dense matrix (torch's nn.Linear). `read` is the speed at which the same memory is summed up, the most that
+one could hope for. Bounds in bfloat16: 22 GB/s with one thread and 26 with two, where llama.cpp reaches 25 and 28.
+
+`--clock cpu` counts processor time instead, for one thread on a machine that does other things, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from report import print_report
+from transformers.integrations.moe import _default_apply_gate
+
+from expertly.core.geometry import LayerGeometry
+from expertly.core.messages import Piece
+from expertly.engine.compute import LayerCompute
+from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.models.linear import FewTokensLinear
+from expertly.native.kernels import ACCEPTED, choose_kernels
+
+CPU = torch.device("cpu")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+Pass = Callable[[], None]
+
+
+def weights(num_experts: int, intermediate: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """[E * I, 3, H] in pages as the engine takes them."""
+    nbytes = num_experts * intermediate * 3 * hidden * dtype.itemsize
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_HUGEPAGE)
+    rows = torch.frombuffer(region, dtype=dtype).view(num_experts * intermediate, 3, hidden)
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, len(rows), intermediate):
+        part = rows[start : start + intermediate]
+        part.copy_(torch.randn(part.shape, generator=generator) * 0.02)
+    return rows
+
+
+def experts_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num_tokens: int) -> Pass:
+    """Every expert once, `top_k` at a time where the products take several."""
+    num_experts = len(rows) // args.intermediate
+    geometry = LayerGeometry(num_experts, args.top_k, args.hidden, args.intermediate, 3, rows.element_size())
+    module: Any = SimpleNamespace(act_fn=torch.nn.functional.silu, has_bias=False)
+    module._apply_gate = MethodType(_default_apply_gate, module)
+    compute = LayerCompute(module, geometry, 1, rows, kernels=choose_kernels(CPU, kernels))
+    x = torch.randn(num_tokens, args.hidden, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
+    out = torch.empty(args.top_k, args.hidden, dtype=rows.dtype)
+    pieces = [Piece(0, expert, 0, 1, expert) for expert in range(num_experts)]
+
+    def run() -> None:
+        if num_tokens == 1 and compute.is_native(x):
+            for start in range(0, num_experts, args.top_k):
+                some = pieces[start : start + args.top_k]
+                compute.together(x, some, range(len(some)), out)
+        else:
+            for piece in pieces:
+                compute.whole(x, piece, torch.empty(num_tokens, args.hidden, dtype=rows.dtype))
+
+    return run
+
+
+def linear_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num_tokens: int) -> Pass:
+    """The same memory as matrices [H, H]."""
+    flat = rows.view(-1, args.hidden)
+    x = torch.randn(num_tokens, args.hidden, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
+    layers = []
+    for start in range(0, len(flat) - args.hidden + 1, args.hidden):
+        layer = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        layer.weight = torch.nn.Parameter(flat[start : start + args.hidden], requires_grad=False)
+        layers.append(FewTokensLinear.of(layer, choose_kernels(CPU, kernels)))
+
+    def run() -> None:
+        with torch.no_grad():
+            for layer in layers:
+                layer(x)
+
+    return run
+
+
+def main() -> None:
+    keep_off_trapped_instructions()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=1408)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--mib", type=int, default=512, help="of weights: more than the caches hold")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--tokens", default="1")
+    parser.add_argument("--kernels", default="native", help=f"beside torch: {', '.join(ACCEPTED)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    args = parser.parse_args()
+    clock = CLOCKS[args.clock]
+    found = []
+    for dtype in (getattr(torch, name) for name in args.dtypes.split(",")):
+        num_experts = max(args.top_k, (args.mib << 20) // (3 * args.intermediate * args.hidden * dtype.itemsize))
+        rows = weights(num_experts, args.intermediate, args.hidden, dtype)
+        nbytes = rows.numel() * rows.element_size()
+        words = rows.view(-1).view(torch.int64)
+        for num_tokens in map(int, args.tokens.split(",")):
+            passes: dict[tuple[str, str], Pass] = {("read", "torch"): lambda words=words: words.sum()}
+            for name in ("torch", *args.kernels.split(",")):
+                passes["experts", name] = experts_pass(rows, args, name, num_tokens)
+                passes["linear", name] = linear_pass(rows, args, name, num_tokens)
+            for num_threads in map(int, args.threads.split(",")):
+                torch.set_num_threads(num_threads)
+                seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
+                for number in range(args.rounds + 1):
+                    for key, run in passes.items():
+                        start = clock()
+                        run()
+                        if number:  # the first warms up
+                            seconds[key].append(clock() - start)
+                rates = {key: nbytes / statistics.median(taken) / 1e9 for key, taken in seconds.items()}
+                for (what, name), rate in rates.items():
+                    found.append(
+                        {
+                            "what": what,
+                            "kernels": name,
+                            "dtype": str(dtype).removeprefix("torch."),
+                            "threads": num_threads,
+                            "tokens": num_tokens,
+                            "gb_per_s": rate,
+                            "of_torch": rate / rates[what, "torch"],
+                        }
+                    )
+    print_report("products", found, vars(args))
+
+
+if __name__ == "__main__":
+    main()

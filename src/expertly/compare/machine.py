@@ -1,0 +1,70 @@
+"""The process that records what the model routes, and measures what it costs on this machine while the systems run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from expertly.compare.engine_runs import load_arguments
+from expertly.compare.worker import Worker, WorkerError
+from expertly.sim.hardware import Hardware
+
+
+class Machine:
+    """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why."""
+
+    def __init__(self) -> None:
+        self.worker = Worker("machine")
+        self.problem: str | None = None
+        self.memory: str | None = None  # what the experts had of it while they were measured
+
+    def measure(self, arguments: dict[str, Any], memories: Sequence[str]) -> None:
+        """All costs of a model, with the first of these budgets that leaves enough in memory to measure."""
+        for memory in memories:
+            try:
+                loading = load_arguments(arguments | {"segments": None, "compressed": "0"}, memory, "lru")
+                self.worker.ask("load", loading)
+                self.worker.ask("measure", True)
+            except WorkerError as error:
+                self.problem = str(error)
+            else:
+                self.problem, self.memory = None, memory
+                break
+
+    def measure_again(self) -> None:
+        """What a decode step depends on, to follow a machine that is now faster and now slower."""
+        if self.memory is not None and self.problem is None:
+            try:
+                self.worker.ask("measure", False)
+            except WorkerError as error:
+                self.problem = str(error)
+
+    def hardware(self, device: str) -> Hardware | None:
+        """The medians of what was measured, as a machine to simulate; None where there is nothing."""
+        if self.memory is None or self.problem is not None:
+            return None
+        try:
+            link, compute, codec = self.worker.ask("profile")
+        except WorkerError as error:
+            self.problem = str(error)
+            return None
+        name = cpu_name() if device == "cpu" else device
+        return replace(Hardware.read("infinite").with_model(link, compute), codec=codec, name=name)
+
+
+def cpu_name() -> str:
+    """As the system has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def num_cpus() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

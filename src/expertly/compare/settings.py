@@ -1,0 +1,88 @@
+"""What is compared, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from expertly.core.amounts import parse_memory
+from expertly.core.errors import ConfigError
+from expertly.systems import SYSTEMS, get_system, runnable_systems
+
+BASELINE = "lru"
+"""What the others are measured by, where it runs beside them; else the first one."""
+
+BOUNDS = ("belady", "belady-global", "oracle", "resident")
+"""Simulated beside every comparison: what no system can beat, and every expert kept."""
+
+_USUAL = ("lru", "lfu", "lcp", "moepic", "adapmoe", "expertly")
+DEFAULT_MEMORY = "10%,25%,50%"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one comparison; the defaults are those of the command line."""
+
+    systems: tuple[str, ...]
+    memories: tuple[str, ...]
+    requests: int | None = None  # None: 5 with a model, 20 with a trace
+    tokens: int | None = None  # of each answer; None: 24 with a model, all with a trace
+    rounds: int = 2
+    split: tuple[int, int] | None = None
+    seed: int = 0
+    segments: int | None = None  # P; None: each system's own
+    codec: str = "none"
+    compressed: str = "0"
+    temperature: float = 0.8
+    dtype: str | None = None
+    device: str | None = None
+    hardware: str | None = None  # None: this machine as it is measured, or with a trace rtx3090
+    predictor: Path | None = None
+    plan: Path | None = None
+
+    @property
+    def baseline(self) -> str:
+        return BASELINE if BASELINE in self.systems else self.systems[0]
+
+    @property
+    def timeline_memory(self) -> str:
+        """The budget of which one token is shown in detail."""
+        return self.memories[len(self.memories) // 2]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        values = asdict(self) | {"baseline": self.baseline, "timeline_memory": self.timeline_memory}
+        values |= {name: None if values[name] is None else str(values[name]) for name in ("predictor", "plan")}
+        return values | {"split": None if self.split is None else f"{self.split[0]}:{self.split[1]}"}
+
+
+def default_systems() -> str:
+    """The usual ones, as far as they are there."""
+    return ",".join(name for name in _USUAL if name in SYSTEMS.built_in)
+
+
+def check_systems(names: Sequence[str]) -> tuple[str, ...]:
+    """The systems' own spellings, each once.
+
+    Raises ConfigError for one that does not exist, or that is a bound: those need to know the demands to come.
+    """
+    found = []
+    for name in names:
+        system = get_system(name)
+        if "future" in system.needs:
+            raise ConfigError(
+                f"system={name!r}: needs to know the demands to come; bounds ({', '.join(BOUNDS)}) are always shown "
+                f"beside the others, accepted: {', '.join(runnable_systems())}"
+            )
+        found.append(system.name)
+    return tuple(dict.fromkeys(found))
+
+
+def check_memories(labels: Sequence[str]) -> tuple[str, ...]:
+    """Shares or amounts, each once, as they were given. Raises ConfigError."""
+    for label in labels:
+        if parse_memory(label, 1 << 40) is None:
+            raise ConfigError(f'memory={label!r}: budgets are compared; accepted: shares ("25%") or amounts ("1.5GiB")')
+    return tuple(dict.fromkeys(labels))

@@ -1,0 +1,58 @@
+"""Numbers as people read them: three digits that count, and a unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`8.12 ms`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds == 0:
+        return "0 s"
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (math.inf, 1.0, "s")):
+        if abs(seconds) < limit:
+            return f"{_digits(seconds * scale)} {unit}"
+    return "-"
+
+
+def format_nbytes(nbytes: float | None) -> str:
+    """`1.50 MiB`."""
+    if nbytes is None or not math.isfinite(nbytes):
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{_digits(nbytes)} {unit}"
+        nbytes /= 1024
+    return f"{_digits(nbytes)} TiB"
+
+
+def format_share(share: float | None) -> str:
+    """`65.2%`."""
+    return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """`0.93x`."""
+    return "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}x"
+
+
+def format_range(write: Callable[[float], str], low: float, high: float) -> str:
+    """`39.8 to 79.1 ms`: the unit once, where it is the same."""
+    first, last = write(low), write(high)
+    number, space, unit = first.partition(" ")
+    return f"{number} to {last}" if space and last.endswith(f" {unit}") else f"{first} to {last}"
+
+
+def counted(num: int, what: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
+
+
+def _digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(places, 2)}f}"

@@ -1,0 +1,213 @@
+/* Products of a few tokens with matrices in memory, at the speed of the memory. Called through ctypes: plain C, no
+ * Python in it. Everything lies in the caller's memory; functions are re-entrant and return 0, or -1 where the request is
+ * not one of theirs (the caller has another way) or memory is short.
+ */
+
+#include "products.h"
+
+#include <stdlib.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "which half of a word is a bfloat16 at an even place depends on the order of bytes"
+#endif
+
+#define NAME_(f, suffix) f##_##suffix
+
+/* -- instruction sets ------------------------------------------------------------------------------------------------ */
+
+#define V 4
+#define NAME(f) NAME_(f, generic)
+#define LABEL "generic"
+#if defined(__ARM_FP16_FORMAT_IEEE) && defined(__aarch64__)
+#define HAS_HALF 1
+INLINE float half_value(const char *p) {
+    __fp16 half;
+    memcpy(&half, p, 2);
+    return half;
+}
+INLINE void put_half(float value, char *p) {
+    __fp16 half = (__fp16)value;
+    memcpy(p, &half, 2);
+}
+#define LOAD_HALF(p, v) \
+    for (int i = 0; i < V; i++) (v)[i] = half_value((p) + 2 * i)
+#define HALF_VALUE(p) half_value(p)
+#define PUT_HALF(value, p) put_half(value, p)
+#else
+#define HAS_HALF 0
+#define LOAD_HALF(p, v) ((v) = (vf){0})
+#define HALF_VALUE(p) 0
+#define PUT_HALF(value, p) (void)(value)
+#endif
+#include "products_body.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define PUT_HALF_X86(value, p)                                     \
+    do {                                                           \
+        uint16_t half = (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); \
+        memcpy(p, &half, 2);                                       \
+    } while (0)
+#define HALF_VALUE_X86(p) _cvtsh_ss((unsigned short)((uint8_t)(p)[0] | (uint8_t)(p)[1] << 8))
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define V 8
+#define NAME(f) NAME_(f, avx2)
+#define LABEL "avx2"
+#define HAS_HALF 1
+#define LOAD_HALF(p, v) ((v) = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
+#define HALF_VALUE(p) HALF_VALUE_X86(p)
+#define PUT_HALF(value, p) PUT_HALF_X86(value, p)
+#include "products_body.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+#endif
+#define V 16
+#define NAME(f) NAME_(f, avx512)
+#define LABEL "avx512"
+#define HAS_HALF 1
+#define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
+#define HALF_VALUE(p) HALF_VALUE_X86(p)
+#define PUT_HALF(value, p) PUT_HALF_X86(value, p)
+#include "products_body.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+/* From the slowest to the fastest; NULL where number `level` does not run here. */
+static const instruction_set *set_at(int level) {
+    if (level == 0) return &set_generic;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (level == 1 && has_avx2) return &set_avx2;
+    if (level == 2 && has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        return &set_avx512;
+#endif
+    return NULL;
+}
+
+/* Of the interface: whoever calls it knows the same number. */
+int expertly_products_version(void) { return 1; }
+
+const char *expertly_products_name(int level) {
+    const instruction_set *set = set_at(level);
+    return set == NULL ? NULL : set->name;
+}
+
+int expertly_products_has_half(int level) {
+    const instruction_set *set = set_at(level);
+    return set != NULL && set->has_half;
+}
+
+/* -- threads --------------------------------------------------------------------------------------------------------- */
+
+/* Of the OpenMP that the process has, which is torch's: its threads wait spinning, and a second set would fight them. */
+extern void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
+    __attribute__((weak));
+
+enum { THREAD_NBYTES = 128 << 10 }; /* that make it worth to wake a thread */
+
+int expertly_products_has_threads(void) { return GOMP_parallel != NULL; }
+
+static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
+    if (num_threads > nbytes / THREAD_NBYTES) num_threads = (int)(nbytes / THREAD_NBYTES);
+    if (num_threads > num_chunks) num_threads = (int)num_chunks;
+    if (num_threads > 1 && GOMP_parallel != NULL) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+    else function(job);
+}
+
+/* -- interface ------------------------------------------------------------------------------------------------------- */
+
+enum { CHUNK_NBYTES = 128 << 10 };
+
+static int64_t chunk_of(int64_t num_neurons, int64_t neuron_nbytes, int64_t least) {
+    int64_t chunk = (CHUNK_NBYTES / neuron_nbytes + 7) / 8 * 8;
+    if (chunk < least) chunk = least;
+    return chunk > num_neurons ? num_neurons : chunk;
+}
+
+static void *allocate(int64_t num_floats) {
+    return aligned_alloc(64, ((size_t)num_floats * sizeof(float) + 63) / 64 * 64);
+}
+
+static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks, int64_t num_neurons,
+                  int64_t width) {
+    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
+    if (num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
+    for (int64_t i = 0; i < num_tasks; i++)
+        if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > MAX_TOKENS) return 0;
+    return 1;
+}
+
+/* out[M, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. `bias` is NULL, or [r] where M is 1. */
+int expertly_products_dots(int level, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+                           int64_t num_matrices, int64_t num_neurons, int64_t width, int64_t row_nbytes,
+                           int64_t matrix_nbytes, const char *x, int64_t num_x, int64_t x_nbytes,
+                           const char *bias, char *out, int64_t out_rows) {
+    const instruction_set *set = set_at(level);
+    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, width) || num_matrices < 1 || num_matrices > 2) return -1;
+    if (bias != NULL && num_matrices != 1) return -1;
+    int64_t padded = (width + set->block - 1) / set->block * set->block, itemsize = dtype == FLOAT32 ? 4 : 2;
+    float *prepared = allocate(num_x * padded);
+    if (prepared == NULL) return -1;
+    for (int64_t t = 0; t < num_x; t++) set->prepare(dtype, x + t * x_nbytes, width, prepared + t * padded);
+    int64_t neuron_nbytes = num_matrices * width * itemsize, chunk = chunk_of(num_neurons, neuron_nbytes, 8);
+    int64_t num_chunks = (num_neurons + chunk - 1) / chunk;
+    dots job = {
+        .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
+        .padded_width = padded, .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .x = prepared, .bias = bias,
+        .out = out, .out_rows = out_rows, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+    };
+    run(set->dots, &job, num_threads, job.end, num_tasks * num_neurons * neuron_nbytes);
+    free(prepared);
+    return 0;
+}
+
+/* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
+int expertly_products_sums(int level, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+                           int64_t num_neurons, int64_t width, int64_t row_nbytes, const char *h, int64_t num_h,
+                           char *out, int is_added) {
+    const instruction_set *set = set_at(level);
+    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, width)) return -1;
+    int64_t padded = (width + set->block - 1) / set->block * set->block, itemsize = dtype == FLOAT32 ? 4 : 2;
+    int64_t chunk = chunk_of(num_neurons, width * itemsize, 64), num_chunks = (num_neurons + chunk - 1) / chunk;
+    int64_t most = 1;
+    for (int64_t i = 0; i < num_tasks; i++) most = tasks[i].num_tokens > most ? tasks[i].num_tokens : most;
+    int64_t num_partial = num_tasks * num_chunks * most * padded;
+    float *memory = allocate(num_partial + num_h * num_neurons);
+    int64_t *left = malloc((size_t)num_tasks * sizeof(int64_t));
+    if (memory == NULL || left == NULL) {
+        free(memory);
+        free(left);
+        return -1;
+    }
+    float *wide = memory + num_partial;
+    set->widen(dtype, h, num_h * num_neurons, wide);
+    for (int64_t i = 0; i < num_tasks; i++) left[i] = num_chunks;
+    sums job = {
+        .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width, .padded_width = padded,
+        
+        .row_nbytes = row_nbytes, .h = wide, .partial = memory, .partial_stride = most * padded, .left = left, .out = out, .tasks = tasks,
+        .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+    };
+    run(set->sums, &job, num_threads, job.end, num_tasks * num_neurons * width * itemsize);
+    free(memory);
+    free(left);
+    return 0;
+}

@@ -1,0 +1,81 @@
+/* What the interface (products.c) and the arithmetic (products_body.h, once an instruction set) share.
+ *
+ * Shapes: n tokens of a task, r neurons, M matrices whose rows take turns (gate and up: 2), H width of a row.
+ */
+#ifndef EXPERTLY_PRODUCTS_H
+#define EXPERTLY_PRODUCTS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { BFLOAT16, FLOAT16, FLOAT32 };
+enum { MAX_TOKENS = 4 }; /* of one task: more have enough arithmetic for other methods */
+
+typedef struct {
+    const char *weights; /* the first row */
+    int64_t x_row;       /* the first of its n rows of the input */
+    int64_t num_tokens;  /* n */
+    int64_t out_row;     /* the first of its n rows of the output */
+} task;
+
+/* out[m, out_row + t, i] = row (i, m) . x[x_row + t], of one matrix + bias[i] where there is one */
+typedef struct {
+    int32_t dtype, num_matrices;
+    int64_t num_neurons, width, padded_width;
+    int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, from matrix to matrix */
+    const float *x;                    /* [*, padded_width] as vectors take it */
+    const char *bias;                  /* [r] in dtype, or NULL */
+    char *out;                         /* [M, out_rows, r] */
+    int64_t out_rows;
+    const task *tasks;
+    int64_t num_chunks, chunk; /* of a task; neurons of one, even */
+    int64_t next, end;         /* chunks of all tasks, in their order */
+} dots;
+
+/* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `sum`, which is float32 */
+typedef struct {
+    int32_t dtype, is_added;
+    int64_t num_neurons, width, padded_width;
+    int64_t row_nbytes;
+    const float *h;  /* [*, r] */
+    float *partial;  /* [chunks of all tasks, the most n of a task, padded_width] */
+    int64_t partial_stride;
+    int64_t *left;   /* chunks of each task that are not done */
+    char *out;       /* [*, H] in dtype, or float32 where it is added */
+    const task *tasks;
+    int64_t num_chunks, chunk;
+    int64_t next, end;
+} sums;
+
+typedef struct {
+    const char *name;
+    int64_t block; /* rows are taken so many elements at a time */
+    int has_half;
+    void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
+    void (*widen)(int dtype, const char *values, int64_t num, float *out);
+    void (*dots)(void *);
+    void (*sums)(void *);
+} instruction_set;
+
+INLINE float bfloat16_value(const char *p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* To nearest, ties to even; a NaN stays one. */
+INLINE void put_bfloat16(float value, char *p) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits += 0x7fff + ((bits >> 16) & 1);
+    uint16_t half = value != value ? 0x7fc0 : (uint16_t)(bits >> 16);
+    memcpy(p, &half, 2);
+}
+
+#endif

@@ -1,0 +1,273 @@
+/* The arithmetic for one instruction set. Included once for each, with
+ *   V             floats of a vector
+ *   NAME(f)       f with the set's suffix
+ *   LABEL         its name as users read it
+ *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
+ *
+ * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
+ * places (masked) are a vector each, so inputs and sums of bfloat16 lie in that order, too. Products and sums are
+ * float32. Order of summation depends on the sizes alone, not on the threads nor on what else a call computes.
+ */
+
+typedef float NAME(vf) __attribute__((vector_size(4 * V), aligned(4), may_alias));
+typedef uint32_t NAME(vu) __attribute__((vector_size(4 * V), aligned(1), may_alias));
+#define vf NAME(vf)
+#define vu NAME(vu)
+#define BLOCK (2 * V)
+
+INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+INLINE void NAME(load)(int dtype, const char *p, vf *a, vf *b) {
+    if (dtype == BFLOAT16) {
+        vu w = *(const vu *)p;
+        *a = (vf)(w << 16);
+        *b = (vf)(w & 0xffff0000u);
+    } else if (dtype == FLOAT32) {
+        *a = *(const vf *)p;
+        *b = *(const vf *)(p + 4 * V);
+    } else {
+        LOAD_HALF(p, *a);
+        LOAD_HALF(p + 2 * V, *b);
+    }
+}
+
+INLINE float NAME(value)(int dtype, const char *p) {
+    if (dtype == BFLOAT16) return bfloat16_value(p);
+    if (dtype == FLOAT16) return HALF_VALUE(p);
+    float value;
+    memcpy(&value, p, 4);
+    return value;
+}
+
+INLINE void NAME(put)(int dtype, float value, char *p) {
+    if (dtype == BFLOAT16) put_bfloat16(value, p);
+    else if (dtype == FLOAT16) PUT_HALF(value, p);
+    else memcpy(p, &value, 4);
+}
+
+/* Where element j of a row is in a row of vectors. */
+INLINE int64_t NAME(place)(int dtype, int64_t j) {
+    if (dtype != BFLOAT16) return j;
+    return j / BLOCK * BLOCK + j % 2 * V + j % BLOCK / 2;
+}
+
+static void NAME(prepare)(int dtype, const char *x, int64_t width, float *out) {
+    int64_t padded = (width + BLOCK - 1) / BLOCK * BLOCK;
+    memset(out + padded - BLOCK, 0, BLOCK * sizeof(float));
+    for (int64_t j = 0; j < width; j++)
+        out[NAME(place)(dtype, j)] = NAME(value)(dtype, x + j * NAME(itemsize)(dtype));
+}
+
+static void NAME(widen)(int dtype, const char *values, int64_t num, float *out) {
+    for (int64_t j = 0; j < num; j++) out[j] = NAME(value)(dtype, values + j * NAME(itemsize)(dtype));
+}
+
+INLINE float NAME(total)(vf v) {
+    float s[V];
+    memcpy(s, &v, sizeof s);
+    for (int w = V / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) s[i] += s[i + w];
+    return s[0];
+}
+
+/* Rows to ask memory for ahead of those in use: as many again, and of narrow rows as many as make 4 KiB. */
+INLINE int64_t NAME(rows_ahead)(int64_t num_rows, int64_t row_nbytes) {
+    int64_t groups = 4096 / (num_rows * row_nbytes);
+    return num_rows * (groups < 1 ? 1 : groups);
+}
+
+INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
+    for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q);
+}
+
+/* -- rows times vectors ------------------------------------------------------------------------------------------- */
+
+INLINE void NAME(dot_block)(int dtype, int N, const char *p, const float *const *x, int64_t j, vf *a, vf *b) {
+    vf w0, w1;
+    NAME(load)(dtype, p, &w0, &w1);
+    for (int t = 0; t < N; t++) {
+        a[t] += w0 * *(const vf *)(x[t] + j);
+        b[t] += w1 * *(const vf *)(x[t] + j + V);
+    }
+}
+
+/* result[k, t] of R rows. */
+INLINE void NAME(dot_rows)(int dtype, int R, int N, const char *const *rows, int64_t ahead, const float *const *x,
+                           int64_t width, float *result) {
+    const int64_t itemsize = NAME(itemsize)(dtype), full = width / BLOCK * BLOCK;
+    vf a[4][MAX_TOKENS], b[4][MAX_TOKENS];
+    for (int k = 0; k < R; k++)
+        for (int t = 0; t < N; t++) a[k][t] = b[k][t] = (vf){0};
+    for (int64_t j = 0; j < full; j += BLOCK)
+        for (int k = 0; k < R; k++) {
+            const char *p = rows[k] + j * itemsize;
+            NAME(fetch)(p + ahead, BLOCK * itemsize);
+            NAME(dot_block)(dtype, N, p, x, j, a[k], b[k]);
+        }
+    if (full < width)
+        for (int k = 0; k < R; k++) {
+            char tail[BLOCK * 4] = {0};
+            memcpy(tail, rows[k] + full * itemsize, (size_t)((width - full) * itemsize));
+            NAME(dot_block)(dtype, N, tail, x, full, a[k], b[k]);
+        }
+    for (int k = 0; k < R; k++)
+        for (int t = 0; t < N; t++) result[k * N + t] = NAME(total)(a[k][t] + b[k][t]);
+}
+
+/* Rows `first` to `end` of a task, counted over its matrices in the order in which they lie. */
+INLINE void NAME(dot_range)(int dtype, int R, int N, const dots *d, const task *one, int64_t first, int64_t end) {
+    const int64_t itemsize = NAME(itemsize)(dtype), M = d->num_matrices;
+    const float *x[MAX_TOKENS];
+    for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * d->padded_width;
+    const int64_t ahead = NAME(rows_ahead)(R < 2 ? 2 : R, d->width * itemsize) / M * d->row_nbytes;
+    for (int64_t i = first; i < end; i += R) {
+        const char *rows[4];
+        float result[4 * MAX_TOKENS];
+        for (int k = 0; k < R; k++)
+            rows[k] = one->weights + (i + k) / M * d->row_nbytes + (i + k) % M * d->matrix_nbytes;
+        NAME(dot_rows)(dtype, R, N, rows, ahead, x, d->width, result);
+        for (int k = 0; k < R; k++) {
+            const float bias = d->bias == NULL ? 0 : NAME(value)(dtype, d->bias + (i + k) * itemsize);
+            for (int t = 0; t < N; t++) {
+                int64_t place = ((i + k) % M * d->out_rows + one->out_row + t) * d->num_neurons + (i + k) / M;
+                NAME(put)(dtype, result[k * N + t] + bias, d->out + place * itemsize);
+            }
+        }
+    }
+}
+
+INLINE void NAME(dots_typed)(int dtype, dots *d) {
+    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
+        const task *one = d->tasks + c / d->num_chunks;
+        int64_t first = c % d->num_chunks * d->chunk, end = first + d->chunk;
+        if (end > d->num_neurons) end = d->num_neurons;
+        first *= d->num_matrices, end *= d->num_matrices;
+        int64_t fours = first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
+        switch (one->num_tokens) {
+#define CASE(N, R, whole)                                         \
+    case N:                                                       \
+        NAME(dot_range)(dtype, R, N, d, one, first, whole);       \
+        NAME(dot_range)(dtype, 1, N, d, one, whole, end);         \
+        break;
+            CASE(1, 4, fours)
+            CASE(2, 4, fours)
+            CASE(3, 2, twos)
+            CASE(4, 2, twos)
+#undef CASE
+        }
+    }
+}
+
+static void NAME(run_dots)(void *argument) {
+    dots *d = argument;
+    if (d->dtype == BFLOAT16) NAME(dots_typed)(BFLOAT16, d);
+    else if (d->dtype == FLOAT32) NAME(dots_typed)(FLOAT32, d);
+#if HAS_HALF
+    else NAME(dots_typed)(FLOAT16, d);
+#endif
+}
+
+/* -- rows weighed and summed -------------------------------------------------------------------------------------- */
+
+INLINE void NAME(sum_block)(int dtype, int R, int N, const char *const *rows, int64_t offset, int64_t ahead,
+                            const float *h, int64_t stride, float *sum, int64_t padded) {
+    vf a[MAX_TOKENS], b[MAX_TOKENS];
+    for (int t = 0; t < N; t++) a[t] = *(vf *)(sum + t * padded), b[t] = *(vf *)(sum + t * padded + V);
+    for (int k = 0; k < R; k++) {
+        vf w0, w1;
+        if (ahead) NAME(fetch)(rows[k] + offset + ahead, BLOCK * NAME(itemsize)(dtype));
+        NAME(load)(dtype, rows[k] + offset, &w0, &w1);
+        for (int t = 0; t < N; t++) a[t] += w0 * h[t * stride + k], b[t] += w1 * h[t * stride + k];
+    }
+    for (int t = 0; t < N; t++) *(vf *)(sum + t * padded) = a[t], *(vf *)(sum + t * padded + V) = b[t];
+}
+
+INLINE void NAME(sum_range)(int dtype, int R, int N, const sums *s, const task *one, int64_t first, int64_t end,
+                            float *sum) {
+    const int64_t itemsize = NAME(itemsize)(dtype), full = s->width / BLOCK * BLOCK;
+    const int64_t ahead = NAME(rows_ahead)(R < 4 ? 4 : R, s->width * itemsize) * s->row_nbytes;
+    for (int64_t i = first; i < end; i += R) {
+        const char *rows[8], *tails[8];
+        char copies[8][BLOCK * 4];
+        const float *h = s->h + one->x_row * s->num_neurons + i;
+        for (int k = 0; k < R; k++) rows[k] = one->weights + (i + k) * s->row_nbytes;
+        for (int64_t j = 0; j < full; j += BLOCK)
+            NAME(sum_block)(dtype, R, N, rows, j * itemsize, ahead, h, s->num_neurons, sum + j, s->padded_width);
+        if (full == s->width) continue;
+        for (int k = 0; k < R; k++) {
+            memset(copies[k], 0, sizeof copies[k]);
+            memcpy(copies[k], rows[k] + full * itemsize, (size_t)((s->width - full) * itemsize));
+            tails[k] = copies[k];
+        }
+        NAME(sum_block)(dtype, R, N, tails, 0, 0, h, s->num_neurons, sum + full, s->padded_width);
+    }
+}
+
+/* The chunks of a task have been summed: their sum, in their order, to where it belongs. */
+INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
+    const task *one = s->tasks + number;
+    const int64_t stride = s->partial_stride;
+    for (int64_t t = 0; t < one->num_tokens; t++) {
+        float *total = s->partial + number * s->num_chunks * stride + t * s->padded_width;
+        for (int64_t c = 1; c < s->num_chunks; c++)
+            for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
+        if (s->is_added) {
+            float *out = (float *)s->out + (one->out_row + t) * s->width;
+            for (int64_t j = 0; j < s->width; j++) out[j] += total[NAME(place)(dtype, j)];
+        } else {
+            const int64_t itemsize = NAME(itemsize)(dtype);
+            char *out = s->out + (one->out_row + t) * s->width * itemsize;
+            for (int64_t j = 0; j < s->width; j++)
+                NAME(put)(dtype, total[NAME(place)(dtype, j)], out + j * itemsize);
+        }
+    }
+}
+
+INLINE void NAME(sums_typed)(int dtype, sums *s) {
+    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
+        const int64_t number = c / s->num_chunks;
+        const task *one = s->tasks + number;
+        int64_t first = c % s->num_chunks * s->chunk, end = first + s->chunk;
+        if (end > s->num_neurons) end = s->num_neurons;
+        int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
+        float *sum = s->partial + c * s->partial_stride;
+        memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
+        switch (one->num_tokens) {
+#define CASE(N, R, whole)                                              \
+    case N:                                                            \
+        NAME(sum_range)(dtype, R, N, s, one, first, whole, sum);       \
+        NAME(sum_range)(dtype, 1, N, s, one, whole, end, sum);         \
+        break;
+            CASE(1, 8, eights)
+            CASE(2, 4, fours)
+            CASE(3, 4, fours)
+            CASE(4, 4, fours)
+#undef CASE
+        }
+        if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(dtype, s, number);
+    }
+}
+
+static void NAME(run_sums)(void *argument) {
+    sums *s = argument;
+    if (s->dtype == BFLOAT16) NAME(sums_typed)(BFLOAT16, s);
+    else if (s->dtype == FLOAT32) NAME(sums_typed)(FLOAT32, s);
+#if HAS_HALF
+    else NAME(sums_typed)(FLOAT16, s);
+#endif
+}
+
+static const instruction_set NAME(set) = {
+    LABEL, BLOCK, HAS_HALF, NAME(prepare), NAME(widen), NAME(run_dots), NAME(run_sums),
+};
+
+#undef vf
+#undef vu
+#undef BLOCK
+#undef V
+#undef NAME
+#undef LABEL
+#undef HAS_HALF
+#undef LOAD_HALF
+#undef HALF_VALUE
+#undef PUT_HALF

@@ -1,0 +1,1 @@
+"""Experiments of fMoE, a figure or a group of figures a file."""

@@ -1,0 +1,1 @@
+"""Experiments of MoE-Infinity, a figure or a group of figures a file."""

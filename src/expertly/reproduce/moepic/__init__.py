@@ -1,0 +1,1 @@
+"""Experiments of MoEpic, a figure or a group of figures a file."""

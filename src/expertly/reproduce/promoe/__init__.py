@@ -1,0 +1,1 @@
+"""Experiments of ProMoE, a figure or a group of figures a file."""

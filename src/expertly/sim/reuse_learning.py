@@ -1,0 +1,36 @@
+"""What a training part teaches about reuse, for an eviction policy that goes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertly.core.geometry import Geometry
+from expertly.parts import System
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.reuse.model import ReuseModel
+from expertly.sim.schedule import first_rows
+from expertly.sim.workload import Span, Workload
+from expertly.trace.reader import Trace
+
+MOST_ROWS = 8192
+"""Of the training part, its first: more teach little, and take seconds."""
+
+
+class ReuseOfTraining:
+    """Learned once for all systems."""
+
+    def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
+        self._trace = trace
+        self._spans = first_rows(list(spans), MOST_ROWS)
+        self._found: ReuseModel | None = None
+
+    def of(self, system: System, geometry: Geometry) -> ReuseModel | None:
+        """None without a training part, or where the system's eviction makes nothing of it."""
+        if not self._spans or system.keeps_everything or not EVICTIONS[system.eviction].takes_reuse:
+            return None
+        if self._found is None:
+            self._found = ReuseModel(geometry)
+            for iteration in Workload(self._trace, self._spans).iterations():
+                for router in iteration.layers:
+                    self._found.observe(router)
+        return self._found

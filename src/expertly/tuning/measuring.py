@@ -1,0 +1,58 @@
+"""A machine and a model on it, in the simulator's terms, as `expertly doctor --hardware-out --model` measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine import api
+from expertly.engine.measure_codec import store_costs
+from expertly.engine.model_profile import ModelProfile, measure_model
+from expertly.sim.hardware import Hardware
+from expertly.store.packed import PackedStore
+
+TOKENS = (1, 64)
+"""Of passes that are measured: steps and a prompt. Others take times in between, and beyond."""
+
+
+def measure_hardware(
+    model: Any,
+    other: Callable[[], Any],
+    stores: Mapping[str, PackedStore],
+    seconds: float,
+    machine: Callable[[], Hardware],
+) -> tuple[Hardware, str]:
+    """The machine that `model` is loaded on, and where its times are from, in words; takes about `seconds`, and one
+    round of everything at least. `other` loads the model in memory that its times can be measured in, where they cannot
+    in this one's. `stores`: of the model, by codec. `machine` measures the machine alone: it is asked for what lies
+    behind an accelerator, and where the model's own times cannot be measured at all.
+    """
+    is_hosted = model.device.type != "cpu"
+    hardware = machine() if is_hosted else Hardware.read("infinite")
+    about = "the times of this model's layers, experts and loads, measured here"
+    disk, costs = store_costs(stores["planes"]) if "planes" in stores else (0.0, hardware.codec)
+    try:
+        measured = _measured(model, other, seconds)
+    except (ConfigError, ModelUseError) as error:
+        hardware = hardware if is_hosted else machine()
+        about = f"the rates of this machine, as the model's own times cannot be measured: {error}"
+    else:
+        hardware = hardware.with_model(measured.link, measured.compute)
+        if api.handle(model).store.codec != "none":  # how long its pieces took has decoding in it
+            name = "link" if hardware.disk is None else "disk"
+            hardware = replace(hardware, **{name: replace(getattr(hardware, name), nbytes_per_s=disk)})
+    return replace(hardware, name="this machine", codec=costs), about
+
+
+def _measured(model: Any, other: Callable[[], Any], seconds: float) -> ModelProfile:
+    """Where all experts or hardly any stay in memory, with others that do."""
+    try:
+        return measure_model(model, seconds, TOKENS)
+    except ConfigError:
+        beside = other()
+        try:
+            return measure_model(beside, seconds, TOKENS)
+        finally:
+            api.unload(beside)

@@ -1,0 +1,113 @@
+"""`expertly tune`: the whole command, what it prints, what it refuses; and what `--system auto` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.cli.main import main
+from expertly.cli.tune import time_limit
+from expertly.tuning.prompts import PROMPTS
+from tests.families import make_checkpoint
+
+SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "25s", "--codec", "none")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=11, tokenizer=True)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once", "2 + 2 =", "def f", "Dear")))
+    return path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["tune", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "result.json"
+    assert main(["tune", str(model), "--prompts", str(prompts), *SETTINGS, "--json", "--out", str(out)]) == 0
+    printed, said = capsys.readouterr()
+    result = json.loads(printed)
+    assert json.loads(out.read_text()) == result
+    assert result["workload"]["requests"] == 4 and result["workload"]["tried_on"] == 2
+    assert result["search"]["tried"] > 10
+    assert result["seconds"]["total"] < 60
+    rows = result["verification"]["final"] or result["verification"]["heat"]
+    assert rows[0]["system"] == "lru" and rows[0]["ratio"] == 1.0
+    assert all(row["tpot_s"] > 0 and row["num_turns"] >= 1 for row in rows)
+    if result["saved"] is None:  # a machine so busy that nothing could be verified
+        assert "nothing saved" in said and not result["is_verified"]
+        return
+    assert Path(result["saved"]).exists() and "--system auto uses it" in said
+    by_name = {row["system"]: row for row in rows}
+    if result["system"] != "lru":
+        assert by_name[result["system"]]["high"] < 1 and result["gains"]["lru"]["ratio"] < 1
+    assert main(["generate", str(model), "--prompt", "Once", "--max-new-tokens", "4", "--memory", "50%"]) == 0
+    plain = capsys.readouterr().out.split("\n\n")[0]
+    arguments = ["--prompt", "Once", "--max-new-tokens", "4", "--memory", "50%", "--system", "auto", "--json"]
+    assert main(["generate", str(model), *arguments]) == 0
+    printed, said = capsys.readouterr()
+    generated = json.loads(printed)
+    assert generated["system"] == result["system"] and generated["segments"] == result["choice"]["segments"]
+    assert generated["text"] == plain, "whatever is chosen, the text is the same"
+    assert f"system auto: {result['system']}" in said and generated["system_reason"] in said
+
+
+def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(model), *SETTINGS, "--requests", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "no --prompts: tuned for 4 texts that ship, not for yours" in err
+    for words in ("50.0% of the experts", "on the engine", "TPOT", "lru", "simulated, best of", "requests recorded"):
+        assert words in out
+    assert "recording" in out and "verifying" in out
+
+
+def test_the_demo_model_with_tiny_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "20s", "--codec", "none")
+    assert main(["tune", *settings, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == "demo" and result["workload"]["requests"] == 2
+    assert result["hardware"]["compute"]["expert_ns"][0] > 0, "the machine was measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--memory", "lots"), "memory='lots'"),
+        (("--memory", "1"), "memory=1"),
+        (("--prompts", "/nowhere/prompts.jsonl"), "prompts /nowhere/prompts.jsonl: cannot be read"),
+        (("--out", "/nowhere/out.json"), "out='/nowhere/out.json': must be a file"),
+        (("--dtype", "int8"), "dtype='int8'"),
+        (("--time-limit", "0s"), "--time-limit: '0s': must be from 1 second to a day"),
+        (("--requests", "1"), "1 of 1 can be given to this model; accepted: at least 2"),
+        (("--device", "tpu"), "device='tpu'"),
+        (("--predictor", "/nowhere/weights"), "predictor='/nowhere/weights': no such file"),
+        (("--codec", "zip"), "codec='zip'"),
+    ],
+)
+def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, capsys: Any) -> None:
+    assert said in error_of(capsys, model, *arguments)
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/nowhere/model" in error_of(capsys, "/nowhere/model", "--memory", "50%")
+
+
+def test_times_as_people_write_them() -> None:
+    assert [time_limit(text) for text in ("300s", "300", "5m", "1.5m")] == [300.0, 300.0, 300.0, 90.0]
+
+
+def test_the_texts_that_ship_are_of_several_kinds() -> None:
+    assert len(set(PROMPTS)) == len(PROMPTS) >= 16

@@ -1,0 +1,104 @@
+"""The compiled products in the engine: used for a few tokens of what is in RAM, all experts of a layer in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.native.kernels import VARIABLE, Kernels
+from expertly.native.library import MAX_TOKENS, libraries
+from tests.engine.conftest import Cases
+from tests.engine.observe import Call, loaded
+from tests.engine.test_compute import relative_error, run, scatter
+
+AVAILABLE, WHY = libraries()
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Experts, or parts, of each call that ended in outputs."""
+    seen: list[int] = []
+    sums = Kernels.sums
+
+    def counted(self: Kernels, tasks: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(len(tasks) // 4)
+        sums(self, tasks, *args, **kwargs)
+
+    monkeypatch.setattr(Kernels, "sums", counted)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return seen
+
+
+def layer_call(num_tokens: int, dtype: torch.dtype = torch.float32) -> Call:
+    dice = torch.Generator().manual_seed(num_tokens)
+    hidden, weights = torch.randn(num_tokens, 32, generator=dice), torch.rand(num_tokens, 3, generator=dice)
+    index = torch.stack([torch.randperm(8, generator=dice)[:3] for _ in range(num_tokens)])
+    return Call(0, hidden.to(dtype), index, weights.to(dtype))
+
+
+def kernels_of(model: Any) -> dict[str, Any]:
+    told: dict[str, Any] = expertly.stats(model).as_dict()["kernels"]
+    return told
+
+
+def test_a_tokens_experts_that_are_here_are_one_call(cases: Cases, calls: list[int]) -> None:
+    with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
+        run(model, layer_call(1))
+        assert calls == [3]
+        assert (kernels_of(model)["native"], kernels_of(model)["torch"]) == (3, 0)
+
+
+def test_what_arrives_is_computed_as_it_comes(cases: Cases, calls: list[int]) -> None:
+    with loaded(cases["qwen3_moe"].store, memory="100%") as model:
+        run(model, layer_call(1))
+        assert sum(calls) == 3, "the last ones perhaps together"
+        calls.clear()
+        run(model, layer_call(1))
+        assert calls == [3]
+
+
+def test_parts_are_calls_of_their_own(cases: Cases, calls: list[int]) -> None:
+    with loaded(cases["qwen3_moe"].store, segments=4, memory="100%") as model:
+        scatter(model)
+        call = layer_call(1)
+        first = run(model, call)
+        assert calls == [1] * 12
+        again = run(model, call)
+        assert calls[12:] == [1] * 12 and torch.equal(first, again)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_outputs_are_torchs(
+    family: str, dtype: torch.dtype, cases: Cases, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without gate and biases, whole and in scattered parts."""
+    name, work = str(dtype).removeprefix("torch."), [layer_call(num_tokens, dtype) for num_tokens in (1, 2, 4, 9)]
+    monkeypatch.setenv(VARIABLE, "torch")
+    with loaded(cases[family].folder, dtype=name, segments=1) as model:
+        expected = [run(model, call) for call in work]
+        assert calls == [] and kernels_of(model)["torch"] > 0
+    monkeypatch.setenv(VARIABLE, "native")
+    for segments in (1, 4):
+        with loaded(cases[family].folder, dtype=name, segments=segments) as model:
+            if segments > 1:
+                scatter(model)
+            for call, output in zip(work, expected, strict=True):
+                error = relative_error(run(model, call), output)
+                assert error < {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-6}[dtype]
+                assert calls, "they really ran"
+                calls.clear()
+
+
+def test_an_expert_of_many_tokens_is_torchs(cases: Cases, calls: list[int]) -> None:
+    with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
+        many = MAX_TOKENS + 1
+        index = torch.tensor([[0, 1, 2]] * many)
+        run(model, Call(0, torch.randn(many, 32), index, torch.rand(many, 3)))
+        assert calls == [] and kernels_of(model)["torch"] == 3
+        run(model, Call(0, torch.randn(MAX_TOKENS, 32), index[:MAX_TOKENS], torch.rand(MAX_TOKENS, 3)))
+        assert calls == [1, 1, 1]

@@ -1,0 +1,112 @@
+"""Which products a model gets: the machine's, the environment's choice, or torch's, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertly.core.errors import ConfigError
+from expertly.native import kernels as kernels_module
+from expertly.native.kernels import ACCEPTED, VARIABLE, choose_kernels
+from expertly.native.library import libraries
+from expertly.native.threads import granted_cpus
+
+CPU = torch.device("cpu")
+AVAILABLE, WHY = libraries()
+compiled = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@compiled
+def test_the_fastest_is_taken() -> None:
+    chosen = choose_kernels(CPU)
+    assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.takes(torch.bfloat16, CPU)
+    assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor", "native": 0, "torch": 0}
+
+
+@compiled
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (library.name for library in AVAILABLE):
+        monkeypatch.setenv(VARIABLE, name)
+        assert choose_kernels(CPU).name == f"native {name}"
+    monkeypatch.setenv(VARIABLE, "torch")
+    chosen = choose_kernels(CPU)
+    assert chosen.name == "torch" and not chosen.takes(torch.bfloat16, CPU) and chosen.max_tokens == 0
+
+
+def test_a_name_that_is_none_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(ConfigError, match=f"{VARIABLE}='fast'") as caught:
+        choose_kernels(CPU)
+    assert all(name in str(caught.value) for name in ACCEPTED)
+
+
+def test_without_the_compiled_ones_torch_multiplies_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_module, "libraries", lambda: ((), "not compiled"))
+    chosen = choose_kernels(CPU)
+    assert (chosen.name, chosen.why) == ("torch", "not compiled")
+    with pytest.raises(ConfigError, match="not compiled; accepted here: auto, torch"):
+        choose_kernels(CPU, "native")
+
+
+def test_a_device_that_is_no_cpu_multiplies_itself() -> None:
+    assert choose_kernels(torch.device("meta")).name == "torch"
+
+
+@compiled
+def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    for granted, expected in ((1, 1), (3, 3), (8, 5)):
+        monkeypatch.setattr(kernels_module, "granted_cpus", lambda granted=granted: granted)
+        assert choose_kernels(CPU)._num_threads() == expected
+
+
+@compiled
+def test_they_take_part_in_torchs_threads() -> None:
+    assert AVAILABLE[0].has_threads
+
+
+def test_a_folder_with_nothing_or_with_rubbish(tmp_path: Path) -> None:
+    assert libraries(tmp_path) == ((), "not compiled: there was no C compiler when expertly was installed")
+    (tmp_path / "_products.so").write_bytes(b"no library")
+    found, why = libraries.__wrapped__(tmp_path)
+    assert found == () and "_products.so cannot be used" in why
+
+
+@compiled
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from expertly.native import library
+
+    (built,) = Path(library.__file__).parent.glob("_products*.so")
+    shutil.copy(built, tmp_path)
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    found, why = libraries.__wrapped__(tmp_path)
+    assert found == () and "install expertly again" in why
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.max": "rubbish\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_cgroups_quota(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert granted_cpus(tmp_path) == (len(os.sched_getaffinity(0)) if expected is None else expected)

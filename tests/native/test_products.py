@@ -1,0 +1,233 @@
+"""The compiled products against sums in float64: every instruction set of this machine, sizes of all kinds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertly.native.kernels import Kernels
+from expertly.native.library import MAX_TOKENS, Library, libraries
+
+AVAILABLE, WHY = libraries()
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+WIDTHS = (1, 7, 16, 31, 32, 33, 64, 100, 257, 2048)
+NEURONS = (1, 2, 3, 5, 16, 67, 300)
+
+
+@pytest.fixture(params=AVAILABLE, ids=lambda library: library.name)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(request.param, "for a test")
+
+
+def dtypes(kernels: Kernels) -> list[torch.dtype]:
+    return [dtype for dtype in EPSILON if kernels.takes(dtype, torch.device("cpu"))]
+
+
+def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=dice).to(dtype)
+
+
+def assert_as_exact(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, num_terms: int) -> None:
+    """Within half a unit of the result's type, and what float32 sums of so many terms may lose."""
+    bound = EPSILON[actual.dtype] * exact.abs() + 2**-24 * (2 + num_terms) * magnitude + 1e-30
+    if actual.dtype == torch.float16:
+        bound += 2**-25  # below its least normal number
+    error = (actual.double() - exact).abs()
+    assert bool((error <= bound).all()), f"{float((error / bound).max())} of what is allowed"
+
+
+@pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
+@pytest.mark.parametrize("num_matrices", [1, 2])
+def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int) -> None:
+    dice, pick = torch.Generator().manual_seed(num_tokens), random.Random(num_matrices)
+    for dtype in dtypes(kernels):
+        for width in WIDTHS:
+            r = pick.choice(NEURONS)
+            rows = values(dice, r + 1, num_matrices + 1, width, dtype=dtype)  # a matrix besides, as the down rows are
+            x = values(dice, num_tokens, width, dtype=dtype)
+            out = torch.full((num_matrices, num_tokens, r), torch.nan, dtype=dtype)
+            itemsize = dtype.itemsize
+            task = (rows[1].data_ptr(), 0, num_tokens, 0)
+            kernels.dots(task, x, out, (num_matrices + 1) * width * itemsize, width * itemsize)
+            used = rows[1:, :num_matrices].double()
+            exact = torch.einsum("rmh,nh->mnr", used, x.double())
+            assert_as_exact(out, exact, torch.einsum("rmh,nh->mnr", used.abs(), x.double().abs()), width)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
+def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
+    dice = torch.Generator().manual_seed(num_tokens)
+    for dtype in dtypes(kernels):
+        for r in NEURONS:
+            for width in (1, 33, 64, 500):
+                rows, h = values(dice, r, 3, width, dtype=dtype), values(dice, num_tokens, r, dtype=dtype)
+                exact = h.double() @ rows[:, 2].double()
+                magnitude = h.double().abs() @ rows[:, 2].double().abs()
+                task = (rows[0, 2].data_ptr(), 0, num_tokens, 0)
+                out = torch.full((num_tokens, width), torch.nan, dtype=dtype)
+                kernels.sums(task, h, out, 3 * width * dtype.itemsize)
+                assert_as_exact(out, exact, magnitude, r)
+                total = torch.ones(num_tokens, width)
+                kernels.sums(task, h, total, 3 * width * dtype.itemsize, adds=True)
+                assert_as_exact(total, exact + 1, magnitude + 1, r)
+
+
+def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels) -> None:
+    """To the bit: what else a call computes, and how many threads do, changes no sum."""
+    dice = torch.Generator().manual_seed(0)
+    width, r = 96, 700
+    for dtype in dtypes(kernels):
+        rows = values(dice, 5, r, 3, width, dtype=dtype)
+        x = values(dice, 6, width, dtype=dtype)
+        tokens = [(0, 1), (1, 2), (3, 3), (0, 4), (5, 1)]  # first row of x, how many
+        row_nbytes, matrix_nbytes = 3 * width * dtype.itemsize, width * dtype.itemsize
+        num_rows = sum(n for _, n in tokens)
+        together = torch.empty(2, num_rows, r, dtype=dtype)
+        outputs = torch.empty(num_rows, width, dtype=dtype)
+        dots, sums, at = [], [], 0
+        for e, (first, n) in enumerate(tokens):
+            dots += [rows[e].data_ptr(), first, n, at]
+            sums += [rows[e, 0, 2].data_ptr(), at, n, at]
+            at += n
+        for num_threads in (1, 2, 3):
+            kernels._num_threads = lambda num_threads=num_threads: num_threads  # type: ignore[method-assign]
+            together.fill_(torch.nan), outputs.fill_(torch.nan)
+            kernels.dots(dots, x, together, row_nbytes, matrix_nbytes)
+            kernels.sums(sums, together[0], outputs, row_nbytes)
+            at = 0
+            for e, (first, n) in enumerate(tokens):
+                alone, output = torch.empty(2, n, r, dtype=dtype), torch.empty(n, width, dtype=dtype)
+                kernels.dots((rows[e].data_ptr(), first, n, 0), x, alone, row_nbytes, matrix_nbytes)
+                assert torch.equal(together[:, at : at + n], alone)
+                kernels.sums((rows[e, 0, 2].data_ptr(), 0, n, 0), alone[0], output, row_nbytes)
+                assert torch.equal(outputs[at : at + n], output)
+                at += n
+
+
+def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) -> None:
+    for dtype in dtypes(kernels):
+        rows = torch.ones(3, 16, dtype=dtype)
+        rows[1, 3], rows[2] = torch.nan, torch.finfo(dtype).max
+        out = torch.empty(1, 1, 3, dtype=dtype)
+        kernels.dots((rows.data_ptr(), 0, 1, 0), torch.ones(1, 16, dtype=dtype), out, 16 * dtype.itemsize)
+        assert out[0, 0, 0] == 16 and out[0, 0, 1].isnan() and out[0, 0, 2].isinf()
+
+
+def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
+    for dtype in dtypes(kernels):
+        if dtype == torch.float32:
+            continue
+        dice = torch.Generator().manual_seed(3)
+        x = torch.randn(2, 4096, generator=dice)
+        x[1] = x[0].to(dtype).float() * (1 + EPSILON[dtype])  # near, or at, the middle between two
+        rows = torch.eye(2, 2, dtype=torch.float32)
+        for line in x:
+            parts = torch.stack([line.to(dtype), (line - line.to(dtype).float()).to(dtype)])  # their sum, nearly
+            exact = parts[0].double() + parts[1].double()
+            down, h = parts.contiguous(), rows.sum(0, keepdim=True).to(dtype)  # 1 * row 0 + 1 * row 1
+            out = torch.empty(1, 4096, dtype=dtype)
+            kernels.sums((down.data_ptr(), 0, 1, 0), h, out, 4096 * dtype.itemsize)
+            assert torch.equal(out[0], exact.float().to(dtype))
+
+
+def test_inputs_that_lie_anywhere(kernels: Kernels) -> None:
+    """Rows at odd addresses of the type, tokens of a wider tensor."""
+    dice = torch.Generator().manual_seed(4)
+    for dtype in dtypes(kernels):
+        memory = values(dice, 1 + 9 * 51, dtype=dtype)[1:].view(9, 51)
+        rows, x = memory[:, 1:50], values(dice, 3, 80, dtype=dtype)[:, 5 : 5 + 49]
+        out = torch.empty(1, 3, 9, dtype=dtype)
+        kernels.dots((rows.data_ptr(), 0, 3, 0), x, out, 51 * dtype.itemsize)
+        exact = x.double() @ rows.double().T
+        assert_as_exact(out[0], exact, x.double().abs() @ rows.double().abs().T, 49)
+
+
+def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
+    for dtype in dtypes(kernels):
+        for width, r in ((33, 5), (64, 9)):
+            rows, x = torch.ones(r, 3, width, dtype=dtype), torch.ones(2, width, dtype=dtype)
+            inner = torch.full((2 * 4 * r,), 7, dtype=dtype)
+            kernels.dots((rows.data_ptr(), 0, 2, 1), x, inner.view(2, 4, r), 3 * width * dtype.itemsize, width)
+            untouched = inner.view(2, 4, r)[:, [0, 3]]
+            assert bool((untouched == 7).all())
+            out = torch.full((4, width), 7, dtype=dtype)
+            kernels.sums((rows.data_ptr(), 0, 2, 1), torch.ones(2, r, dtype=dtype), out, 3 * width * dtype.itemsize)
+            assert bool((out[[0, 3]] == 7).all()) and bool((out[1:3] == r).all())
+
+
+def test_a_bias_is_added_before_rounding(kernels: Kernels) -> None:
+    dice = torch.Generator().manual_seed(5)
+    for dtype in dtypes(kernels):
+        rows, bias, x = (values(dice, *shape, dtype=dtype) for shape in ((21, 40), (21,), (1, 40)))
+        out = torch.empty(1, 1, 21, dtype=dtype)
+        kernels.dots((rows.data_ptr(), 0, 1, 0), x, out, 40 * dtype.itemsize, bias=bias)
+        exact = x.double() @ rows.double().T + bias.double()
+        magnitude = x.double().abs() @ rows.double().abs().T + bias.double().abs()
+        assert_as_exact(out[0], exact, magnitude, 41)
+
+
+def test_two_python_threads_at_once(kernels: Kernels) -> None:
+    dice = torch.Generator().manual_seed(6)
+    kernels._num_threads = lambda: 2  # type: ignore[method-assign]
+    rows, x = values(dice, 2000, 3, 128, dtype=torch.bfloat16), values(dice, 2, 128, dtype=torch.bfloat16)
+    expected = [run_expert(kernels, rows, x[i : i + 1]) for i in range(2)]
+    wrong: list[int] = []
+
+    def repeat(number: int) -> None:
+        for _ in range(60):
+            if not torch.equal(run_expert(kernels, rows, x[number : number + 1]), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not torch.equal(*expected)
+
+
+def run_expert(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    width, row_nbytes = rows.shape[2], 3 * rows.shape[2] * rows.element_size()
+    inner, out = torch.empty(2, 1, len(rows), dtype=rows.dtype), torch.empty(1, width, dtype=rows.dtype)
+    kernels.dots((rows.data_ptr(), 0, 1, 0), x, inner, row_nbytes, width * rows.element_size())
+    kernels.sums((rows[0, 2].data_ptr(), 0, 1, 0), inner[0] * inner[1], out, row_nbytes)
+    return out
+
+
+def test_memory_is_given_back(kernels: Kernels) -> None:
+    rows, x = torch.ones(3000, 3, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    for _ in range(50):
+        run_expert(kernels, rows, x)
+    before = resident_nbytes()
+    for _ in range(2000):
+        run_expert(kernels, rows, x)
+    assert resident_nbytes() - before < 8 << 20, "the calls took 2000 times 50 KiB"
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> None:
+    rows, x, out = torch.ones(2, 8), torch.ones(5, 8), torch.full((1, 5, 2), 7.0)
+    for num_tokens in (0, MAX_TOKENS + 1):
+        with pytest.raises(MemoryError):
+            kernels.dots((rows.data_ptr(), 0, num_tokens, 0), x, out, 32)
+        with pytest.raises(MemoryError):
+            kernels.sums((rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
+    assert bool((out == 7).all())
+    assert not kernels.takes(torch.float64, torch.device("cpu"))
+    assert not kernels.takes(torch.bfloat16, torch.device("meta"))
+
+
+def test_all_sets_of_a_processor_come_fastest_first() -> None:
+    def order(library: Library) -> int:
+        return ["avx512", "avx2", "generic"].index(library.name)
+
+    assert AVAILABLE[-1].name == "generic" and sorted(AVAILABLE, key=order) == list(AVAILABLE)

@@ -1,0 +1,52 @@
+"""tools/write_gguf.py: the same bits under llama.cpp's names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors import safe_open
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "src" / "expertly" / "data" / "demo"
+
+
+@pytest.fixture
+def write_gguf(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import write_gguf
+
+    yield write_gguf
+    sys.modules.pop("write_gguf")
+
+
+def test_bits_are_those_of_the_checkpoint(write_gguf: ModuleType, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    out = tmp_path / "demo.gguf"
+    assert write_gguf.main([str(DEMO), str(out)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.gguf"]
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    with safe_open(DEMO / "model.safetensors", "pt") as file:
+        down = file.get_tensor("model.layers.3.mlp.experts.7.down_proj.weight")
+        norm = file.get_tensor("model.layers.3.input_layernorm.weight")
+    stacked = tensors["blk.3.ffn_down_exps.weight"]
+    assert list(stacked.shape) == [64, 256, 32], "I, H, E: the fastest first"
+    written = torch.from_numpy(stacked.data.copy()).view(torch.bfloat16).view(32, 256, 64)
+    assert torch.equal(written[7], down)
+    assert torch.equal(torch.from_numpy(tensors["blk.3.attn_norm.weight"].data.copy()), norm.float())
+
+
+@pytest.mark.parametrize(("field", "value"), [("model_type", "mixtral"), ("norm_topk_prob", False)])
+def test_what_would_be_wrong_is_refused(
+    write_gguf: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    assert write_gguf.main([str(tmp_path), str(tmp_path / "out.gguf")]) == 2
+    assert f"{field} is {value!r}; accepted: qwen3_moe" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()

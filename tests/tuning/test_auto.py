@@ -1,0 +1,183 @@
+"""System `auto`: the choice for the nearest memory runs, with all that it says, and where there is none the default."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.choices import Choice, Gain, read_choices, save_choice
+from expertly.cli.loading import add_loading_arguments, load_model
+from expertly.cli.main import main
+from expertly.engine.saved_choice import choices_path, this_machine
+from expertly.models.packing import pack_cached
+from expertly.policies.moepic.uniform import uniform_plan
+from expertly.serve.planning import Wishes, plan
+from expertly.store.packed import PackedStore
+from expertly.systems import DEFAULT_SYSTEM
+from tests.families import make_checkpoint
+
+HERE = this_machine(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=5, tokenizer=True)
+
+
+@pytest.fixture
+def store(model: Path) -> Iterator[PackedStore]:
+    packed = pack_cached(str(model), codec="none")
+    yield packed
+    choices_path(packed).unlink(missing_ok=True)
+
+
+def choice(store: PackedStore, system: str, share: float, **changes: Any) -> Choice:
+    nbytes = int(share * store.experts_nbytes)
+    gains = (Gain("lru", 0.8, 0.7, 0.9, 0.8, 9),)
+    made = Choice(system, 1, nbytes, nbytes, "none", None, HERE, gains=gains, about={"requests": 4})
+    return replace(made, **changes)
+
+
+def save(store: PackedStore, *choices: Choice) -> None:
+    for one in choices:
+        save_choice(choices_path(store), store.manifest.identity, store.manifest.dtype, one)
+
+
+def loaded(model: Path, memory: str = "25%", **others: Any) -> dict[str, Any]:
+    """The statistics of the model as system `auto`, after a pass."""
+    run, _ = expertly.load(str(model), memory=memory, system="auto", codec="none", maps=None, **others)
+    try:
+        with torch.no_grad():
+            run(torch.tensor([[1, 2, 3]]))
+        return expertly.stats(run).as_dict()
+    finally:
+        expertly.unload(run)
+
+
+def test_without_a_choice_it_is_the_default_and_says_so(model: Path, store: PackedStore) -> None:
+    stats = loaded(model)
+    assert stats["system"] == DEFAULT_SYSTEM
+    assert "nothing has been tuned" in stats["system_reason"] and "expertly tune" in stats["system_reason"]
+
+
+def test_the_nearest_memory_decides(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lfu", 0.25), choice(store, "lcp", 0.75))
+    near, far = loaded(model, "30%"), loaded(model, "60%")
+    assert (near["system"], far["system"]) == ("lfu", "lcp")
+    assert "25.0% of the experts" in near["system_reason"] and "the nearest to" in near["system_reason"]
+    assert "0.80x the time of lru" in near["system_reason"]
+    assert "the nearest" not in loaded(model, "25%")["system_reason"]
+
+
+def test_all_of_the_choice_is_used(model: Path, store: PackedStore) -> None:
+    geometry = store.geometry(4)
+    save(store, choice(store, "moepic", 0.5, segments=4, plan=uniform_plan(geometry, [32])))
+    stats = loaded(model, "50%")
+    assert (stats["system"], stats["segments"]) == ("moepic", 4)
+    assert [one["kept_experts"] for one in stats["allocation"]["split"]]
+    assert "plan" not in stats["system_reason"]
+
+
+def test_a_plan_that_does_not_fit_is_left_out_and_named(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "moepic", 1.0, segments=4, plan=uniform_plan(store.geometry(4), [96])))
+    stats = loaded(model, "25%")
+    assert stats["system"] == "moepic" and "plan does not fit" in stats["system_reason"]
+
+
+def test_what_is_given_stands(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lfu", 0.25, segments=2))
+    assert loaded(model)["segments"] == 2
+    assert loaded(model, segments=4)["segments"] == 4
+
+
+def test_resident_is_not_for_less_memory(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "resident", 1.0), choice(store, "lfu", 0.1))
+    assert loaded(model, "90%")["system"] == "lfu"
+    assert loaded(model, "100%")["system"] == "resident"
+
+
+def test_what_cannot_run_is_not_used(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "promoe", 0.25))
+    stats = loaded(model)
+    assert stats["system"] == DEFAULT_SYSTEM and "cannot run" in stats["system_reason"]
+
+
+def test_another_kind_of_device_is_another_machine(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lfu", 0.25, machine=replace(HERE, kind="cuda", device="a card")))
+    stats = loaded(model)
+    assert stats["system"] == DEFAULT_SYSTEM and "kind cpu" in stats["system_reason"]
+
+
+def test_another_processor_is_named(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lfu", 0.25, machine=replace(HERE, cpu="another one", num_cpus=64)))
+    stats = loaded(model)
+    assert stats["system"] == "lfu" and "num_cpus 64 there" in stats["system_reason"]
+
+
+def test_memory_that_brought_nothing_is_not_taken(model: Path, store: PackedStore) -> None:
+    half = int(0.5 * store.experts_nbytes)
+    save(store, choice(store, "lfu", 1.0, budget_nbytes=half))
+    stats = loaded(model, "auto")
+    assert stats["system"] == "lfu" and stats["memory_bytes"] <= half
+    assert loaded(model, "100%")["memory_bytes"] == store.experts_nbytes, "who says how much gets it"
+
+
+@pytest.mark.parametrize("data", ["{", '{"format": "expertly-choices", "format_version": 0}', "[1]"])
+def test_a_file_that_cannot_be_used_is_said_so(model: Path, store: PackedStore, data: str) -> None:
+    choices_path(store).write_text(data)
+    stats = loaded(model)
+    assert stats["system"] == DEFAULT_SYSTEM
+    assert "cannot be used" in stats["system_reason"] and str(choices_path(store)) in stats["system_reason"]
+
+
+def test_removing_the_store_removes_its_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_checkpoint("qwen3_moe", tmp_path / "other", seed=6, tokenizer=True)
+    packed = pack_cached(str(other), codec="none")
+    save(packed, choice(packed, "lfu", 0.25))
+    assert main(["pack", "--remove", packed.folder.name]) == 0
+    assert not choices_path(packed).exists()
+
+
+def test_commands_say_what_it_came_to(model: Path, store: PackedStore, capsys: pytest.CaptureFixture[str]) -> None:
+    save(store, choice(store, "lcp", 0.25))
+    parser = argparse.ArgumentParser()
+    add_loading_arguments(parser)
+    run, _ = load_model(parser.parse_args([str(model), "--memory", "25%", "--system", "auto", "--codec", "none"]))
+    expertly.unload(run)
+    assert "system auto: lcp, P = 1, tuned for" in capsys.readouterr().err
+
+
+def test_a_server_divides_its_memory_before_it_knows_the_system(model: Path, store: PackedStore) -> None:
+    wishes = Wishes(
+        model=str(model),
+        dtype=None,
+        device="cpu",
+        devices=None,
+        system="auto",
+        memory="50%",
+        total_memory=None,
+        context=None,
+        max_running=1,
+        max_queue=1,
+        kv_tokens=None,
+    )
+    assert plan(wishes).memory == "50%"
+    pytest.importorskip("ray")
+    from expertly.serve.ray_app import Options
+
+    Options(system="auto", no_key=True).check()
+
+
+def test_others_leave_the_choices_alone(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lcp", 0.25))
+    before = choices_path(store).read_bytes()
+    loaded(model)
+    assert choices_path(store).read_bytes() == before
+    assert len(read_choices(choices_path(store), store.manifest.identity, store.manifest.dtype)) == 1
