@@ -59,8 +59,16 @@ class System:
 
     @property
     def learns(self) -> str | None:
-        """What its predictor learns that can be kept in a file: "maps", "matrices" or None."""
-        return None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        """What it learns that a file can be named for: "maps" or "matrices", by which it predicts, else "reuse", by
+        which it evicts; None: nothing.
+        """
+        by_prediction = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        return by_prediction or ("reuse" if self.learns_reuse else None)
+
+    @property
+    def learns_reuse(self) -> bool:
+        """Whether its eviction goes by what it learns of reuse."""
+        return not self.keeps_everything and EVICTIONS[self.eviction].takes_reuse
 
     @property
     def takes_weights(self) -> bool:

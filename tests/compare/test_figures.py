@@ -8,12 +8,13 @@ import pytest
 
 from expertly.compare.charts import distribution
 from expertly.compare.engine_runs import Runs
-from expertly.compare.figures import engine_figures, ratio_to, rows_of, spread
+from expertly.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
 from expertly.compare.headline import best_row, headline
-from expertly.compare.settings import Settings, check_memories, check_systems
+from expertly.compare.settings import BOUNDS, Settings, check_memories, check_systems
 from expertly.compare.svg import element, round_ticks
 from expertly.compare.units import format_range, format_seconds, format_share
 from expertly.core.errors import ConfigError
+from expertly.sim import study
 
 COUNTS = {"hits": 6, "misses": 2, "loaded_nbytes": 300, "stall_ns": 4_000_000}
 
@@ -118,6 +119,20 @@ def test_a_system_that_failed_on_the_engine_has_no_engine_figures() -> None:
     assert [one["system"] for one in rows] == ["lru"]
 
 
+def test_bounds_are_of_the_parts_with_which_they_are_best() -> None:
+    """Fewest bytes of what bounds bytes, least time of what bounds time."""
+
+    def run(segments: int, nbytes: int, tpot_s: float) -> dict[str, Any]:
+        figures = {"segments": segments, "bytes_loaded": nbytes, "tpot_s": tpot_s, "memory_bytes": 9}
+        counts = {"decode_stall_s": 0.0, "decode_iterations": 1, "floor_tpot_s": tpot_s, "times_by_request": []}
+        return figures | counts | dict.fromkeys(RATES, 0.5)
+
+    of_one_part, of_four = run(1, 300, 0.01), run(4, 200, 0.02)
+    found = {("25%", name, one["segments"]): one for name in BOUNDS for one in (of_one_part, of_four)}
+    rows = {one["system"]: one["segments"] for one in rows_of(Settings(("lru",), ("25%",)), None, found)}
+    assert rows == {"belady": 4, "belady-global": 4, "oracle": 1, "resident": 1}
+
+
 def test_a_distribution_rises_from_0_to_1() -> None:
     corners = distribution([1.0, 2.0, 2.0, 5.0])
     assert corners[0] == (1.0, 0.0) and corners[-1] == (5.0, 1.0)
@@ -156,3 +171,7 @@ def test_what_cannot_be_compared_is_refused(check: Any, given: list[str], proble
     with pytest.raises(ConfigError) as raised:
         check(given)
     assert problem in str(raised.value)
+
+
+def test_the_bounds_are_those_that_the_simulator_runs() -> None:
+    assert BOUNDS == study.BOUNDS

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from expertly.compare.folder import begin, finite, prepare, write_all
+from expertly.compare.folder import begin, prepare, write_all
 from expertly.core.errors import ConfigError
+from expertly.core.plain import finite
 
 
 def test_an_earlier_comparison_is_replaced_when_that_is_said(tmp_path: Path) -> None:

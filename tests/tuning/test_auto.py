@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import expertly
+from expertly import systems
 from expertly.choices import Choice, Gain, read_choices, save_choice
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.main import main
@@ -20,7 +21,7 @@ from expertly.models.packing import pack_cached
 from expertly.policies.moepic.uniform import uniform_plan
 from expertly.serve.planning import Wishes, plan
 from expertly.store.packed import PackedStore
-from expertly.systems import DEFAULT_SYSTEM
+from expertly.systems import BASE_SYSTEM
 from tests.families import make_checkpoint
 
 HERE = this_machine(torch.device("cpu"))
@@ -63,8 +64,29 @@ def loaded(model: Path, memory: str = "25%", **others: Any) -> dict[str, Any]:
 
 def test_without_a_choice_it_is_the_default_and_says_so(model: Path, store: PackedStore) -> None:
     stats = loaded(model)
-    assert stats["system"] == DEFAULT_SYSTEM
+    assert stats["system"] == BASE_SYSTEM
     assert "nothing has been tuned" in stats["system_reason"] and "expertly tune" in stats["system_reason"]
+
+
+def test_unless_it_is_said_auto_is_asked_for(model: Path, store: PackedStore) -> None:
+    save(store, choice(store, "lfu", 0.25))
+    run, _ = expertly.load(str(model), memory="25%", codec="none", maps=None)
+    try:
+        assert expertly.stats(run).as_dict()["system"] == "lfu"
+    finally:
+        expertly.unload(run)
+
+
+def test_without_a_choice_the_size_of_experts_decides(
+    model: Path, store: PackedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = store.experts_nbytes / sum(layer.num_experts for layer in store.manifest.layers) / (1 << 20)
+    said = f"the default for experts of {mib:.3g} MiB"
+    tiny = loaded(model)
+    monkeypatch.setattr(systems, "LEAST_NBYTES", 1)
+    large = loaded(model)
+    assert (tiny["system"], large["system"]) == ("lru", "expertly")
+    assert said in tiny["system_reason"] and said in large["system_reason"]
 
 
 def test_the_nearest_memory_decides(model: Path, store: PackedStore) -> None:
@@ -106,13 +128,13 @@ def test_resident_is_not_for_less_memory(model: Path, store: PackedStore) -> Non
 def test_what_cannot_run_is_not_used(model: Path, store: PackedStore) -> None:
     save(store, choice(store, "promoe", 0.25))
     stats = loaded(model)
-    assert stats["system"] == DEFAULT_SYSTEM and "cannot run" in stats["system_reason"]
+    assert stats["system"] == BASE_SYSTEM and "cannot run" in stats["system_reason"]
 
 
 def test_another_kind_of_device_is_another_machine(model: Path, store: PackedStore) -> None:
     save(store, choice(store, "lfu", 0.25, machine=replace(HERE, kind="cuda", device="a card")))
     stats = loaded(model)
-    assert stats["system"] == DEFAULT_SYSTEM and "kind cpu" in stats["system_reason"]
+    assert stats["system"] == BASE_SYSTEM and "kind cpu" in stats["system_reason"]
 
 
 def test_another_processor_is_named(model: Path, store: PackedStore) -> None:
@@ -133,7 +155,7 @@ def test_memory_that_brought_nothing_is_not_taken(model: Path, store: PackedStor
 def test_a_file_that_cannot_be_used_is_said_so(model: Path, store: PackedStore, data: str) -> None:
     choices_path(store).write_text(data)
     stats = loaded(model)
-    assert stats["system"] == DEFAULT_SYSTEM
+    assert stats["system"] == BASE_SYSTEM
     assert "cannot be used" in stats["system_reason"] and str(choices_path(store)) in stats["system_reason"]
 
 

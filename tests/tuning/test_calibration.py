@@ -6,6 +6,7 @@ import pytest
 
 from expertly.tuning.calibration import calibrate, representatives
 from expertly.tuning.deadline import Deadline
+from expertly.tuning.workload import Request
 from tests.tuning.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")
@@ -61,3 +62,10 @@ def test_what_fails_is_named_and_the_rest_goes_on() -> None:
 def test_it_ends_when_time_is_up() -> None:
     found = calibrated({LRU: 0.1, LCP: 0.1, LCP_AHEAD: 0.1}, {LRU: 0.2, LCP: 0.3, LCP_AHEAD: 0.3}, limit=1.0)
     assert set(found.overheads_s) == {("eviction", "lcp")}
+
+
+def test_a_request_without_a_step_tells_nothing() -> None:
+    clock = FakeClock()
+    player = FakePlayer(clock, lambda one, count: 1.0)
+    found = calibrate(player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, Request((1, 2), 2), Deadline.after(clock, 1e6))
+    assert found.overheads_s == {} and player.played == []

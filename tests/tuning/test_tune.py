@@ -12,13 +12,14 @@ import pytest
 import expertly
 from expertly.choices import read_choices
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
+from expertly.engine.playing import Played
 from expertly.engine.saved_choice import choices_path
 from expertly.models.packing import pack_cached
 from expertly.sim.hardware import Hardware, Link
 from expertly.store.cache import learned_beside
+from expertly.systems import BASE_SYSTEM
 from expertly.tuning.candidates import Candidate
-from expertly.tuning.playing import Played
-from expertly.tuning.tune import BASE, Tuned, Wishes, keep_learned, save, tune
+from expertly.tuning.tune import Tuned, Wishes, keep_learned, save, tune
 from expertly.tuning.verification import MIN_TURNS, Player
 from expertly.tuning.workload import Request
 from tests.families import make_checkpoint
@@ -78,11 +79,11 @@ def tuned(model: Path, seconds: Callable[[Candidate], float], make: type[Biased]
 @pytest.fixture(scope="module")
 def fastest(model: Path) -> Tuned:
     """Where everything takes half of what lru takes."""
-    return tuned(model, lambda one: 1.0 if one.system.name == BASE else 0.5)
+    return tuned(model, lambda one: 1.0 if one.system.name == BASE_SYSTEM else 0.5)
 
 
 def test_the_fastest_is_saved_and_used(model: Path, fastest: Tuned) -> None:
-    assert fastest.verdict.is_verified and fastest.choice.system != BASE
+    assert fastest.verdict.is_verified and fastest.choice.system != BASE_SYSTEM
     assert fastest.gains[-1].over == "lru"
     assert fastest.gains[-1].ratio == pytest.approx(0.5) and fastest.gains[-1].num_turns >= MIN_TURNS
     assert fastest.seen.workload.num_requests == 4 and len(fastest.seen.workload.requests) == 2
@@ -107,13 +108,13 @@ def test_where_lru_is_the_fastest_it_is_what_is_saved(model: Path) -> None:
                 raise ConfigError("no such luck")
             return super().play(candidate, request)
 
-    found = tuned(model, lambda one: 1.0 if one.system.name == BASE else 1.5, make=Failing)
-    assert found.choice.system == BASE and found.verdict.is_verified
+    found = tuned(model, lambda one: 1.0 if one.system.name == BASE_SYSTEM else 1.5, make=Failing)
+    assert found.choice.system == BASE_SYSTEM and found.verdict.is_verified
     assert "nothing" in found.verdict.why
     failed = [*found.calibration.failed.values(), *found.verdict.failed.values()]
     assert failed and set(failed) == {"no such luck"}
     path = save(found)
-    assert path is not None and read_choices(path, *_identity(found))[-1].system == BASE
+    assert path is not None and read_choices(path, *_identity(found))[-1].system == BASE_SYSTEM
 
 
 def test_what_learns_is_kept_with_what_it_learned(model: Path, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_what_learns_is_kept_with_what_it_learned(model: Path, tmp_path: Path) -
 
 def test_without_time_nothing_is_chosen_and_nothing_saved(model: Path) -> None:
     found = tuned(model, lambda one: 0.1, time_limit_s=1.0)
-    assert not found.verdict.is_verified and found.choice.system == BASE
+    assert not found.verdict.is_verified and found.choice.system == BASE_SYSTEM
     assert found.seen.workload.num_requests >= 2, "two are recorded in any case"
     choices_path(found.store).unlink(missing_ok=True)
     assert save(found) is None and not choices_path(found.store).exists()
@@ -171,6 +172,19 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
     stats = expertly.stats(run).as_dict()
     expertly.unload(run)
     assert stats["codec"]["name"] == found.choice.codec
+
+
+def test_what_the_simulator_leaves_out_counts_in_the_search(model: Path) -> None:
+    """Predicting takes seconds on this engine and nothing in the simulator: what predicts is ranked with them."""
+    found = tuned(model, lambda one: 1.0 if one.system.prediction == "none" else 9.0)
+    assert any(part == "prediction" and seconds > 0.1 for (part, _), seconds in found.calibration.overheads_s.items())
+    requests, counted = found.seen.workload.requests, 0
+    for one in found.found.ranking:
+        steps = sum(len(request.tokens) - request.num_prompt for request in requests[: one.num_requests])
+        overhead_s = found.calibration.overhead_s(one.candidate) * steps
+        assert one.seconds >= overhead_s
+        counted += overhead_s > 0.1
+    assert counted, "some of what predicts was ranked"
 
 
 def _identity(found: Tuned) -> tuple[str, str]:

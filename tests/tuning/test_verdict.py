@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.engine.playing import Played
+from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.verdict import Verdict, decide
 from expertly.tuning.verification import MAX_TURNS, MIN_TURNS, take_turns
+from expertly.tuning.workload import Request
 from tests.tuning.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")
@@ -40,6 +43,16 @@ def test_what_is_faster_now_and_then_is_not_taken() -> None:
     noise = [0.7, 1.4, 0.8, 1.3, 0.9, 1.2]
     verdict, _ = decided(lambda one, count: 1.0 if one == LRU else noise[count % len(noise)])
     assert verdict.chosen == LRU
+
+
+def test_faster_in_most_turns_alone_is_not_sure_enough() -> None:
+    """Three of five are: its median is less, and with 95 % confidence it may be more."""
+    times = [0.9, 1.3, 0.9, 0.9, 1.3]
+    verdict, _ = decided(lambda one, count: 1.0 if one == LRU else times[count % len(times)], found=(LFU,))
+    assert verdict.final is not None
+    gain = verdict.final.gain(LFU, LRU)
+    assert gain.ratio < 1 and gain.tpot_ratio < 1 and gain.high > 1
+    assert verdict.chosen == LRU and verdict.is_verified
 
 
 def test_luck_in_the_heat_is_no_reason_to_be_taken() -> None:
@@ -110,3 +123,24 @@ def test_turns_end_in_time_and_take_turns() -> None:
     firsts = [name for name, _ in player.played[3::3]]
     assert firsts[:4] == ["lru", "lfu", "lcp", "lru"]
     assert take_turns(player, LRU, [LFU], REQUESTS, Deadline.after(clock, 1e6)).count == MAX_TURNS
+
+
+def test_answers_of_one_token_have_no_decode_to_be_slower_in() -> None:
+    """Where all are, prompts decide; where some are, the others say what a token takes."""
+    clock, short = FakeClock(), Request((1, 2), 2)
+
+    class Player(FakePlayer):
+        def play(self, candidate: Candidate, request: Request) -> Played:
+            if request != short:
+                return super().play(candidate, request)
+            self.clock.now += 1.0
+            return Played(0.8 if candidate == LFU else 1.0, ())
+
+    player = Player(clock, lambda one, count: 1.0 if one == LRU else 0.9)
+    verdict = decide(player, [LFU], LRU, LRU, [short], Deadline.after(clock, 1000.0))
+    assert verdict.chosen == LFU
+    (gain,) = verdict.gains([LRU])
+    assert (gain.ratio, gain.tpot_ratio) == (pytest.approx(0.8), 1.0)
+    turns = take_turns(player, LRU, [LFU], [short, REQUESTS[0]], Deadline.after(clock, 50.0))
+    assert turns.tpot_s(LRU) == pytest.approx(0.9 / 3) and turns.gain(LFU, LRU).tpot_ratio == pytest.approx(0.9)
+    assert turns.gain(LFU, LRU).ratio == pytest.approx((0.8 + 0.9) / 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from expertly.core.errors import ConfigError
+from expertly.engine.playing import Played
 from expertly.sim.storage import Storage
 from expertly.systems import get_system
 from expertly.tuning.candidates import Candidate
-from expertly.tuning.playing import Played
 from expertly.tuning.workload import Request
 
 REQUESTS = (Request((1, 2, 3, 4, 5), 2), Request((6, 7, 8), 1))

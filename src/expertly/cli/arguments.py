@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from expertly.core.errors import ConfigError
+
 
 def positive_int(text: str) -> int:
     return int(_number(text, int, lambda value: value >= 1, "a whole number from 1"))
@@ -59,6 +61,14 @@ def distances(text: str) -> tuple[int, ...]:
             f"{text!r}: must be whole numbers from 1 to 4096 with commas between, for instance 1,2,4"
         )
     return tuple(sorted({int(part) for part in parts}))
+
+
+def names(field: str, text: str) -> list[str]:
+    """`lru,lfu`: each once, in order. Raises ConfigError, as it may be asked with a default."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")
+    return list(dict.fromkeys(found))
 
 
 def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:

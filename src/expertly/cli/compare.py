@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, seed, split, temperature
+from expertly.cli.arguments import names, positive_int, seed, split, temperature
 from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import add_json_flag, message, print_json, printable, progress_bar, reserved_stdout
 from expertly.cli.prompts import read_prompts
+from expertly.cli.system_files import plan_for, predictor_for
 from expertly.compare.settings import (
     DEFAULT_MEMORY,
     Settings,
@@ -58,7 +59,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help='JSON Lines, {"prompt": "text"} a line (default: some that ship with expertly)',
     )
-    add("--requests", type=positive_int, metavar="N", help="default: 5 with a model, 20 with a trace")
+    add(
+        "--requests",
+        type=positive_int,
+        metavar="N",
+        help="default: 5 with a model (with --split both parts), 20 with a trace",
+    )
     add("--tokens", type=positive_int, metavar="N", help="of each answer (default: 24 with a model, all with a trace)")
     add("--rounds", type=positive_int, metavar="N", help="times that the engine runs everything (default: 2)")
     add("--temperature", type=temperature, metavar="X", help="of the answers, 0 is greedy (default: 0.8)")
@@ -66,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
         "--split",
         type=split,
         metavar="7:3",
-        help="predictors learn from a first part of the shuffled requests, the rest is compared",
+        help="what learns does from a first part of the shuffled requests, the rest is compared",
     )
     add("--seed", type=seed, default=0, metavar="N", help="of the shuffle and of what is drawn (default: 0)")
     add(
@@ -78,7 +84,12 @@ def add_parser(subparsers: Any) -> None:
     add("--geometry", metavar="NAME", help="with a trace: sizes of experts, a shipped description or a TOML file")
     add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: each system's)")
     add("--codec", metavar="NAME", help="how experts are stored: none, planes, with a model auto (its default)")
-    add("--compressed", default="0", metavar="SHARE", help="share of the memory for experts that stay compressed")
+    add(
+        "--compressed",
+        default="0",
+        metavar="SHARE",
+        help='with codec planes: share of the memory for experts as they are stored ("30%%", auto; default: 0)',
+    )
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
@@ -95,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly.cli.compare_table import summary
         from expertly.compare.comparison import Comparison
-        from expertly.compare.folder import begin, finite, prepare, write_all
+        from expertly.compare.folder import begin, prepare, write_all
         from expertly.compare.page import page
+        from expertly.core.plain import finite
 
         start = time.monotonic()
         command = shlex.join(["expertly", *sys.argv[1:]])
@@ -152,12 +164,10 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], has_trace: bool) -
 
 
 def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
-    from expertly.compare.engine_runs import check_use
-
     given = {name: getattr(args, name) for name in ("rounds", "temperature") if getattr(args, name) is not None}
     settings = Settings(
-        check_systems(_names("system", args.system)),
-        check_memories(_names("memory", args.memory)),
+        check_systems(names("system", args.system)),
+        check_memories(names("memory", args.memory)),
         requests=args.requests,
         tokens=args.tokens,
         split=args.split,
@@ -172,7 +182,6 @@ def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
         plan=args.plan,
         **given,
     )
-    check_use(settings)
     _check_files(settings)
     return settings
 
@@ -180,24 +189,13 @@ def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
 def _check_files(settings: Settings) -> None:
     """Raises what reading them raises, before anything runs."""
     from expertly.core.amounts import parse_share
-    from expertly.learned.file import PredictorFile
-    from expertly.plans import read_plan
     from expertly.sim.hardware import Hardware
 
     parse_share(settings.compressed)
     if settings.hardware is not None:
         Hardware.read(settings.hardware)
-    if settings.predictor is not None:
-        PredictorFile.read(settings.predictor)
-    if settings.plan is not None:
-        read_plan(settings.plan)
-
-
-def _names(field: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")
-    return names
+    predictor_for(settings.systems, settings.predictor)
+    plan_for(settings.systems, settings.plan)
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:

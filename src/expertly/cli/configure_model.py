@@ -10,11 +10,12 @@ from typing import Any
 
 from expertly.cli.configure import DEFAULT_MEMORY, DEFAULT_SECONDS, DEFAULT_TOKENS, SYSTEM
 from expertly.cli.configure_sources import Observed, times_by
-from expertly.cli.generation import generation_config, max_positions
+from expertly.cli.generation import generation_config
 from expertly.cli.output import progress_bar
 from expertly.core.errors import ConfigError
 from expertly.engine import api
 from expertly.engine.model_profile import measure_model
+from expertly.engine.playing import max_positions
 from expertly.engine.recording import record
 from expertly.policies.moepic.timing import Timing
 from expertly.sim.compute import Measured

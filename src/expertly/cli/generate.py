@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
                 stdout.write(f"\n{device_table(result['devices'])}\n")
             if result["prediction"] is not None:
                 stdout.write(f"\n{_prediction_table(result)}\n")
+            if result["reuse"] is not None:
+                stdout.write(f"\n{_reuse_line(result['reuse'])}\n")
             if result["allocation"] is not None:
                 stdout.write(f"\n{_allocation_line(result['allocation'])}\n")
     return 0
@@ -90,8 +92,8 @@ def _read_prompt(prompt: str) -> str:
     try:
         prompt = sys.stdin.read() if prompt == "-" else prompt
         prompt.encode()  # bytes of the command line that are no UTF-8 came through as lone surrogates
-    except UnicodeError as error:
-        raise ConfigError(f"prompt: must be UTF-8 ({error.reason})") from None  # type: ignore[attr-defined]
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"prompt: must be UTF-8 ({error.reason})") from None
     return prompt
 
 
@@ -222,6 +224,12 @@ def _prediction_table(result: dict[str, Any]) -> str:
         facts["maps file"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
     line = " | ".join(f"{name} {value}" for name, value in facts.items())
     return f"{table(('prediction', 'prefill', 'decode'), rows)}\n[{line}]"
+
+
+def _reuse_line(reuse: dict[str, Any]) -> str:
+    """What the eviction began with, and from how much it has learned by now."""
+    problem = [] if reuse["problem"] is None else [reuse["problem"]]
+    return "[" + " | ".join([f"reuse: {reuse['says']}", f"{reuse['tokens']} tokens by now", *problem]) + "]"
 
 
 def _fact(value: float | None) -> str:

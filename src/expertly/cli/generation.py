@@ -19,9 +19,3 @@ def generation_config(model: Any, max_new_tokens: int, temperature: float = 0.0,
         end = config.eos_token_id
         config.pad_token_id = end[0] if isinstance(end, list) else end
     return config
-
-
-def max_positions(model: Any) -> int | None:
-    """Tokens that it can hold, where it says so."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from expertly.cli.arguments import positive_int
 from expertly.cli.output import message, progress_bar
-from expertly.systems import DEFAULT_SYSTEM, SYSTEMS
+from expertly.systems import AUTO_SYSTEM, SYSTEMS
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto", why: str = "") -> None:
@@ -20,10 +21,10 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
     add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
     add(
         "--system",
-        default=DEFAULT_SYSTEM,
         metavar="NAME",
-        help=f"{', '.join(shipped)} (default: {DEFAULT_SYSTEM}) or what is installed, or one of them with other parts, "
-        "name:key=value (see `expertly systems`); auto: what `expertly tune` chose for this model",
+        help=f"{', '.join(shipped)} or what is installed, or one of them with other parts, name:key=value (see "
+        "`expertly systems`); auto (default): what `expertly tune` chose for this model, else expertly, or lru where "
+        "experts are tiny",
     )
     add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
@@ -41,8 +42,8 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
         "--maps",
         default=maps,
         metavar="FILE",
-        help='expert maps or activation matrices that a system with them starts from and adds to: a file, "auto" '
-        f'(beside the packed store) or "off" (default: {maps}{why and ", " + why})',
+        help="expert maps, activation matrices or what was learned of reuse, which a system with them starts from and "
+        f'adds to: a file, "auto" (beside the packed store) or "off" (default: {maps}{why and ", " + why})',
     )
     add(
         "--predictor",
@@ -67,15 +68,16 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
 
 def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, None where it has none; `others` are more arguments of `expertly.load`. Says what
-    system `auto` came to.
+    system `auto` came to; where nobody asked and nothing has been tuned that is advice, for terminals.
     """
     from expertly.engine import api
+    from expertly.engine.saved_choice import choices_path
 
     with progress_bar() as progress:
         model, tokenizer = api.load(
             args.model,
             memory=args.memory,
-            system=args.system,
+            system=args.system or AUTO_SYSTEM,
             segments=args.segments,
             dtype=args.dtype,
             codec=args.codec,
@@ -89,6 +91,8 @@ def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
             progress=progress,
             **others,
         )
-    if (reason := api.stats(model).system_reason) is not None:
+    reason = api.stats(model).system_reason
+    is_news = args.system is not None or choices_path(api.handle(model).store).exists()
+    if reason is not None and (is_news or sys.stderr.isatty()):
         message(f"expertly: {reason}")
     return model, tokenizer

@@ -1,5 +1,5 @@
 """`expertly maps`: files of expert maps, by which fmoe predicts, and of activation matrices, by which moe-infinity
-does: made of traces, looked at, merged, cut.
+does: made of traces, looked at, merged, cut. Files of what expertly learned of reuse can be looked at.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`expertly maps info`: what a file of maps or activation matrices holds, and how much of what the model routes it
-covers.
+covers; or from how much what was learned of reuse was learned.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertly.cli.maps_reuse import print_reuse
 from expertly.cli.maps_summary import facts_of, headline
 from expertly.cli.output import add_json_flag, format_nbytes, format_share, print_json, printable
 
@@ -23,15 +24,19 @@ Lines = list[tuple[str, str]]
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("info", help="what a file holds", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a file of maps or matrices")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file of maps, matrices or reuse")
     add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.maps.any_file import read_any
+    from expertly.maps.any_file import format_of, read_any
     from expertly.maps.coverage import coverage_bounds
     from expertly.maps.file import MapsFile
+    from expertly.maps.reuse_file import KIND
 
+    if format_of(args.file) == KIND:
+        print_reuse(args.file, args.json)
+        return 0
     file = read_any(args.file)
     is_maps = isinstance(file, MapsFile)
     facts = facts_of(file) | (_similarity(file) if isinstance(file, MapsFile) else {})

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
+from expertly.core.plain import finite
+
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, messages on stderr")
@@ -23,7 +25,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Print the command's one JSON object. What JSON cannot say (NaN, infinity) becomes null."""
     stream = stream or sys.stdout
-    stream.write(json.dumps(_finite(result), ensure_ascii=False, allow_nan=False) + "\n")
+    stream.write(json.dumps(finite(result), ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()
 
 
@@ -110,13 +112,3 @@ def format_seconds(seconds: float | None) -> str:
 
 def format_share(share: float | None) -> str:
     return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -10,7 +10,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO
 
 from expertly.core.errors import ConfigError
 
@@ -48,12 +47,12 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
 
 @contextlib.contextmanager
-def _opened(source: str) -> Iterator[IO[bytes]]:
+def _opened(source: str) -> Iterator[Iterable[bytes]]:
     if source == "-":
         yield sys.stdin.buffer if isinstance(sys.stdin, io.TextIOWrapper) else io.BytesIO(sys.stdin.read().encode())
     elif source.endswith(".gz"):
         with gzip.open(source, "rb") as compressed:
-            yield compressed  # type: ignore[misc]
+            yield compressed
     else:
         with open(source, "rb") as file:
             yield file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import tempfile
@@ -46,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     add("--predictor", type=Path, metavar="FILE", help="trained weights for ProMoE (default: the demo model's)")
     add("--arrivals", type=Path, metavar="FILE", help="CSV of arrivals and lengths, for fmoe:10 (default: made up)")
     add("--quick", action="store_true", help="few tokens: under a minute an experiment, and noisier")
-    add("--seed", type=seed, default=0, metavar="N", help="of the split into requests learned from and tested")
+    add("--seed", type=seed, default=0, metavar="N", help="of which requests are learned from (default: 0)")
     add("--out", type=Path, metavar="FILE", help="FILE.md: the page of results; else a folder for it and results.json")
     add(
         "--reuse",
@@ -112,11 +113,16 @@ def _settings(args: argparse.Namespace, subjects: Sequence[Subject]) -> dict[str
     return {
         "version": __version__,
         "traces": {subject.name: subject.trace.fingerprint for subject in subjects},
-        "predictor": None if args.predictor is None else args.predictor.name,
-        "arrivals": None if args.arrivals is None else args.arrivals.name,
+        "predictor": _digest(args.predictor),
+        "arrivals": _digest(args.arrivals),
         "quick": args.quick,
         "seed": args.seed,
     }
+
+
+def _digest(path: Path | None) -> str | None:
+    """Of what a file holds, which has been read before."""
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
@@ -128,10 +134,8 @@ def _earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
         results = [Result.of_dict(one) for one in given["results"]]
     except OSError as error:
         raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"reuse={str(path)!r}: no results of `expertly reproduce --out DIR` ({error!r:.80})"
-        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"reuse={str(path)!r}: not what `expertly reproduce --out DIR` writes") from None
     for key, value in settings.items():
         if found[key] != value:
             raise ConfigError(f"reuse={str(path)!r}: {key} was {found[key]!r:.120}, now it is {value!r:.120}")

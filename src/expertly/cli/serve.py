@@ -14,6 +14,7 @@ from expertly.cli.arguments import count, positive_int
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import add_json_flag, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
+from expertly.systems import AUTO_SYSTEM
 
 if TYPE_CHECKING:
     from expertly.serve.memory import Split
@@ -108,7 +109,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, Split]:
         dtype=args.dtype,
         device=args.device,
         devices=args.devices,
-        system=args.system,
+        system=args.system or AUTO_SYSTEM,
         memory=args.memory,
         total_memory=args.total_memory,
         context=args.context,

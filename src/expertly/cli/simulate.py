@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, seed, split
+from expertly.cli.arguments import names, positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
+from expertly.cli.system_files import plan_for, predictor_for
 from expertly.core.amounts import parse_share
 from expertly.core.errors import ConfigError
 from expertly.parts import ORDERS
-from expertly.systems import DEFAULT_SYSTEM, SYSTEMS, get_system
+from expertly.systems import BASE_SYSTEM, SYSTEMS
 
 if TYPE_CHECKING:
-    from expertly.learned.file import PredictorFile
-    from expertly.policies.moepic.plan import SplitPlan
     from expertly.sim.study import Memory
 
 DEFAULT_MEMORY = "10%,25%,50%"
@@ -29,9 +28,9 @@ def add_parser(subparsers: Any) -> None:
     add("trace", metavar="TRACE", type=Path, help="a folder made by `expertly trace record`, `import` or `synth`")
     add(
         "--system",
-        default=DEFAULT_SYSTEM,
+        default=BASE_SYSTEM,
         metavar="A,B",
-        help=f"of {', '.join(SYSTEMS.built_in)} (default: {DEFAULT_SYSTEM}) or what `expertly systems` lists; "
+        help=f"of {', '.join(SYSTEMS.built_in)} (default: {BASE_SYSTEM}) or what `expertly systems` lists; "
         "NAME:KEY=VALUE changes a part of one",
     )
     add(
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
-    systems, memories = _names("system", args.system), _memories(args)
+    systems, memories = names("system", args.system), _memories(args)
     if args.requests is not None and args.tokens is not None:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
     if args.order is not None and args.order not in ORDERS:
@@ -98,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     selection = Selection(args.requests, args.tokens, args.split, args.seed)
     hardware = Hardware.read(args.hardware)
     trace = Trace.open(args.trace)
-    predictor = _predictor(args.predictor, systems)
-    plan = _plan(args.plan, systems)
+    predictor = predictor_for(systems, args.predictor)
+    plan = plan_for(systems, args.plan)
     layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
@@ -137,18 +136,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(field: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")
-    return list(dict.fromkeys(names))
-
-
 def _memories(args: argparse.Namespace) -> list[Memory]:
     from expertly.sim.study import Memory
 
     if args.experts_per_layer is None:
-        return [Memory(label) for label in _names("memory", DEFAULT_MEMORY if args.memory is None else args.memory)]
+        return [Memory(label) for label in names("memory", DEFAULT_MEMORY if args.memory is None else args.memory)]
     if args.memory is not None:
         raise ConfigError(
             f"experts_per_layer={args.experts_per_layer}: stands instead of memory={args.memory}; give one"
@@ -159,33 +151,11 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
             "what is kept; give --memory"
         )
     memories = []
-    for text in _names("experts_per_layer", args.experts_per_layer):
+    for text in names("experts_per_layer", args.experts_per_layer):
         if not (text.isascii() and text.isdecimal()):
             raise ConfigError(f"experts_per_layer={text!r}: must be a whole number from 0")
         memories.append(Memory(f"{int(text)}/layer", int(text)))
     return memories
-
-
-def _predictor(path: Path | None, systems: list[str]) -> PredictorFile | None:
-    """Raises ConfigError where none of the systems takes it."""
-    from expertly.learned.file import PredictorFile
-
-    if path is None:
-        return None
-    if not any(get_system(name).takes_weights for name in systems):
-        raise ConfigError(f"predictor={str(path)!r}: no system of {', '.join(systems)} takes trained weights")
-    return PredictorFile.read(path)
-
-
-def _plan(path: Path | None, systems: list[str]) -> SplitPlan | None:
-    """Raises ConfigError where none of the systems takes it."""
-    from expertly.plans import read_plan
-
-    if path is None:
-        return None
-    if not any(get_system(name).takes_plan for name in systems):
-        raise ConfigError(f"plan={str(path)!r}: no system of {', '.join(systems)} begins with a plan")
-    return read_plan(path)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.cli.arguments import positive_int, seed, temperature
-from expertly.cli.generation import generation_config, max_positions
+from expertly.cli.generation import generation_config
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import (
     add_json_flag,
@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_Request]:
     """The prompts that the model can be given; each of the others is named in a message."""
+    from expertly.engine.playing import max_positions
+
     limit = max_positions(model)
     requests = []
     for prompt in prompts:
@@ -192,6 +194,8 @@ def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) 
 def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int, temperature: float) -> _Clock:
     """Alone in its batch; no further than the model has positions."""
     import torch
+
+    from expertly.engine.playing import max_positions
 
     limit = max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:

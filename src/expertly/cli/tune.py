@@ -15,6 +15,7 @@ from expertly.cli.arguments import positive_int, seed
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar, reserved_stdout
 from expertly.cli.prompts import read_prompts
 from expertly.core.errors import ConfigError
+from expertly.data import demo_prompts
 
 if TYPE_CHECKING:
     from expertly.sim.hardware import Hardware
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         type=positive_int,
         default=DEFAULT_NEW_TOKENS,
         metavar="N",
-        help="of an answer (default: 64)",
+        help=f"of an answer (default: {DEFAULT_NEW_TOKENS})",
     )
     add(
         "--time-limit",
@@ -60,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     add("--codec", default="auto", metavar="NAME", help="how experts are stored: none, planes, or auto: what is packed")
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--predictor", default="auto", metavar="FILE", help="trained weights: a file, auto (default) or off")
-    add("--seed", type=seed, default=0, metavar="N", help="of what answers are sampled with (default: 0)")
+    add("--seed", type=seed, default=0, metavar="N", help="of sampling, and of which half is learned from (default: 0)")
     add("--out", type=Path, metavar="FILE", help="write all that was measured, as --json prints it")
     add_json_flag(parser)
 
@@ -115,12 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompts is not None:
-        return [prompt.text for prompt in read_prompts(args.prompts, args.requests)]
-    from expertly.tuning.prompts import PROMPTS
-
-    message(f"expertly: no --prompts: tuned for {min(args.requests, len(PROMPTS))} texts that ship, not for yours")
-    return list(PROMPTS[: args.requests])
+    found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
+    if args.prompts is None:
+        message(f"expertly: no --prompts: tuned for {len(found)} texts that ship, not for yours")
+    return [prompt.text for prompt in found]
 
 
 def measured_machine() -> Hardware:

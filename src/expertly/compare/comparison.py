@@ -15,13 +15,15 @@ from expertly.compare.engine_runs import EngineRuns, Failure, Runs, can_be_toget
 from expertly.compare.figures import rows_of
 from expertly.compare.folder import FORMAT, FORMAT_VERSION
 from expertly.compare.headline import headline
-from expertly.compare.machine import Machine, cpu_name, num_cpus
+from expertly.compare.machine import Machine
 from expertly.compare.settings import Settings
 from expertly.compare.simulated import Ground, Simulated, check_budgets, simulate
 from expertly.compare.worker import Worker
 from expertly.compare.workload import middle_decode_iteration, pick, played_requests, selection_of
+from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
+from expertly.engine.machine import cpu_name
 from expertly.engine.memory import available_host_nbytes
 from expertly.learned.file import PredictorFile
 from expertly.plans import read_plan
@@ -84,7 +86,7 @@ class Comparison:
                 "python": platform.python_version(),
                 **(self.versions or {}),
             },
-            "machine": {"cpu": cpu_name(), "num_cpus": num_cpus(), "load_average": list(os.getloadavg())},
+            "machine": {"cpu": cpu_name(), "num_cpus": allowed_cpus(), "load_average": list(os.getloadavg())},
             "settings": settings.as_dict(),
             "source": self.source,
             "hardware": None if self.hardware is None else self.hardware.as_dict(),
@@ -102,7 +104,7 @@ class Comparison:
 
     def _notes_on_load(self) -> list[str]:
         """Whether others were computing."""
-        load, num = os.getloadavg()[0], num_cpus()
+        load, num = os.getloadavg()[0], allowed_cpus()
         if self.runs is None or load <= num + 1:
             return []
         return [f"{load:.0f} processes were running on {num} CPUs: times wander; ratios are of the same moments"]
@@ -131,7 +133,7 @@ def compare_trace(
     ground = _ground(settings, trace, schedule, comparison.hardware, geometry, learned)
     check_budgets(ground, settings)
     comparison.source |= _about_trace(trace, schedule)
-    comparison.notes = _notes(trace, schedule, settings)
+    comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
     iteration = middle_decode_iteration(trace, schedule)
     comparison.simulated = simulate(ground, settings, iteration, progress)
 
@@ -227,6 +229,7 @@ def _record(
     comparison.source |= _about_trace(trace, schedule)
     comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "compressed", "threads")}
     comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
+    comparison.notes += _fewer(settings, len(wanted))
     if len(asked) < len(wanted):
         comparison.notes.append(f"{len(wanted) - len(asked)} prompts were left out: the model cannot take them")
     return facts, trace, schedule
@@ -286,16 +289,22 @@ def _notes(trace: Trace, schedule: Schedule, settings: Settings) -> list[str]:
     num, of_all = len({span.request for span in schedule.test}), len(trace.requests)
     notes = []
     if settings.split is None:
-        notes.append("caches and what predictors learn start empty")
+        notes.append("caches start empty, and nothing has been learned")
     else:
         learned = len({span.request for span in schedule.training})
-        notes.append(f"predictors learned from {learned} requests, {num} others are compared; caches start empty")
+        notes.append(f"what learns has learned from {learned} requests, {num} others are compared; caches start empty")
     if settings.split is None and num < of_all and schedule.test[0].request is not None:
         notes.append(f"the first {num} of {of_all} requests of the trace")
     missing = [name for name in settings.systems if get_system(name).takes_weights and settings.predictor is None]
     if missing:
         notes.append(f"{', '.join(missing)}: weights that are saved beside the store or ship with the demo model")
     return notes
+
+
+def _fewer(settings: Settings, num: int) -> list[str]:
+    """Where there are not as many requests as were asked for."""
+    is_short = settings.requests is not None and num < settings.requests
+    return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
 
 
 def _engine_values(runs: Runs) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from expertly.compare.playing import PlayedRequest
 from expertly.compare.settings import Settings
 from expertly.compare.worker import Worker, WorkerError
-from expertly.core.errors import ConfigError
 from expertly.sim.schedule import Selection
 from expertly.systems import get_system
 
@@ -160,14 +159,3 @@ def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[st
 def can_be_together(each_nbytes: Sequence[int], free_nbytes: int, device: str) -> bool:
     """Whether processes that take so much each may hold a model at the same time."""
     return device == "cpu" and sum(each_nbytes) <= MOST_OF_FREE * free_nbytes
-
-
-def check_use(settings: Settings) -> None:
-    """Raises ConfigError for files that none of the systems takes."""
-    systems = [get_system(name) for name in settings.systems]
-    if settings.predictor is not None and not any(system.takes_weights for system in systems):
-        names = ", ".join(settings.systems)
-        raise ConfigError(f"predictor={str(settings.predictor)!r}: no system of {names} takes trained weights")
-    if settings.plan is not None and not any(system.takes_plan for system in systems):
-        names = ", ".join(settings.systems)
-        raise ConfigError(f"plan={str(settings.plan)!r}: no system of {names} begins with a plan")

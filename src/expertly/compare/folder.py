@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, write_atomic
+from expertly.core.plain import finite
 
 FORMAT = "expertly-compare"
 FORMAT_VERSION = 1
@@ -53,17 +53,6 @@ def begin(folder: Path, command: str) -> None:
     """Mark the folder as a comparison under way, so that one which was interrupted can be replaced."""
     with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
         write_atomic(folder / COMMAND, (command + "\n").encode())
-
-
-def finite(value: Any) -> Any:
-    """The same with null for what JSON cannot say."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
 
 
 def _holds_comparison(folder: Path) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from expertly.compare.engine_runs import load_arguments
 from expertly.compare.worker import Worker, WorkerError
+from expertly.engine.machine import cpu_name
 from expertly.sim.hardware import Hardware
 
 
@@ -54,17 +52,3 @@ class Machine:
             return None
         name = cpu_name() if device == "cpu" else device
         return replace(Hardware.read("infinite").with_model(link, compute), codec=codec, name=name)
-
-
-def cpu_name() -> str:
-    """As the system has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def num_cpus() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

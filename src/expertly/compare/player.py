@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import expertly
-from expertly.compare.playing import PlayedRequest, answer, chooser, play
+from expertly.compare.playing import PlayedRequest, play
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.api import handle
 from expertly.engine.measure_codec import store_costs
 from expertly.engine.model_profile import Measurement
+from expertly.engine.playing import answer, chooser, max_positions
+from expertly.engine.process import peak_rss_nbytes
 from expertly.engine.recording import record
 from expertly.engine.saved_predictor import find_weights
+from expertly.engine.saved_reuse import reuse_models
 from expertly.policies.learned import LearnedWeights
+from expertly.sim.reuse_learning import teach
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.systems import get_system
@@ -49,7 +52,7 @@ class Player:
             "identity": found.store.manifest.identity,
             "store": str(found.store.folder),
             "threads": torch.get_num_threads(),
-            "versions": {"torch": torch.__version__.partition("+")[0], "transformers": _version_of_transformers()},
+            "versions": {"torch": torch.__version__.partition("+")[0], "transformers": version("transformers")},
         }
 
     def unload(self) -> None:
@@ -60,8 +63,7 @@ class Player:
 
     def peak_nbytes(self) -> int:
         """The most memory that this process has held."""
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return int(kilobytes if sys.platform == "darwin" else kilobytes * 1024)
+        return peak_rss_nbytes()
 
     def tokens(self, texts: list[str], num_new: int) -> list[list[int]]:
         """Of each prompt that the model can be given; an empty list for each of the others."""
@@ -69,7 +71,7 @@ class Player:
             raise ModelUseError("an encoder-decoder model cannot be compared yet; accepted: one that decodes alone")
         if self._tokenizer is None:
             raise ConfigError("model: has no tokenizer, so prompts have no tokens")
-        limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = max_positions(self._model)
         found = [self._tokenizer(text)["input_ids"] for text in texts]
         return [ids if limit is None or len(ids) + num_new <= limit else [] for ids in found]
 
@@ -79,22 +81,22 @@ class Player:
         """Answer the requests (category, text, tokens) and write the full trace; why optional fields are absent."""
         choose = chooser(how["temperature"], how["seed"])
         names = {"name": how["name"], "created": how["created"], "command": how["command"]}
-        end = self._model.generation_config.eos_token_id
-        end_ids = set(end) if isinstance(end, list) else {end}
         with record(self._model, Path(folder), full=True, **names) as recording:
             for category, text, ids in requests:
                 recording.begin_request(category, text, len(ids))
-                answer(self._model, ids, num_tokens, choose, end_ids)
+                answer(self._model, ids, num_tokens, choose)
         return [f"{field}: {reason}" for field, reason in recording.absent.items()]
 
     def learn(self, folder: str, selection: Selection) -> None:
-        """Let the predictor learn from the training part of a trace, if it is one that learns."""
-        prefetching = handle(self._model).engine.prefetching
-        if prefetching is not None:
-            trace = Trace.open(Path(folder))
-            schedule = make_schedule(trace, selection)
-            for history in histories(trace, schedule.training, prefetching.predictor.wants):
-                prefetching.predictor.learn(history)
+        """Let what predicts and what evicts learn from the training part of a trace, if they do."""
+        engine, trace = handle(self._model).engine, Trace.open(Path(folder))
+        training = make_schedule(trace, selection).training
+        for reuse in reuse_models(engine.executor):
+            teach(reuse, trace, training)
+        if engine.prefetching is not None:
+            predictor = engine.prefetching.predictor
+            for history in histories(trace, training, predictor.wants):
+                predictor.learn(history)
 
     def weights(self, predictor: str, systems: list[str]) -> LearnedWeights | None:
         """Of the systems with a learned predictor, if there are any; see `expertly.load`."""
@@ -121,9 +123,3 @@ class Player:
             return measured.link, measured.compute, None
         disk_rate, costs = store_costs(store)
         return replace(measured.link, nbytes_per_s=disk_rate), measured.compute, costs
-
-
-def _version_of_transformers() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")

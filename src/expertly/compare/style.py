@@ -14,7 +14,7 @@ STYLE = """
   --dense: #5a6673; --expert: #4fb0e8; --control: #b7a3e6; --wait: #5b3626; --demand: #f08a3c; --ahead: #35c79c;
   --predict: #dcc04e; --on-bar: #14171a; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 16px; max-width: 1240px; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 16px; max-width: 1320px; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 8px 0; }
 h2 { font-size: 1.2rem; margin: 40px 0 8px; padding-top: 12px; border-top: 1px solid var(--rule); }
@@ -27,7 +27,7 @@ p, li { max-width: 78ch; }
 .failures { padding: 4px 16px; background: var(--warn); border-left: 4px solid var(--s1); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: 4px 7px; text-align: right; border-bottom: 1px solid var(--rule); }
+th, td { padding: 4px 6px; text-align: right; border-bottom: 1px solid var(--rule); }
 th { font-weight: 600; white-space: normal; overflow-wrap: normal; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
 thead th[colspan] { text-align: center; border-left: 1px solid var(--rule); }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import merge
 
 from expertly.control.keeper import Keeper, highest_bits
 from expertly.core.messages import RouterRan
@@ -26,19 +25,23 @@ def keep_best(keeper: Keeper, router: RouterRan, needed: list[int], guessed: Ite
     excess = sum((top & ~kept.get(eid, 0)).bit_count() for eid in needed) - cache.room
     if excess > 0:
         others = policy.scored_victims({*needed, *guessed})
+        other = next(others, None)
+        own = sorted([(policy.score(eid), eid) for eid in needed], reverse=True)
         can_pass = keeper.ring_room(layer)
-        for _, eid in merge(others, sorted((policy.score(eid), eid) for eid in needed)):
-            if eid in wanted:
+        while excess and (own or other):
+            if not own or (other and other <= own[-1]):
+                assert other is not None
+                eid = other[1]
+                gone = highest_bits(kept[eid], excess)
+                keeper.evict(eid, gone)
+                other = next(others, None)
+            else:
+                eid = own.pop()[1]
                 new = top & ~kept.get(eid, 0)
                 gone = highest_bits(new | highest_bits(wanted[eid] & ~new, can_pass), excess)
                 wanted[eid] &= ~gone
                 can_pass -= (gone & ~new).bit_count()
-            else:
-                gone = highest_bits(kept[eid], excess)
-                keeper.evict(eid, gone)
             excess -= gone.bit_count()
-            if not excess:
-                break
         for eid, mask in wanted.items():
             passing = kept.get(eid, 0) & ~mask
             if passing:

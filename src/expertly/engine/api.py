@@ -30,6 +30,7 @@ from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.saved_choice import Settings, find_choice
 from expertly.engine.saved_maps import AUTO, maps_path
 from expertly.engine.saved_predictor import find_weights
+from expertly.engine.saved_reuse import open_reuse, reuse_path
 from expertly.engine.stats import Stats
 from expertly.models.context import between_passes
 from expertly.models.linear import use_kernels
@@ -41,7 +42,7 @@ from expertly.plans import check_plan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.store.packed import PackedStore
-from expertly.systems import AUTO_SYSTEM, DEFAULT_SYSTEM, get_system, runnable_systems
+from expertly.systems import AUTO_SYSTEM, get_system, runnable_systems
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def load(
     model: str | None = None,
     *,
     memory: str | int | None = None,
-    system: str = DEFAULT_SYSTEM,
+    system: str = AUTO_SYSTEM,
     segments: int | None = None,
     device: str | None = None,
     devices: str | Sequence[str] | None = None,
@@ -85,35 +86,38 @@ def load(
     `model`: a folder, a packed store or a hub id; None is the demo model. `memory`: all expert slots on the device, a
     share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and the
     KV cache of `context` tokens. `system`: a preset or one with other parts; "auto" is what `expertly tune` chose for
-    this model at the nearest memory, else the default (`stats` say which, and why). `segments`: P, the parts an expert
-    is cut into (default: the system's). `ring`: slots of it through which a layer streams what it does not keep
-    (default: one token's experts, and all where the system keeps none). `order`: instead of the system's; "resident"
-    computes what is here first, "id" by rising id. `device`: where the model runs (default: the accelerator, where
-    there is one); `devices`: several, over which experts are spread, "cuda:0,cuda:1" or logical ones, "cpu:0,cpu:1";
-    `memory` is their sum then, `ring` that of each. `host_memory`: RAM for experts behind an accelerator. `codec`: how
-    experts are stored on disk, "none" (as they are computed with), "planes" (compressed, bit for bit the same) or
-    "auto": as they are stored already, else what is faster by measuring. `compressed`: the share of `memory` (behind an
-    accelerator, of `host_memory`) in which experts of a compressed store stay compressed, to come back without a read:
-    "30%", 0.3, or "auto": what pays by measuring, mostly nothing; "device": all of `host_memory`, and the accelerator
-    decodes (nvCOMP). `decisions`: a file that takes every observation and decision of the control plane, for `expertly
-    trace replay`. `maps`: the file that the expert maps (activation matrices) of a system with them are read from,
-    where it is there, and written to about every minute and at unload; "auto" is beside the packed store, "off" or None
-    is nowhere. `predictor`: the file of trained weights that a system with a learned predictor takes (`expertly
-    train-predictor`); "auto" is beside the packed store, or what ships with the demo model, "off" or None is none.
-    `plan`: the file of a split plan (`expertly configure`) that a system with split caching begins with; it is of this
-    model, this P and no more memory than this. `matcher`: "auto" is "thread", or "inline" where the system waits for
-    its predictions; "thread" predicts beside the forward pass, "inline" within it, so that a run can be repeated
-    exactly.
+    this model at the nearest memory, else `expertly`, or `lru` for tiny experts (`stats` say which, and why).
+    `segments`: P, the parts an expert is cut into (default: the system's). `ring`: slots of it through which a layer
+    streams what it does not keep (default: one token's experts, and all where the system keeps none). `order`: instead
+    of the system's; "resident" computes what is here first, "id" by rising id. `device`: where the model runs (default:
+    the accelerator, where there is one); `devices`: several, over which experts are spread, "cuda:0,cuda:1" or logical
+    ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each. `host_memory`: RAM for experts behind an
+    accelerator. `codec`: how experts are stored on disk, "none" (as they are computed with), "planes" (compressed, bit
+    for bit the same) or "auto": as they are stored already, else what is faster by measuring. `compressed`: the share
+    of `memory` (behind an accelerator, of `host_memory`) in which experts of a compressed store stay compressed, to
+    come back without a read: "30%", 0.3, or "auto": what pays by measuring, mostly nothing; "device": all of
+    `host_memory`, and the accelerator decodes (nvCOMP). `decisions`: a file that takes every observation and decision
+    of the control plane, for `expertly trace replay`. `maps`: the file that what a system learns while it runs (expert
+    maps, activation matrices, or what `expertly` learns of reuse) is read from, where it is there, and written to about
+    every minute and at unload; "auto" is beside the packed store, "off" or None is nowhere. Reuse is kept of one
+    device, and not with `decisions`: they begin with nothing learned. `predictor`: the file of trained weights that a
+    system with a learned predictor takes (`expertly train-predictor`); "auto" is beside the packed store, or what ships
+    with the demo model, "off" or None is none. `plan`: the file of a split plan (`expertly configure`) that a system
+    with split caching begins with; it is of this model, this P and no more memory than this. `matcher`: "auto" is
+    "thread", or "inline" where the system waits for its predictions; "thread" predicts beside the forward pass,
+    "inline" within it, so that a run can be repeated exactly.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
     targets = choose_devices(device, devices)
-    why_system = None
+    why_system = packed = None
     if system == AUTO_SYSTEM:
         packed = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
         asked = Settings(segments, memory, codec, compressed, plan, predictor)
         system, settings, why_system = find_choice(
             packed, asked, Request(memory, ring, context, host_memory, compressed), targets
         )
+        if settings.codec != codec:
+            packed = None
         segments, memory, codec, compressed, plan, predictor = settings
     parts = get_system(system)
     if "future" in parts.needs:
@@ -130,8 +134,9 @@ def load(
         keep_few_primitives()
         keep_off_trapped_instructions()
     choose_kernels(target)  # before anything is made that would have to be ended where it raises
-    store = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
+    store = packed or pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
     path = maps_path(maps, parts, store)
+    place = reuse_path(maps, path, parts, store, len(targets), is_replayed=decisions is not None)
     weights = find_weights(predictor, parts, store)
     geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
     placement = Placement(geometry, len(targets))
@@ -163,6 +168,7 @@ def load(
                 journal.close()
 
     try:
+        engine.reuse = open_reuse(executor, store, *place, is_auto=maps == AUTO)
         home = executor.devices[0].backend.device
         loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
         executor.bind(experts_modules(loaded))

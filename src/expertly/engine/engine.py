@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from expertly.engine.executor import Executor
 from expertly.engine.observer import Observer
 from expertly.engine.prediction import Prefetching
 from expertly.engine.routing import dispatch
+from expertly.engine.saved_reuse import SavedReuse
 
 _COMBINE_NBYTES = 16 << 20
 """The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
@@ -30,6 +32,7 @@ class Engine:
         self.executor = executor
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
+        self.reuse: SavedReuse | None = None
         self.num_prefill_iterations = 0
         self.num_decode_iterations = 0
         self.num_prefill_tokens = 0
@@ -90,6 +93,8 @@ class Engine:
             self.observer.end_iteration(ok)
         if self.prefetching is not None:
             self.prefetching.end_iteration(ok)
+        if self.reuse is not None:
+            self.reuse.pass_ended()
         if info is None or not ok:
             return
         is_real = None if info.is_pad is None else ~info.is_pad
@@ -144,7 +149,8 @@ class Engine:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close.
+        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
+        SavedReuse.close.
 
         In a process forked from the one that made it there is nothing to end, and nothing is written.
         """
@@ -153,11 +159,12 @@ class Engine:
         self._is_closed = True
         if not self.is_of_this_process:
             return
-        try:
+        with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one raises
+            closing.callback(self.executor.close)
+            if self.reuse is not None:
+                closing.callback(self.reuse.close)
             if self.prefetching is not None:
-                self.prefetching.close()
-        finally:
-            self.executor.close()
+                closing.callback(self.prefetching.close)
 
     @property
     def is_of_this_process(self) -> bool:

@@ -14,6 +14,7 @@ from time import monotonic
 
 import torch
 
+from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import ConfigError
 from expertly.core.profile import (
     CopyRate,
@@ -69,8 +70,9 @@ def examine(
     if available < 2 * WORKING_NBYTES:
         text = f"{available >> 20} MiB are free; torch and a forward pass alone take about {WORKING_NBYTES >> 20}"
         problems.append(Problem("warning", "memory", text))
-    if _load() > _num_cpus() / 2:
-        text = f"{_load():.1f} processes were running on {_num_cpus()} CPUs in the last minute: the figures are too low"
+    load, num_cpus = _load(), allowed_cpus()
+    if load > num_cpus / 2:
+        text = f"{load:.1f} processes were running on {num_cpus} CPUs in the last minute: the figures are too low"
         problems.append(Problem("warning", "cpu", text))
     tell("disk")
     disk = _examine_disk(folder, effort, problems)
@@ -103,7 +105,7 @@ def _profile(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         platform=platform.platform(),
         cpu=cpu_name(),
-        num_cpus=_num_cpus(),
+        num_cpus=allowed_cpus(),
         cache_nbytes=cache_nbytes,
         memory_nbytes=total,
         available_nbytes=available,
@@ -219,10 +221,6 @@ def _installed(name: str) -> str | None:
 
 def _total_nbytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _load() -> float:

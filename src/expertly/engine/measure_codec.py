@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from itertools import count
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from expertly.core.codecs import CodecChoice, CodecRates, DecodingRates, choose_codec, decoding_threads
 from expertly.core.costs import CodecCosts
+from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.profile import DecodeProfile, DecodeRate, MachineProfile
@@ -38,7 +38,7 @@ _LAYER = LayerGeometry(1, 1, hidden_size=1024, intermediate_size=1408, num_matri
 def measure_decoding(seconds: float) -> DecodeProfile:
     """By one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
     sample = Sample(_LAYER, [[_trained_like(_LAYER.expert_nbytes // 2)]])
-    threads = sorted({1, decoding_threads(_num_cpus(), NUM_READERS), NUM_READERS})
+    threads = sorted({1, decoding_threads(allowed_cpus(), NUM_READERS), NUM_READERS})
     rates = tuple(DecodeRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
     return DecodeProfile(sample.ratio, rates)
 
@@ -145,7 +145,3 @@ def _trained_like(count: int) -> NDArray[np.uint8]:
     """bfloat16 weights of a normal distribution, which is what those of trained models are nearly."""
     values = np.random.default_rng(0).standard_normal(count, np.float32) * np.float32(0.02)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from expertly.engine.api import handle
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.layer_profile import LayerSample, fit_layers, samples_of
 from expertly.engine.link_profile import fit_link
+from expertly.engine.playing import forward
 from expertly.models.loading import experts_modules
 
 TOKENS = (1, 2, 4, 16, 64, 256)
@@ -164,10 +164,9 @@ class Measurement:
 
     def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
         """One pass as `generate` makes it: logits of the last token alone where the model can, and the choice."""
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
-        out = self._model(ids, past_key_values=cache, use_cache=True, **last)
-        out.logits[:, -1].argmax(-1).tolist()
-        return out.past_key_values
+        logits, cache = forward(self._model, ids, cache)
+        logits.argmax(-1).tolist()
+        return cache
 
     def _decode(self, num_requests: int) -> None:
         """Steps after short prompts."""

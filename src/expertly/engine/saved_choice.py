@@ -21,7 +21,7 @@ from expertly.plans import check_plan
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.store.cache import entry_folder, learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
-from expertly.systems import DEFAULT_SYSTEM, get_system
+from expertly.systems import BASE_SYSTEM, default_system, get_system
 
 
 class Settings(NamedTuple):
@@ -63,7 +63,8 @@ def find_choice(store: PackedStore, asked: Settings, request: Request, targets: 
     """
 
     def default(why: str) -> Found:
-        return Found(DEFAULT_SYSTEM, asked, f"system auto: {DEFAULT_SYSTEM}, the default: {why}")
+        name, mib = default_system(store.manifest.layers)
+        return Found(name, asked, f"system auto: {name}, the default for experts of {mib:.3g} MiB: {why}")
 
     path = choices_path(store)
     try:
@@ -88,7 +89,7 @@ def find_choice(store: PackedStore, asked: Settings, request: Request, targets: 
 def _memory_nbytes(store: PackedStore, request: Request, targets: Sequence[torch.device]) -> int:
     """All that is asked for, or that is free."""
     plain = Request(request.memory, request.ring, request.context, request.host_memory, 0)
-    division = divide(store, [store.geometry()], get_system("lru"), plain, targets)
+    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), plain, targets)
     return division.budgets[0].memory_nbytes
 
 

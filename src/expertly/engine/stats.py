@@ -62,6 +62,7 @@ class Stats:
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None if prefetching is None else _of_prediction(prefetching, devices[0]["gate"]),
+            "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "devices": devices,
             "phases": {

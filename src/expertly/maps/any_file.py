@@ -11,21 +11,29 @@ from pathlib import Path
 from expertly.core.errors import StoreError
 from expertly.core.headers import header_bytes_of, header_metadata
 from expertly.maps.file import MapsFile, save_maps
-from expertly.maps.header import Facts, MatricesHeader
+from expertly.maps.header import Facts, MapsHeader, MatricesHeader
 from expertly.maps.matrices_file import MatricesFile, save_matrices
 from expertly.maps.merge import merged, merged_matrices
+from expertly.maps.metadata import KINDS
 from expertly.policies.maps.store import MapStore
 from expertly.policies.matrices.collection import Matrices
 
 AnyFile = MapsFile | MatricesFile
 AnyStore = MapStore | Matrices
+_KINDS = (MapsHeader.kind, MatricesHeader.kind)
 
 
 def read_any(path: Path, like: AnyFile | None = None) -> AnyFile:
-    """A file of either kind; `like`: of the same kind and model as this one. Raises StoreError as they do."""
+    """A file of either kind; `like`: of the same kind and model as this one. Raises StoreError as they do, and for a
+    file of another kind.
+    """
     if like is not None:
         return type(like).read(path, like.header.identity, like.header.shape)
-    kind: type[AnyFile] = MatricesFile if _format_of(path) == MatricesHeader.kind else MapsFile
+    found = format_of(path)
+    if found in KINDS and found not in _KINDS:
+        accepted = " or ".join(KINDS[name].holds for name in _KINDS)
+        raise StoreError(f"{path}: format={found!r}: holds {KINDS[found].holds}; accepted: a file of {accepted}")
+    kind: type[AnyFile] = MatricesFile if found == MatricesHeader.kind else MapsFile
     return kind.read(path)
 
 
@@ -46,7 +54,7 @@ def merged_any(stores: Sequence[AnyStore], capacity: int) -> AnyStore:
     return merged([store for store in stores if isinstance(store, MapStore)], capacity)
 
 
-def _format_of(path: Path) -> str | None:
+def format_of(path: Path) -> str | None:
     """What a file says that it is; None where it says nothing that can be understood."""
     with contextlib.suppress(OSError, StoreError):
         if stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for who writes it

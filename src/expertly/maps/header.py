@@ -54,7 +54,7 @@ class MapsHeader:
         if not quota:
             raise failure(path, found, "quota", "must be above 0")
         weight = _share(path, found, "semantic_weight")
-        return cls(found["identity"], shape, capacity, weight, quota, _about(path, found))
+        return cls(found["identity"], shape, capacity, weight, quota, about_in(path, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class MatricesHeader:
         found = read_metadata(path, raw, cls.kind)
         shape = layers_in(path, found)
         capacity = _capacity(path, found, 16 * shape.num_layers * shape.max_experts)
-        return cls(found["identity"], shape, capacity, _about(path, found))
+        return cls(found["identity"], shape, capacity, about_in(path, found))
 
 
 def check_model(path: Path, header: MapsHeader | MatricesHeader, identity: str | None, shape: MapShape | None) -> None:
@@ -123,7 +123,8 @@ def _share(path: Path, found: Mapping[str, str], name: str) -> float:
     return value
 
 
-def _about(path: Path, found: Mapping[str, str]) -> Facts:
+def about_in(path: Path, found: Mapping[str, str]) -> Facts:
+    """Whatever else a file says of itself: texts and numbers."""
     facts = json_object(path, found, "about")
     if not all(value is None or isinstance(value, str | int) or _is_finite(value) for value in facts.values()):
         raise failure(path, found, "about", "must hold texts and numbers")

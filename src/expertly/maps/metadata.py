@@ -25,12 +25,13 @@ class Kind(NamedTuple):
     """A kind of file."""
 
     holds: str
-    command: str  # that makes it
+    command: str  # that makes it of a trace; "" where none does
 
 
 KINDS = {
     "expertly-maps": Kind("expert maps, by which fmoe predicts", "maps build"),
     "expertly-matrices": Kind("activation matrices, by which moe-infinity predicts", "maps build"),
+    "expertly-reuse": Kind("what was learned of reuse, by which expertly keeps experts", ""),
     "expertly-predictor": Kind("the weights of a predictor, by which promoe predicts", "train-predictor"),
 }
 """By the format that a file says it has."""
@@ -72,7 +73,7 @@ def check_identity(path: Path, kind: str, own: str, identity: str | None) -> Non
     """Raises StoreError where a file of identity `own` is not of the model that it must be of (None: of any)."""
     if identity is not None and identity != own:
         what = "of another model, or of this one before it changed"
-        if own.startswith(OF_A_TRACE):
+        if own.startswith(OF_A_TRACE) and KINDS[kind].command:
             what = f"of a trace whose model was not named; `expertly {KINDS[kind].command} --model` names it"
         raise StoreError(f"{path}: identity={own!r:.80}: {what}; expected {identity!r:.80}")
 

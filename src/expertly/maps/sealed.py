@@ -25,7 +25,7 @@ from expertly.core.headers import TensorInfo, TensorSpec, header_bytes_of, parse
 NO_CHECKSUM = "0" * 8
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
 
-_NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F16": "<f2"}
+_NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F32": "<f4", "F16": "<f2"}
 _CHUNK_NBYTES = 8 << 20
 
 Shape = tuple[int, ...]

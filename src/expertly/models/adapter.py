@@ -38,14 +38,12 @@ class ExpertsSite:
     """
 
     name: str  # module path, e.g. model.layers.3.mlp.experts
-    module_class: type[nn.Module]
     geometry: LayerGeometry
     is_transposed: bool
     is_concatenated: bool
     has_gate: bool
     has_bias: bool
     weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
-    is_encoder: bool
     is_fused: bool = True
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
@@ -171,14 +169,11 @@ class _ShapeError(Exception):
 
 
 def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> ExpertsSite:
-    is_encoder = "encoder" in name.split(".")
     if _is_switch_experts(module):
         first = next(iter(module.children()))
         width, hidden = first.wi.weight.shape
         geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
-        return ExpertsSite(
-            name, type(module), geometry, False, True, False, False, ("wi", "wo"), is_encoder, is_fused=False
-        )
+        return ExpertsSite(name, geometry, False, True, False, False, ("wi", "wo"), is_fused=False)
     if getattr(module, "has_post_expert_norm", False):
         raise _ShapeError(f"{name} normalises each expert's output, which is not supported")
     has_gate = getattr(module, "has_gate", True)
@@ -199,14 +194,12 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
     return ExpertsSite(
         name=name,
-        module_class=type(module),
         geometry=geometry,
         is_transposed=is_transposed,
         is_concatenated=getattr(module, "is_concatenated", True),
         has_gate=has_gate,
         has_bias=getattr(module, "has_bias", False),
         weight_names=weight_names,
-        is_encoder=is_encoder,
     )
 
 

@@ -17,6 +17,9 @@ from expertly.native.kernels import Kernels
 GAINING = (torch.bfloat16, torch.float16)
 """Whose products torch makes at half the speed of the memory, or less."""
 
+_PLAIN = (nn.Parameter, torch.Tensor)
+"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
+
 
 class FewTokensLinear(nn.Linear):
     """An nn.Linear whose product is the compiled one for a few tokens."""
@@ -34,26 +37,43 @@ class FewTokensLinear(nn.Linear):
         return module
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's."""
-        weight, width, kernels = self.weight, input.shape[-1], self._expertly_kernels
+        """As nn.Linear's. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
+        quantized them, or train them.
+        """
+        weight, bias, width, kernels = self.weight, self.bias, input.shape[-1], self._expertly_kernels
         num_tokens = input.numel() // width if width else 0
         if (
             not 1 <= num_tokens <= kernels.max_tokens
-            or input.dtype != weight.dtype
+            or not kernels.takes(input.dtype, input.device)
+            or not _goes_with(weight, input)
+            or (bias is not None and not _goes_with(bias, input))
             or width != weight.shape[1]
-            or weight.stride(1) != 1
-            or input.device.type != "cpu"
             or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad))
+            or (torch.is_grad_enabled() and _is_trained(input, weight, bias))
+            or torch.compiler.is_compiling()
         ):
-            return linear(input, weight, self.bias)
+            return linear(input, weight, bias)
         x = input.reshape(num_tokens, width)
         out = x.new_empty(1, num_tokens, weight.shape[0])
         if x.stride(1) != 1:
             x = x.contiguous()
         task = (weight.data_ptr(), 0, num_tokens, 0)
-        kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=self.bias)
+        kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
         return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _goes_with(parameter: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether it lies in memory as the kernels read it."""
+    return (
+        type(parameter) in _PLAIN
+        and parameter.dtype == input.dtype
+        and parameter.device == input.device
+        and parameter.stride(-1) == 1
+    )
+
+
+def _is_trained(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> int:

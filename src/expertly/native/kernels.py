@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
 from expertly.native.library import Library, libraries
-from expertly.native.threads import granted_cpus
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""

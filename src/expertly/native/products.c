@@ -121,14 +121,16 @@ int expertly_products_has_half(int level) {
 extern void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
     __attribute__((weak));
 
-enum { THREAD_NBYTES = 128 << 10 }; /* that make it worth to wake a thread */
+enum { THREAD_NBYTES = 128 << 10 }; /* for each of two threads: fewer are not worth waking one for */
 
 int expertly_products_has_threads(void) { return GOMP_parallel != NULL; }
 
+/* On all threads or one: libgomp ends the threads that a smaller team than the last has no use for, and a larger one
+ * starts them anew.
+ */
 static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    if (num_threads > nbytes / THREAD_NBYTES) num_threads = (int)(nbytes / THREAD_NBYTES);
-    if (num_threads > num_chunks) num_threads = (int)num_chunks;
-    if (num_threads > 1 && GOMP_parallel != NULL) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+    if (num_threads > 1 && num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES && GOMP_parallel != NULL)
+        GOMP_parallel(function, job, (unsigned)num_threads, 0);
     else function(job);
 }
 
@@ -172,7 +174,8 @@ int expertly_products_dots(int level, int dtype, int num_threads, const task *ta
     dots job = {
         .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
         .padded_width = padded, .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .x = prepared, .bias = bias,
-        .out = out, .out_rows = out_rows, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+        .out = out, .out_rows = out_rows, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk,
+        .end = num_tasks * num_chunks,
     };
     run(set->dots, &job, num_threads, job.end, num_tasks * num_neurons * neuron_nbytes);
     free(prepared);
@@ -202,9 +205,8 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
     for (int64_t i = 0; i < num_tasks; i++) left[i] = num_chunks;
     sums job = {
         .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width, .padded_width = padded,
-        
-        .row_nbytes = row_nbytes, .h = wide, .partial = memory, .partial_stride = most * padded, .left = left, .out = out, .tasks = tasks,
-        .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+        .row_nbytes = row_nbytes, .h = wide, .partial = memory, .partial_stride = most * padded, .left = left,
+        .out = out, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
     };
     run(set->sums, &job, num_threads, job.end, num_tasks * num_neurons * width * itemsize);
     free(memory);

@@ -81,6 +81,9 @@ class EngineMetrics(Collector):
         yield from _of_phases(stats["phases"])
         yield from _of_layers(stats["layers"])
         yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", _accuracy(stats))
+        if (reuse := stats["reuse"]) is not None:
+            yield _gauge("expertly_reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
+            yield _gauge("expertly_reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
         yield self._of_memory(stats)
         yield _gauge("expertly_process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
 

@@ -21,7 +21,7 @@ from expertly.core.errors import ConfigError
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.fleet_metrics import together
 from expertly.serve.named import Named
-from expertly.systems import AUTO_SYSTEM, DEFAULT_SYSTEM, get_system
+from expertly.systems import AUTO_SYSTEM, get_system
 
 try:
     from ray import serve
@@ -50,7 +50,7 @@ class Options(BaseModel):
     replicas: int = Field(default=2, ge=1)
     memory: str = "auto"
     total_memory: str | None = None
-    system: str = DEFAULT_SYSTEM
+    system: str = AUTO_SYSTEM
     segments: int | None = Field(default=None, ge=1)
     dtype: str | None = None
     device: str | None = None

@@ -110,7 +110,7 @@ class View:
                 "stall_share": sum(one.stall_ns for one in recent) / 1e9 / seconds if seconds > 0 else None,
                 "bytes_loaded": sum(one.loaded_nbytes for one in recent),
             },
-            "history": None if stats["prediction"] is None else stats["prediction"]["history"],
+            "history": _history_of(stats),
             "prefetch_accuracy": needed / prefetched if prefetched else None,
             "memory": {
                 **self._split.as_dict(),
@@ -121,3 +121,9 @@ class View:
                 **self._readings.host_memory(),
             },
         }
+
+
+def _history_of(stats: dict[str, Any]) -> str | None:
+    """Whether what it predicts by, or else evicts by, is from earlier runs; None where it learns neither."""
+    told = [one["history"] for one in (stats["prediction"], stats["reuse"]) if one is not None]
+    return next((history for history in told if history is not None), None)

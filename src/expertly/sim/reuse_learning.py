@@ -21,7 +21,7 @@ class ReuseOfTraining:
 
     def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
         self._trace = trace
-        self._spans = first_rows(list(spans), MOST_ROWS)
+        self._spans = spans
         self._found: ReuseModel | None = None
 
     def of(self, system: System, geometry: Geometry) -> ReuseModel | None:
@@ -30,7 +30,14 @@ class ReuseOfTraining:
             return None
         if self._found is None:
             self._found = ReuseModel(geometry)
-            for iteration in Workload(self._trace, self._spans).iterations():
-                for router in iteration.layers:
-                    self._found.observe(router)
+            teach(self._found, self._trace, self._spans)
         return self._found
+
+
+def teach(model: ReuseModel, trace: Trace, spans: Sequence[Span]) -> None:
+    """Let it see what these requests needed, the first MOST_ROWS of their rows. It is of the trace's model."""
+    first = first_rows(list(spans), MOST_ROWS)
+    if first:
+        for iteration in Workload(trace, first).iterations():
+            for router in iteration.layers:
+                model.observe(router)

@@ -44,9 +44,9 @@ def entry_folder(
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}{_PLANES if codec == 'planes' else ''}"
 
 
-LEARNED = ("maps", "matrices", "predictor", "choices")
-"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, a predictor, what
-`expertly tune` chose.
+LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
+"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, what is used again, a
+predictor, what `expertly tune` chose.
 """
 
 

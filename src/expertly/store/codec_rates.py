@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from expertly.core.codecs import CodecChoice, CodecRates, choose_codec, decoding_threads, too_small
+from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
@@ -77,7 +78,7 @@ def choose_for(
 
 def measure_rates(sample: Sample, disk_nbytes_per_s: float) -> CodecRates:
     """With as many decoding threads as an engine on this machine would have."""
-    threads = decoding_threads(_num_cpus(), NUM_READERS)
+    threads = decoding_threads(allowed_cpus(), NUM_READERS)
     return CodecRates(sample.ratio, disk_nbytes_per_s, sample.decode_nbytes_per_s(threads), threads)
 
 
@@ -180,10 +181,6 @@ def _rate(work: Callable[[int, float], int], num_threads: int, seconds: float) -
     if errors:
         raise errors[0]
     return sum(done) / (time.perf_counter() - start)
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first(chunks: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from expertly.core.errors import ExpertlyError
+from expertly.engine.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.playing import Played
 from expertly.tuning.verification import Player
 from expertly.tuning.workload import Request
 
@@ -66,10 +66,13 @@ def calibrate(
 ) -> Calibration:
     """Each is played between two times of the base, the slower of which counts, so that noise is no overhead. What
     fails is left out, as is what there is no time for: that has no overhead then, which is never less than nothing. Of
-    a candidate of two kinds, the prediction has what the eviction does not explain.
+    a candidate of two kinds, the prediction has what the eviction does not explain. A request without a step tells
+    nothing.
     """
     calibration = Calibration(base)
     base_s = simulated_step_s(base)
+    if len(request.tokens) == request.num_prompt:
+        return calibration
     before_s = _quiet_step_s(player.play(base, request))
     for candidate in candidates:
         if deadline.is_over or base_s is None:
@@ -80,7 +83,7 @@ def calibrate(
             calibration.failed[candidate] = str(error)
             continue
         simulated = simulated_step_s(candidate)
-        if simulated is None or not played.steps_s:
+        if simulated is None:
             continue
         after_s = _quiet_step_s(player.play(base, request))
         measured, before_s = _quiet_step_s(played) - max(before_s, after_s), after_s

@@ -11,10 +11,12 @@ from expertly.core.errors import ExpertlyError
 from expertly.engine import api
 from expertly.engine.backends import available_nbytes
 from expertly.engine.memory import available_host_nbytes
+from expertly.engine.playing import Played, feed
+from expertly.engine.saved_reuse import reuse_models
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.sim.reuse_learning import teach
 from expertly.sim.training import histories
 from expertly.tuning.candidates import Candidate
-from expertly.tuning.playing import Played, feed
 from expertly.tuning.workload import Request, Workload
 
 BESIDE_NBYTES = 256 << 20
@@ -73,9 +75,12 @@ class EnginePlayer:
             codec=candidate.storage.codec,
             compressed=candidate.storage.compressed,
         )
-        prefetching = api.handle(model).engine.prefetching
+        engine, trace, training = api.handle(model).engine, self._workload.trace, self._workload.schedule.training
+        prefetching = engine.prefetching
+        if not self.maps(candidate).exists():
+            for reuse in reuse_models(engine.executor):
+                teach(reuse, trace, training)
         if system.learns is not None and prefetching is not None and not self.maps(candidate).exists():
-            trace, training = self._workload.trace, self._workload.schedule.training
             for history in histories(trace, training, prefetching.predictor.wants):
                 prefetching.predictor.learn(history)
         first = self._workload.requests[0]

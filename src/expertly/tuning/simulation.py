@@ -51,9 +51,9 @@ class Simulation:
             row = self.row(candidate, num_requests, check)
         except (ConfigError, _OutOfTimeError):
             return None
-        if row["skipped"] is not None or row["tpot_s"] is None:
+        if row["skipped"] is not None:
             return None
-        return float((row["ttft_s"] or 0.0) * row["requests"] + row["tpot_s"] * self.num_steps(num_requests))
+        return float((row["ttft_s"] or 0.0) * row["requests"] + (row["tpot_s"] or 0.0) * self.num_steps(num_requests))
 
     def num_steps(self, num_requests: int) -> int:
         """Decode steps of the first requests."""

@@ -24,7 +24,7 @@ from expertly.policies.learned import LearnedWeights
 from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
-from expertly.systems import DEFAULT_SYSTEM, SYSTEMS, get_system
+from expertly.systems import BASE_SYSTEM, SYSTEMS, default_system, get_system
 from expertly.tuning.calibration import Calibration, calibrate, representatives
 from expertly.tuning.candidates import Candidate, Space
 from expertly.tuning.deadline import Clock, Deadline
@@ -35,9 +35,6 @@ from expertly.tuning.simulation import Simulation
 from expertly.tuning.verdict import Verdict, decide
 from expertly.tuning.verification import Player, Progress
 from expertly.tuning.workload import Request, Workload, record_workload
-
-BASE = "lru"
-"""What nothing that is chosen may be slower than."""
 
 FINALISTS, OF_A_PRESET = 4, 2
 
@@ -139,8 +136,9 @@ def tune(
             is_free=wishes.memory == "auto",
         )
         simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
-        base = space.named(BASE)
-        default = space.named(DEFAULT_SYSTEM) if space.can_run(get_system(DEFAULT_SYSTEM)) else base
+        base = space.named(BASE_SYSTEM)
+        usual, _ = default_system(store.manifest.layers)
+        default = space.named(usual) if space.can_run(get_system(usual)) else base
         requests = seen.workload.requests
         with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, wishes.predictor), scratch) as player:
             calibration = _calibrated(space, simulation, make_player(player), base, requests[0], deadline, tell)
@@ -173,7 +171,7 @@ def _observed(
 ) -> Observed:
     """Loads the model once, in the codec whose loads can be measured by themselves, where there is a choice."""
     codec = "none" if "none" in stores else next(iter(stores))
-    load_base = partial(load, system=BASE, maps=None, codec=codec, compressed=0)
+    load_base = partial(load, system=BASE_SYSTEM, maps=None, codec=codec, compressed=0)
     tell("recording", 0, 1)
     model, tokenizer = load_base(memory=wishes.memory)
     try:

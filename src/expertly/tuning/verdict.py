@@ -96,5 +96,5 @@ def _seconds(player: Player, candidate: Candidate, request: Request, deadline: D
 
 def _why_base(base: Candidate, turns: Turns) -> str:
     if turns.count < MIN_TURNS:
-        return f"{base.label}: there was time for {turns.count} turns only, which say nothing"
+        return f"{base.label}: there was time for too few turns to say anything ({turns.count} of {MIN_TURNS})"
     return f"{base.label}: nothing was measurably faster in {turns.count} turns"

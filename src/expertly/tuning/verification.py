@@ -12,10 +12,10 @@ from typing import Protocol
 
 from expertly.choices import Gain
 from expertly.core.errors import ExpertlyError
+from expertly.engine.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.interval import median_interval
-from expertly.tuning.playing import Played
 from expertly.tuning.workload import Request
 
 MIN_TURNS = 5
@@ -46,27 +46,34 @@ class Turns:
         return min((len(played) for played in self.played.values()), default=0)
 
     def gain(self, candidate: Candidate, over: Candidate) -> Gain:
-        """Medians over the turns of each request, summed over the requests; and how the turns' ratios are spread."""
+        """Medians over the turns of each request, summed over the requests; and how the turns' ratios are spread. Where
+        no answer has a second token neither is the slower in decode.
+        """
         pairs = list(zip(self.played[candidate], self.played[over], strict=False))
         ratios = median_interval([one.seconds / other.seconds for one, other in pairs])
+        tpot, of_over = self.tpot_s(candidate), self.tpot_s(over)
         return Gain(
             over.label,
-            self._typical(candidate, lambda one: one.seconds) / self._typical(over, lambda one: one.seconds),
+            sum(self._typical(candidate, lambda one: one.seconds)) / sum(self._typical(over, lambda one: one.seconds)),
             ratios.low,
             ratios.high,
-            self._typical(candidate, lambda one: one.tpot_s) / self._typical(over, lambda one: one.tpot_s),
+            tpot / of_over if tpot is not None and of_over is not None else 1.0,
             len(pairs),
         )
 
-    def tpot_s(self, candidate: Candidate) -> float:
-        """Of a typical request."""
-        return self._typical(candidate, lambda one: one.tpot_s) / len(self._by_request(candidate))
+    def tpot_s(self, candidate: Candidate) -> float | None:
+        """Of a typical request; None where no answer has a second token."""
+        of_requests = self._typical(candidate, lambda one: one.tpot_s)
+        return statistics.mean(of_requests) if of_requests else None
 
     def ttft_s(self, candidate: Candidate) -> float:
-        return self._typical(candidate, lambda one: one.ttft_s) / len(self._by_request(candidate))
+        return statistics.mean(self._typical(candidate, lambda one: one.ttft_s))
 
-    def _typical(self, candidate: Candidate, of: Callable[[Played], float]) -> float:
-        return sum(statistics.median(map(of, played)) for played in self._by_request(candidate).values())
+    def _typical(self, candidate: Candidate, of: Callable[[Played], float | None]) -> list[float]:
+        """The median over the turns, of each request of which it is known."""
+        found = ([of(one) for one in played] for played in self._by_request(candidate).values())
+        known = ([value for value in values if value is not None] for values in found)
+        return [statistics.median(values) for values in known if values]
 
     def _by_request(self, candidate: Candidate) -> Mapping[int, list[Played]]:
         found: dict[int, list[Played]] = defaultdict(list)

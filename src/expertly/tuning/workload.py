@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine.playing import answer, chooser, max_positions
 from expertly.engine.recording import record
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.trace.reader import Trace
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.playing import write
 
 SPLIT = (1, 1)
 """Requests that systems learn from, and those that they are tried on."""
@@ -70,24 +68,21 @@ def record_workload(
     """
     if model.config.is_encoder_decoder:
         raise ModelUseError("an encoder-decoder model's passes are of two kinds: it cannot be tuned yet")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(model)
     most = max_new_tokens if limit is None else min(max_new_tokens, limit // 2)
     encoded = [tokenizer(prompt, return_token_type_ids=False)["input_ids"] for prompt in prompts]
     fitting = [(text, ids) for text, ids in zip(prompts, encoded, strict=True) if _fits(ids, limit, most)]
     if len(fitting) < LEAST_REQUESTS:
         accepted = f"at least {LEAST_REQUESTS}" + ("" if limit is None else f" of at most {limit - most} tokens")
         raise ConfigError(f"prompts: {len(fitting)} of {len(prompts)} can be given to this model; accepted: {accepted}")
-    generator = torch.Generator().manual_seed(seed)
-    found = model.generation_config.eos_token_id
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    num_done = 0
+    choose, num_done = chooser(TEMPERATURE, seed), 0
     with record(model, folder, full=True, command=command) as recording:
         for number, (text, ids) in enumerate(fitting):
             if number >= LEAST_REQUESTS and deadline.is_over:
                 break
             its = deadline.share(1 / (len(fitting) - number))
             recording.begin_request(None, text, len(ids))
-            write(model, ids, most + 1, partial(_sampled, generator), ends, partial(_may_go_on, its))
+            answer(model, ids, most + 1, choose, partial(_may_go_on, its))
             num_done += 1
     trace = Trace.open(folder)
     schedule = make_schedule(trace, Selection(split=SPLIT, seed=seed))
@@ -101,11 +96,6 @@ def _fits(ids: Sequence[int], limit: int | None, max_new_tokens: int) -> bool:
 
 def _may_go_on(deadline: Deadline, num_tokens: int) -> bool:
     return num_tokens <= LEAST_NEW_TOKENS or not deadline.is_over
-
-
-def _sampled(generator: torch.Generator, logits: torch.Tensor) -> int:
-    chances = torch.softmax(logits.float().cpu() / TEMPERATURE, 0)
-    return int(torch.multinomial(chances, 1, generator=generator))
 
 
 def _request(trace: Trace, first: int, num_rows: int) -> Request:

@@ -14,6 +14,9 @@ from expertly.policies.reuse.model import ReuseModel
 _AT_ONCE = 16
 """Victims put in order at a time beyond the number of those that are protected."""
 
+_MANY = 16
+"""Times that: of so many kept experts finding the few to go costs less than putting all in order."""
+
 
 class Reuse(ScoredPolicy):
     """The score is what `model` says, as seen from the layer that ran last. The caches of one model share it; one that
@@ -25,6 +28,11 @@ class Reuse(ScoredPolicy):
         self._model = model
         self._has_choice = capacity < geometry.num_experts
         self._is_kept = np.zeros(geometry.num_experts, np.bool_)
+
+    @property
+    def model(self) -> ReuseModel:
+        """What the caches of one model share."""
+        return self._model
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
@@ -51,15 +59,20 @@ class Reuse(ScoredPolicy):
         scores = self._model.worth()[experts]
         count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
         while len(experts):
-            is_among = np.ones(len(experts), np.bool_)
-            if count < len(experts):
+            some, those, num_left = scores, experts, 0
+            if len(experts) > _MANY * count:
                 is_among = scores <= np.partition(scores, count)[count]  # with all that are equal to the last
-            some, those = scores[is_among], experts[is_among]
-            order = np.argsort(some, kind="stable")  # ids rise: ties go to the lowest
-            for score, expert in zip(some[order].tolist(), those[order].tolist(), strict=True):
-                if expert not in protected:
-                    yield score, expert
-            scores, experts = scores[~is_among], experts[~is_among]
+                some, those = scores[is_among], experts[is_among]
+                scores, experts = scores[~is_among], experts[~is_among]
+                num_left = len(experts)
+            order = some.argsort(kind="stable")  # ids rise: ties go to the lowest
+            for first in range(0, len(order), count):
+                part = order[first : first + count]
+                for entry in zip(some[part].tolist(), those[part].tolist(), strict=True):
+                    if entry[1] not in protected:
+                        yield entry
+            if not num_left:
+                return
 
 
 def family(geometry: Geometry, model: ReuseModel | None) -> Callable[[int], Reuse]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,40 +32,55 @@ class ReuseModel:
     """
 
     def __init__(self, geometry: Geometry) -> None:
-        num_layers = geometry.num_layers
-        self._ends = [geometry.first_expert_id(layer) for layer in range(num_layers)] + [geometry.num_experts]
-        self._recent: Floats = np.zeros(geometry.num_experts, np.float32)  # by dense id
-        self._mean: Floats = np.zeros(geometry.num_experts, np.float32)  # what `_recent` is on average
-        self._values: Floats = np.zeros(geometry.num_experts, np.float32)  # said when each layer ran last
-        self._layers = [LayerReuse(*_place(self._ends, layer)) for layer in range(num_layers)]
+        self._begin(_ends(geometry))
+
+    def _begin(self, ends: list[int]) -> None:
+        num_layers, num_experts = len(ends) - 1, ends[-1]
+        self._ends = ends
+        self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
+        self._mean: Floats = np.zeros(num_experts, np.float32)  # what `_recent` is on average
+        self._values: Floats = np.zeros(num_experts, np.float32)  # said when each layer ran last
+        places = [_place(ends, layer) for layer in range(num_layers)]
+        self._layers = [LayerReuse(own, seen, self._recent, self._mean) for own, seen in places]
+        self._own = [(self._recent[own], self._values[own]) for own, _ in places]
         self._discounts: dict[int, Floats] = {}  # of a layer that runs: of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # that runs, or ran last
         self._is_decode = True
+        self._num_begun = self._num_ended = 0  # changes of what it has learned: not as many while one is made
 
     def fits(self, geometry: Geometry) -> bool:
         """Whether it is of a model with so many experts a layer."""
-        ends = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
-        return self._ends == [*ends, geometry.num_experts]
+        return self._ends == _ends(geometry)
 
     def copy(self) -> ReuseModel:
         """One that goes on from here by itself."""
-        return deepcopy(self)
+        one = ReuseModel.__new__(ReuseModel)
+        one._begin(self._ends)
+        for name in ("_recent", "_mean", "_values"):
+            getattr(one, name)[:] = getattr(self, name)
+        for layer, mine in zip(one._layers, self._layers, strict=True):
+            layer.same_as(mine)
+        one._layer, one._is_decode, one._worth = self._layer, self._is_decode, None
+        return one
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode teaches."""
-        self._layer, self._is_decode, self._worth = router.layer, router.serves_decode, None
-        one, batch_tokens = self._layers[router.layer], router.batch_tokens
+        layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
+        self._layer, self._is_decode, self._worth = layer, router.serves_decode, None
         if not batch_tokens:
             return
+        self._num_begun += 1
         left = fade(batch_tokens)
-        own = self._recent[one.own]
-        own *= left
-        own[router.experts] += np.asarray(router.num_tokens, np.float32) * ((1 - left) / batch_tokens)
-        used = router.experts
+        share = (1 - left) / batch_tokens
+        recent, values = self._own[layer]
+        recent *= left
+        for expert, num in zip(experts, router.num_tokens, strict=True):
+            recent[expert] += num * share
         if 0 in router.num_tokens:  # by pads alone
-            used = [expert for expert, num in zip(used, router.num_tokens, strict=True) if num]
-        self._values[one.own] = one.step(self._recent, self._mean, used, batch_tokens, is_decode=self._is_decode)
+            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
+        values[:] = self._layers[layer].step(experts, batch_tokens, is_decode=self._is_decode)
+        self._num_ended += 1
 
     def worth(self) -> Floats:
         """Of every expert by dense id, its value as seen from the layer that runs: a layer that is yet to run in this
@@ -76,12 +92,55 @@ class ReuseModel:
                 self._worth[self._ends[self._layer + 1] :] += SURE
         return self._worth
 
+    @property
+    def num_tokens(self) -> int:
+        """That it has seen, in the layer that saw most."""
+        return max(layer.num_tokens for layer in self._layers)
+
+    def state(self) -> dict[str, npt.NDArray[Any]] | None:
+        """A copy of what it has learned: `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id,
+        and all `weights`, layer after layer. What was used lately, and is yet to be learned from, is no part of it.
+
+        None while another thread lets it observe; and from then on, where that was interrupted half-way.
+        """
+        num_begun = self._num_begun
+        if num_begun != self._num_ended:
+            return None
+        state = {
+            "tokens": np.array([layer.num_tokens for layer in self._layers], np.int64),
+            "mean": self._mean.copy(),
+            "weights": np.concatenate([layer.weights.reshape(-1) for layer in self._layers]),
+        }
+        return state if num_begun == self._num_begun else None
+
+    def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on with what one of a model of the same layers had learned."""
+        self._mean[:] = state["mean"]
+        start = 0
+        for layer, num_tokens in zip(self._layers, state["tokens"].tolist(), strict=True):
+            end = start + layer.weights.size
+            layer.restore(state["weights"][start:end].reshape(layer.weights.shape), num_tokens)
+            start = end
+        assert start == len(state["weights"])
+
     def _discount(self, layer: int) -> Floats:
         if layer not in self._discounts:
             num_layers = len(self._layers)
             ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
             self._discounts[layer] = np.repeat(DISCOUNT ** (ahead / num_layers), np.diff(self._ends)).astype(np.float32)
         return self._discounts[layer]
+
+
+def num_weights(num_experts: Sequence[int]) -> int:
+    """Of a model with so many experts a layer."""
+    ends = [0, *accumulate(num_experts)]
+    places = (_place(ends, layer) for layer in range(len(num_experts)))
+    return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in places)
+
+
+def _ends(geometry: Geometry) -> list[int]:
+    """Where each layer's dense ids begin, and where the last one's end."""
+    return [*map(geometry.first_expert_id, range(geometry.num_layers)), geometry.num_experts]
 
 
 def _place(ends: Sequence[int], layer: int) -> tuple[slice, slice]:

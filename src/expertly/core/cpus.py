@@ -1,4 +1,4 @@
-"""How many processors a process may really use: those that it may run on, and what its cgroup grants it of them."""
+"""How many processors a process may run on, and how many of these it may really use."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def allowed_cpus() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def granted_cpus(cgroup: Path = _CGROUP) -> int:
     """At least 1. A quota of one and a half processors counts as one: with two threads both would be held back.
 
     Of the limits of a process's groups the one at the root that it sees is looked at, which is its container's.
     """
-    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup)
-    return num if quota is None else max(1, min(num, int(quota)))
+    return allowed_cpus() if quota is None else max(1, min(allowed_cpus(), int(quota)))
 
 
 def _quota(cgroup: Path) -> float | None:

@@ -1,0 +1,36 @@
+"""Files that some systems begin with: weights that were trained, and plans of splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from expertly.core.errors import ConfigError
+from expertly.systems import get_system
+
+if TYPE_CHECKING:
+    from expertly.learned.file import PredictorFile
+    from expertly.policies.moepic.plan import SplitPlan
+
+
+def predictor_for(systems: Sequence[str], path: Path | None) -> PredictorFile | None:
+    """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
+    from expertly.learned.file import PredictorFile
+
+    if path is None:
+        return None
+    if not any(get_system(name).takes_weights for name in systems):
+        raise ConfigError(f"predictor={str(path)!r}: no system of {', '.join(systems)} takes trained weights")
+    return PredictorFile.read(path)
+
+
+def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
+    """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
+    from expertly.plans import read_plan
+
+    if path is None:
+        return None
+    if not any(get_system(name).takes_plan for name in systems):
+        raise ConfigError(f"plan={str(path)!r}: no system of {', '.join(systems)} begins with a plan")
+    return read_plan(path)

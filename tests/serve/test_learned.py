@@ -1,0 +1,36 @@
+"""What a server of `expertly` says of what it has learned, before and after it was started again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import expertly
+from tests.serve.conftest import served
+
+
+def metric(text: str, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def test_a_server_that_comes_back_knows_what_it_had_learned(tmp_path: Path) -> None:
+    asked = {"model": "demo", "prompt": "The old man looked at the sea", "max_tokens": 24, "temperature": 0}
+    texts, num_learned = [], 0.0
+    for history in ("cold", "warm"):
+        model, tokenizer = expertly.load(
+            memory="30%", dtype="float32", device="cpu", system="expertly", maps=tmp_path / "my.reuse"
+        )
+        try:
+            with served(model, tokenizer) as serving, serving.http() as http:
+                assert http.get("/v1/state").json()["history"] == history
+                assert metric(http.get("/metrics").text, "expertly_reuse_tokens_read") == num_learned
+                answer = http.post("/v1/completions", json=asked).json()
+                texts.append(answer["choices"][0]["text"])
+                before, num_learned = num_learned, metric(http.get("/metrics").text, "expertly_reuse_tokens")
+                assert num_learned >= before + 24
+        finally:
+            expertly.unload(model)
+        num_learned = float(expertly.stats(model).as_dict()["reuse"]["tokens"])
+    assert texts[0] == texts[1] != ""
