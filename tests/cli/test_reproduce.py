@@ -89,7 +89,22 @@ def test_a_file_that_is_no_result_is_refused(
 ) -> None:
     (tmp_path / "no.json").write_text("{}", "utf-8")
     assert main(["reproduce", "fmoe:16", "--trace", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
-    assert "no results of" in capsys.readouterr().err
+    assert "not what `expertly reproduce --out DIR` writes" in capsys.readouterr().err
+
+
+def test_results_with_another_file_of_the_same_name_are_not_used_again(
+    capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
+) -> None:
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,{},10\n2023-11-16 18:15:50.9,5,4\n"
+    for folder, tokens in (("a", 6), ("b", 7)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "arrivals.csv").write_text(rows.format(tokens), "utf-8")
+    given = ("fmoe:16", "--quick", "--trace", *traces, "--arrivals")
+    reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", "--out", tmp_path / "out")
+    known = ["--reuse", str(tmp_path / "out" / "results.json")]
+    reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", *known)
+    assert main(["reproduce", *map(str, given), str(tmp_path / "b" / "arrivals.csv"), *known]) == 2
+    assert "arrivals was" in capsys.readouterr().err
 
 
 def test_prompts_that_are_made_up_differ() -> None:

@@ -23,7 +23,7 @@ def test_a_figure_a_paper_or_all() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "accepted"),
-    [("gmoe", "moe-infinity"), ("fmoe:99", "12a"), ("", "all"), ("moepic:table-9", "table-3")],
+    [("gmoe", "moe-infinity"), ("fmoe:99", "12a"), ("", "all"), ("fmoe:", "12a"), ("moepic:table-9", "table-3")],
 )
 def test_unknown_names_are_refused_with_what_is_accepted(asked: str, accepted: str) -> None:
     with pytest.raises(ConfigError, match=accepted):

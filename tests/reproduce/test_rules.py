@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,17 @@ def test_a_check_says_which_numbers_decided() -> None:
     assert check.rule == "x >= y >= z"
     named = rules.everywhere("all", {"k=1": True, "k=2": False}, "learned above skip")
     assert named.measured == "1 of 2; not: k=2"
+
+
+def test_every_direction_of_every_experiment_has_a_reason_to_give() -> None:
+    """Else one that does not hold, on whatever trace, would stand unexplained."""
+    without, num_rules = [], 0
+    for path in sorted(Path(rules.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="rules"), attr=name)):
+                    positional = list(inspect.signature(getattr(rules, name)).parameters)[: len(node.args)]
+                    given = {*positional, *(keyword.arg for keyword in node.keywords)}
+                    num_rules += 1
+                    without += [f"{path.name}:{node.lineno}"] * ("why" not in given)
+    assert num_rules > 50 and without == []

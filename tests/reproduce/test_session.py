@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Result
+from expertly.reproduce.finding import Check, Finding, Result
 from expertly.reproduce.lab import CannotRun, Lab
 from expertly.reproduce.registry import EXPERIMENTS, select
 from expertly.reproduce.session import Session
@@ -74,6 +76,65 @@ def test_hit_rates_are_those_of_the_simulator(session: Session) -> None:
         assert 0 < random < 1
     expected = all(float(row[5]) >= -0.005 for row in table.rows)  # type: ignore[arg-type]
     assert finding.checks[0].holds == expected
+
+
+def test_what_learns_has_learned_from_other_requests_unless_it_is_online(
+    session: Session, subjects: list[Subject]
+) -> None:
+    lab = session._lab(subjects[0])
+    offline, online = lab.runs("rtx3090"), lab.runs("rtx3090", online=True)
+    tested = {span.request for span in offline.study.schedule.test}
+    training = {span.request for span in offline.study.schedule.training}
+    assert tested and training and not tested & training
+    assert offline.row("fmoe")["history"] == f"filled from {len(training)} requests"
+    assert online.row("fmoe")["history"] == "empty" and not online.study.schedule.training
+    assert offline.row("fmoe")["predictor"]["maps"] > online.row("fmoe")["predictor"]["maps"]
+    assert f"{len(training)} other requests learned from" in lab.setting(offline)
+    assert "nothing learned" in lab.setting(online)
+
+
+def test_what_is_waited_for_is_what_the_simulator_stalls(session: Session, subjects: list[Subject]) -> None:
+    row = session._lab(subjects[0]).runs("rtx3090").row("lru")
+    waited_s = float(row.waiting_s[row.is_decode].sum())
+    assert waited_s == pytest.approx(row["decode_stall_s"]) and waited_s > 0
+    assert row.waiting(True) == pytest.approx(waited_s / row.passes_s[row.is_decode].sum())
+
+
+def test_another_seed_learns_from_and_tests_other_requests(subjects: list[Subject], tmp_path: Path) -> None:
+    labs = [Lab(subjects[0], tmp_path, seed=seed) for seed in (0, 1)]
+    first, other = ([span.request for span in lab.schedule().test] for lab in labs)
+    assert first != other
+    assert [span.request for span in labs[0].requests_to_test()][: len(first)] == first
+
+
+def test_all_in_memory_runs_once_whatever_the_budget(session: Session, subjects: list[Subject]) -> None:
+    runs = session._lab(subjects[0]).runs("rtx3090")
+    rows = [runs.row("resident", memory) for memory in ("25%", "50%", "100%")]
+    assert {row.tpot_s for row in rows} == {rows[0].tpot_s} and rows[0].waiting(True) == 0.0
+
+
+def test_a_direction_that_does_not_hold_is_explained_by_what_ran(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every reason is asked for, as if nothing held."""
+
+    def refused(claim: str, rule: str, measured: str, holds: bool, why: rules.Why) -> Check:
+        with contextlib.suppress(StopIteration):  # it asks for the first case that is wrong, and none is
+            return Check(claim, rule, measured, False, why if isinstance(why, str) else why())
+        return Check(claim, rule, measured, holds)
+
+    monkeypatch.setattr(rules, "_check", refused)
+    for name in ("fmoe:12b", "moe-infinity:2", "promoe:13", "moepic:4a"):  # as above: their runs are there
+        for finding in run(session, name).findings:
+            assert all(len(check.why) > 20 for check in finding.checks if not check.holds)
+
+
+def test_what_prompts_need_together_grows_with_the_batch(session: Session, subjects: list[Subject]) -> None:
+    from expertly.reproduce.batches import prompts_need
+
+    lab = session._lab(subjects[0])
+    one, four = (prompts_need(lab, "rtx3090", size) for size in (1, 4))
+    assert 0 < one < four <= 1
 
 
 def test_more_at_once_is_the_same_requests(session: Session, subjects: list[Subject]) -> None:

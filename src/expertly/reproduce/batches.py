@@ -35,6 +35,22 @@ def batched(lab: Lab, hardware: str, size: int) -> Runs:
     return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedule, hardware, trace=trace))
 
 
+def prompts_need(lab: Lab, hardware: str, size: int) -> float:
+    """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
+    study = batched(lab, hardware, size).study
+    span = study.schedule.test[-1]
+    columns = {
+        name: study.trace.rows(name, span.first_row, span.first_row + span.num_rows)
+        for name in ("iteration", "is_prefill", "experts")
+    }
+    shares = [
+        np.unique(columns["experts"][columns["iteration"] == prompt, layer]).size / lab.num_experts
+        for prompt in np.unique(columns["iteration"][columns["is_prefill"]])
+        for layer in range(len(lab.subject.layers))
+    ]
+    return float(np.mean(shares))
+
+
 def write_batches(
     trace: Trace, training: Sequence[Span], test: Sequence[Span], size: int, folder: Path
 ) -> tuple[Trace, list[Span]]:

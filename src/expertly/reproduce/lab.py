@@ -13,7 +13,7 @@ import numpy.typing as npt
 from expertly.core.errors import ExpertlyError
 from expertly.reproduce.finding import Check, Finding, Table
 from expertly.reproduce.subject import Subject
-from expertly.reproduce.watch import Watch
+from expertly.reproduce.watch import LastRun
 from expertly.sim.arrivals import Arrivals
 from expertly.sim.geometry_file import read_geometry
 from expertly.sim.hardware import Hardware
@@ -111,14 +111,13 @@ class Runs:
 
     def _run(self, system: str, memory: Memory) -> Row:
         name, is_modelled = self.subject.fitted(system)
-        watch = Watch()
-        self.study.chrome = watch  # type: ignore[assignment]
+        last = self.study.chrome = LastRun()
         facts = self.study.row(get_system(name), memory)
+        watch = last.watch
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
         if not watch.ends:  # with all experts here it has run before, in another budget
-            (first,) = [row for (one, _), row in self.shared.items() if one == system]
-            return replace(first, facts=facts)
+            return replace(next(row for (one, _), row in self.shared.items() if one == system), facts=facts)
         begins = [one[0] for one in watch.layers] if self.study.is_queued else [0, *watch.ends[:-1]]  # or it was idle
         passes = (np.array(watch.ends) - np.array(begins)) / 1e9
         is_decode = np.concatenate([decode_passes(self.study.trace, span) for span in self.study.schedule.test])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from expertly.reproduce.finding import show
-from expertly.reproduce.lab import Row
+from expertly.reproduce.lab import Lab, Row
 
 
 def of_time(ours: Row, other: Row) -> str:
@@ -31,14 +31,33 @@ def of_hits(ours: Row, other: Row) -> str:
     )
 
 
-def of_prompts(ours: Row, other: Row) -> str:
-    """Why TTFT differs little or not: a prompt needs nearly all experts, whatever is foretold."""
+def of_prompts(*rows: Row) -> str:
+    """What a prompt of each goes to."""
     said = []
-    for row in (ours, other):
+    for row in rows:
         waiting = (row.waiting(False) or 0.0) * row["ttft_s"]
         computing = row["ttft_s"] - waiting
         said.append(f"{row.system} computes {show(computing, 'ms')} and waits {show(waiting, 'ms')}")
-    return f"a prompt needs nearly all experts of each layer, so that the link's rate decides; {', '.join(said)}"
+    return f"of a prompt {', '.join(said)}"
+
+
+def of_steps(*rows: Row) -> str:
+    """What a decode pass of each goes to, and what it waits for."""
+    said = []
+    for row in rows:
+        waiting = (row.waiting(True) or 0.0) * row.tpot_s
+        nbytes = row["bytes_loaded"] / max(1, len(row.passes_s)) / 1e6
+        said.append(
+            f"{row.system} ({row['memory']}) computes {show(row.tpot_s - waiting, 'ms')}, waits {show(waiting, 'ms')}, "
+            f"loads {nbytes:.1f} MB a pass and hits {_share(row['hit_rate'])}"
+        )
+    return "; ".join(said)
+
+
+def of_categories(lab: Lab) -> str:
+    """What the requests of a trace are of."""
+    num = len({request.category for request in lab.trace.requests})
+    return "one category" if num == 1 else f"{num} categories"
 
 
 def _share(value: float | None) -> str:

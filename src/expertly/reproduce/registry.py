@@ -64,12 +64,12 @@ def select(names: str) -> list[Experiment]:
     chosen: set[str] = set()
     for name in names.split(","):
         name = name.strip()
-        paper, _, figure = name.partition(":")
+        paper, colon, figure = name.partition(":")
         if name != ALL and paper not in PAPERS:
             accepted = ", ".join((ALL, *PAPERS, *(f"{paper}:FIGURE" for paper in PAPERS)))
             raise ConfigError(f"paper={name!r:.80}: unknown; accepted: {accepted}")
         own = [one for one in EXPERIMENTS.values() if name == ALL or one.paper == paper]
-        found = [one for one in own if not figure or figure in one.figures]
+        found = [one for one in own if not colon or figure in one.figures]
         if not found:
             accepted = ", ".join(figure for one in own for figure in one.figures)
             raise ConfigError(f"figure={figure!r:.80}: none of {paper}'s; accepted: {accepted}")

@@ -6,7 +6,7 @@ from expertly.core.messages import Piece
 
 
 class Watch:
-    """Stands where a timeline would be. Times in nanoseconds; begins anew with each run."""
+    """Sees one run. Times in nanoseconds."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
@@ -23,10 +23,6 @@ class Watch:
         """Time that the link was busy."""
         self._computing = 0
         self._begins: list[int] = []
-
-    def begin_run(self, name: str) -> Watch:
-        self.__init__()  # type: ignore[misc]
-        return self
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
         """See Watcher."""
@@ -52,3 +48,15 @@ class Watch:
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
         """See MatcherWatcher."""
         self.predicting[what] = self.predicting.get(what, 0) + end_ns - begin_ns
+
+
+class LastRun:
+    """Stands where timelines would be: what the last run did; of none, nothing."""
+
+    def __init__(self) -> None:
+        self.watch = Watch()
+
+    def begin_run(self, name: str) -> Watch:
+        """See Timelines."""
+        self.watch = Watch()
+        return self.watch

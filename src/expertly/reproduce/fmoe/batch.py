@@ -47,6 +47,7 @@ def _run(lab: Lab) -> Finding:
             "a pass takes longer with more requests",
             {name: found[4][name].tpot_s > found[1][name].tpot_s for name in SYSTEMS},
             "TPOT at batch 4 above that at 1",
+            lambda: reasons.of_steps(*(found[size][name] for name in SYSTEMS for size in (1, 4))),
         ),
     ]
     runs = batched(lab, HARDWARE, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
 
 HARDWARE = "rtx3090"
@@ -28,13 +28,6 @@ def _run(lab: Lab) -> Finding:
     beside = sum(row.predicting_s.values()) / total
     checks = [
         rules.compared(
-            "what fMoE adds to the pass itself is below 5 % of an iteration",
-            ("asking and waiting for matches", row.asking_s / total),
-            ("5 %", MOST),
-            above=False,
-            unit="share",
-        ),
-        rules.compared(
             "matching and updating fit beside the pass",
             ("matcher busy", beside),
             ("the iteration", 1.0),
@@ -44,9 +37,21 @@ def _run(lab: Lab) -> Finding:
             f"{row['predictions_late']} predictions were late",
         ),
     ]
+    if row.asking_s:  # profiles that were not measured know of no such time
+        checks.append(
+            rules.compared(
+                "what fMoE adds to the pass itself is below 5 % of an iteration",
+                ("asking for experts", row.asking_s / total),
+                ("5 %", MOST),
+                above=False,
+                unit="share",
+                why=f"an iteration takes {show(total / num, 'ms')}, {show(row.asking_s / num, 'ms')} of it for asking",
+            )
+        )
     notes = [
         "simulated: matching is charged what it was measured to read and compute; collecting context is not modelled "
         "(the engine keeps references in the pass, and copies them in the matcher's thread)"
+        + ("" if row.asking_s else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it")
     ]
     columns = {"": "", "where": "", "an iteration": "ms", "of its time": "share"}
     return lab.finding(lab.setting(runs, "25%"), [Table.of("Of all iterations", columns, rows)], checks, notes)

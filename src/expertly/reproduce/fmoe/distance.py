@@ -38,8 +38,11 @@ def _hits(lab: Lab) -> Finding:
         ),
         rules.everywhere(
             "maps (fine-grained) hit more than counts (coarse-grained) at every distance",
-            {f"d={d}": maps[d].hit_rate > counts[d].hit_rate for d in DISTANCES},
+            {f"d={d}": _is_finer(maps[d], counts[d]) for d in DISTANCES},
             "hit rate of maps > of request counts",
+            lambda: reasons.of_hits(
+                *next((maps[d], counts[d]) for d in DISTANCES if not _is_finer(maps[d], counts[d]))
+            ),
         ),
         rules.compared(
             "and lose less by distance",
@@ -56,6 +59,10 @@ def _hits(lab: Lab) -> Finding:
         ),
     ]
     return lab.finding(lab.setting(runs, "25%"), [Table.of("Hit rate of decode", columns, rows)], checks)
+
+
+def _is_finer(maps: Row, counts: Row) -> bool:
+    return maps.hit_rate > counts.hit_rate
 
 
 def _times(lab: Lab) -> Finding:

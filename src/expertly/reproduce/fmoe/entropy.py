@@ -60,6 +60,7 @@ def _run(lab: Lab) -> Finding:
             ("request", request_bits),
             above=False,
             unit="bits",
+            why=f"a request uses {used_share:.1%} of the experts, an iteration {lab.top_k / lab.num_experts:.1%}",
         ),
         rules.monotonic(
             "3c: entropy grows over iterations",

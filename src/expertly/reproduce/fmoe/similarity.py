@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, Table, show
 from expertly.reproduce.lab import Lab
 
 HARDWARE = "rtx3090"
@@ -29,10 +29,8 @@ def _run(lab: Lab) -> Finding:
             value,
             LEAST,
             1.0,
-            why=lambda name=name: (  # type: ignore[misc]
-                f"the mean similarity is {facts.get(f'{name}_score', 0):.2f}: nearly all matches are close, so that "
-                "there is little to correlate with"
-            ),
+            why=f"the mean similarity is {facts.get(f'{name}_score') or 0:.2f}; of what is needed "
+            f"{show(row['recall'], 'share')} was named",
         )
         for name, value in found.items()
     ]

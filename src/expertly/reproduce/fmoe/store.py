@@ -7,7 +7,7 @@ from expertly.policies.maps.store import MapShape, MapStore
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
-from expertly.reproduce.lab import Lab
+from expertly.reproduce.lab import Lab, Row
 from expertly.sim.geometry_file import read_geometry
 
 HARDWARE = "rtx3090"
@@ -31,7 +31,11 @@ def _capacity(lab: Lab) -> Finding:
     columns = {"maps": "", **{f"{kind} similarity": "number" for kind in scores}, "hit rate": "share", "TPOT": "ms"}
     checks = []
     for kind, values in scores.items():
-        checks.append(rules.monotonic(f"{kind} similarity rises with the capacity", values, rises=True, slack=0.001))
+        checks.append(
+            rules.monotonic(
+                f"{kind} similarity rises with the capacity", values, rises=True, slack=0.001, why=lambda: _held(found)
+            )
+        )
         early = values["1000"] - values["500"]
         late = values["2000"] - values["1000"]
         checks.append(
@@ -40,9 +44,16 @@ def _capacity(lab: Lab) -> Finding:
                 ("1000 to 2000", late),
                 ("500 to 1000", early),
                 above=False,
+                why=lambda: _held(found),
             )
         )
     return lab.finding(lab.setting(runs, "25%"), [Table.of("By capacity of the store", columns, rows)], checks)
+
+
+def _held(found: dict[int, Row]) -> str:
+    return "maps in the store at the end: " + ", ".join(
+        f"{row['predictor']['maps']} of {num}" for num, row in found.items()
+    )
 
 
 def _memory(lab: Lab) -> Finding:
@@ -56,7 +67,16 @@ def _memory(lab: Lab) -> Finding:
         rows.append((f"{name}: embeddings", *(sizes[name][num][1] for num in STORES)))
     largest = {name: float(sizes[name][STORES[-1]][0]) for name in MODELS}
     checks = [
-        rules.best("Qwen1.5-MoE's maps take the most memory", largest, "qwen1.5-moe", lowest=False, unit="MB"),
+        rules.best(
+            "Qwen1.5-MoE's maps take the most memory",
+            largest,
+            "qwen1.5-moe",
+            lowest=False,
+            unit="MB",
+            why=lambda: ", ".join(
+                f"{name}: {shape.num_layers} layers of {shape.max_experts}" for name, shape in shapes.items()
+            ),
+        ),
         rules.everywhere(
             "32K maps take less than 200 MB",
             {name: value < MOST for name, value in largest.items()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
@@ -56,7 +58,7 @@ def _mean_and_tail(lab: Lab) -> Finding:
                     "moe-infinity",
                     lowest=True,
                     unit="ms",
-                    why=lambda rows=rows, fastest=fastest: reasons.of_time(rows["moe-infinity"], fastest),  # type: ignore[misc]
+                    why=partial(reasons.of_time, rows["moe-infinity"], fastest),
                 )
             )
     notes = [f"answers of {OUTPUT} tokens; prompts as long as the trace has them (the paper: 512)"]
@@ -80,6 +82,7 @@ def _context(lab: Lab) -> Finding:
             {label: rows["moe-infinity"].tpot_s for label, rows in found.items()},
             rises=True,
             unit="ms",
+            why=lambda: reasons.of_steps(*(rows["moe-infinity"] for rows in found.values())),
         ),
         rules.everywhere(
             "and stays the fastest",
@@ -130,7 +133,15 @@ def _capacity(lab: Lab) -> Finding:
             unit="ms",
             why=lambda: reasons.of_time(found[120], found[1]),
         ),
-        rules.near_best("120 are enough", times, "120", lowest=True, unit="ms", slack=0.01),
+        rules.near_best(
+            "120 are enough",
+            times,
+            "120",
+            lowest=True,
+            unit="ms",
+            slack=0.01,
+            why=lambda: reasons.of_time(found[120], min(found.values(), key=lambda row: row.tpot_s)),
+        ),
     ]
     return lab.finding(lab.setting(runs, "25%"), [Table.of("By capacity of the collection", columns, cells)], checks)
 

@@ -78,6 +78,7 @@ def _run(lab: Lab) -> Finding:
     for capacity in capacities:
         dice = np.random.default_rng(lab.seed)
         found[capacity] = query(full(capacity, dice), dice, 48, 1) / 1e6
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     rows = [(num, spent, BOUNDS_US[num] / 1e6 if num in BOUNDS_US else None) for num, spent in found.items()]
     checks = [
         rules.compared(
@@ -86,7 +87,7 @@ def _run(lab: Lab) -> Finding:
             ("the paper", BOUNDS_US[num] / 1e6),
             above=False,
             unit="us",
-            why="measured while the machine did other things: a quieter run is in `bench/results/matrices.json`",
+            why=f"measured on {machine}; another run is in `bench/results/matrices.json`",
         )
         for num, spent in found.items()
         if num in BOUNDS_US
@@ -102,7 +103,6 @@ def _run(lab: Lab) -> Finding:
             why="the paper queries at most once a layer, and counts one query; here all layers of a token are counted",
         )
     )
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     table = Table.of(
         "One layer's increment and the nearest matrix", {"matrices": "", "here": "us", "paper": "us"}, rows
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from expertly.core.geometry import Geometry
-from expertly.reproduce import rules
+from expertly.policies.moepic.timing import Timing
+from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
@@ -65,6 +66,7 @@ def _hits(lab: Lab) -> Finding:
             "and above random",
             {str(num): hits["lcp"] > hits["random"] for num, hits in found.items()},
             "hit rate of LCP above that of random",
+            why,
         ),
     ]
     setting = f"decode of the first {num_tokens} tokens as they come; caches of N experts a layer, no prefetch"
@@ -95,7 +97,11 @@ def _preliminary(lab: Lab) -> Finding:
     ]
     checks = [
         rules.monotonic(
-            "2a: hit rates rise with the cache", {m: row.hit_rate for m, row in rows.items()}, rises=True, unit="share"
+            "2a: hit rates rise with the cache",
+            {m: row.hit_rate for m, row in rows.items()},
+            rises=True,
+            unit="share",
+            why=lambda: reasons.of_steps(*rows.values()),
         ),
         rules.compared(
             f"2b: at a hit rate near 40 % a token takes at least {SLOWER} times as long as with all resident",
@@ -130,6 +136,7 @@ def _preliminary(lab: Lab) -> Finding:
                 ("half", 0.5),
                 above=True,
                 unit="share",
+                why=f"by layer {show(min(right), 'share')} to {show(max(right), 'share')}",
             )
         )
     hidden = {name: _hidden(lab, name) for name in MACHINES}
@@ -145,24 +152,28 @@ def _preliminary(lab: Lab) -> Finding:
             "2d: computing hides only part of loading",
             {name: share < 1 for name, share in hidden.items()},
             "computing a layer (attention and K experts) takes less than loading K experts",
-            "experts are small beside the rest of a layer's work on this profile: its fixed costs are charged in full",
+            lambda: (
+                f"loading K experts takes {', '.join(f'{_load_of_compute(lab, name):.1f}' for name in hidden)} times "
+                "as long as computing them, and the rest of a layer's work hides loading, too"
+            ),
         )
     )
     return lab.finding(lab.setting(runs), tables, checks)
 
 
+def _times(lab: Lab, machine: str) -> Timing:
+    hardware, geometry = Hardware.read(machine), Geometry(lab.subject.layers)
+    return step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
+
+
 def _hidden(lab: Lab, machine: str) -> float:
-    hardware = Hardware.read(machine)
-    geometry = Geometry(lab.subject.layers)
-    times = step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
+    times = _times(lab, machine)
     computing = sum(times.attention_ns) + sum(times.moe_ns)
     return computing / sum(k * load for k, load in zip(times.top_k, times.load_ns, strict=True))
 
 
 def _load_of_compute(lab: Lab, machine: str) -> float:
-    hardware = Hardware.read(machine)
-    geometry = Geometry(lab.subject.layers)
-    times = step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
+    times = _times(lab, machine)
     return times.load_ns[0] * times.top_k[0] / times.moe_ns[0]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from expertly.reproduce import rules
+from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
-from expertly.reproduce.lab import Lab
+from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.lab import Lab, Row
 from expertly.reproduce.moepic.stand_in import NAME
 
 HARDWARE = "a6000"
@@ -30,12 +30,21 @@ def _layers(lab: Lab) -> Finding:
             above=True,
             by=UNEVEN - 1,
             unit="x",
-            why="layers of this routing are alike: they hit and are foretold about equally often",
+            why=lambda: (
+                f"layers of this routing are alike: they hit {_range(row, 'hit_rate')}, and of what is named for "
+                f"them {_range(row, 'prediction_accuracy')} is right"
+            ),
         )
     ]
     table = Table.of(f"`{HALVES}`", {"": "", "a layer": "ms", "of the median": "x"}, cells)
     notes = [f"fastest: {fastest}"]
     return lab.finding(lab.setting(runs, "25%"), [table], checks, notes)
+
+
+def _range(row: Row, key: str) -> str:
+    """From the layer with the least to that with the most."""
+    known = [layer[key] for layer in row["layers"] or [] if layer.get(key) is not None]
+    return f"{show(min(known, default=None), 'share')} to {show(max(known, default=None), 'share')}"
 
 
 def _ratio(lab: Lab) -> Finding:
@@ -70,6 +79,7 @@ def _ratio(lab: Lab) -> Finding:
             ("cache only", times["cache only"]),
             above=False,
             unit="ms",
+            why=lambda: reasons.of_steps(rows[at], rows["cache only"]),
         ),
         rules.compared(
             "and loading alone",
@@ -77,6 +87,7 @@ def _ratio(lab: Lab) -> Finding:
             ("prefetch only", times["prefetch only"]),
             above=False,
             unit="ms",
+            why=lambda: reasons.of_steps(rows[at], rows["prefetch only"]),
         ),
     ]
     table = Table.of(

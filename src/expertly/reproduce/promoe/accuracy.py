@@ -46,6 +46,9 @@ def _run(lab: Lab) -> Finding:
         for layer in sorted({one.layer for one in found})
     ]
     columns_of = {"layer": "", **{f"{name}, k={k}": "share" for k in mean for name in ("learned", "skip")}}
+    from_first = ", ".join(f"{min(k, len(lab.subject.layers))} at k = {k}" for k in mean)
+    first_layer = f"layers nearer to the first than k are predicted from it, {from_first} of {len(lab.subject.layers)}"
+    why_learned = f"{lab.subject.weights_note}; {num} tokens of it count token ids"
     crossover = next((k for k, row in mean.items() if row["lookahead"] < row["token_id"]), None)
     checks = [
         rules.everywhere(
@@ -56,12 +59,14 @@ def _run(lab: Lab) -> Finding:
                 if k in mean
             },
             "mean over layers, at k = 2, 4, 8",
+            why_learned,
         ),
         rules.monotonic(
             "skip prediction gets worse with k",
             {f"k={k}": row["lookahead"] for k, row in mean.items()},
             rises=False,
             unit="share",
+            why=first_layer,
         ),
         rules.compared(
             "from k = 8 on skip prediction is about as good as the token id, or worse",
@@ -70,12 +75,14 @@ def _run(lab: Lab) -> Finding:
             above=False,
             unit="share",
             by=-0.02,
+            why=first_layer,
         ),
         rules.monotonic(
             "the learned one loses less by distance: it falls, too",
             {f"k={k}": row["learned"] for k, row in mean.items()},
             rises=False,
             unit="share",
+            why=first_layer,
         ),
     ]
     below = sum(is_below(one) for one in found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from expertly.core.geometry import Geometry
-from expertly.reproduce import rules
+from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
 from expertly.sim.popularity import popularity
 
@@ -35,6 +35,7 @@ def _latency(lab: Lab) -> Finding:
             {rate: row.tpot_s for rate, row in found.items()},
             rises=False,
             unit="ms",
+            why=lambda: reasons.of_steps(*found.values()),
         ),
         rules.compared(
             "with half of the experts kept waiting is a large part of decode still",
@@ -53,6 +54,7 @@ def _latency(lab: Lab) -> Finding:
                 ("in decode", blocked),
                 above=True,
                 unit="share",
+                why=lambda: f"{reasons.of_prompts(half)}; in decode {reasons.of_steps(half)}",
             )
         )
     counts = popularity(lab.trace, runs.study.schedule, Geometry(lab.subject.layers))
@@ -73,7 +75,7 @@ def _latency(lab: Lab) -> Finding:
             ("half of all", EVEN),
             above=False,
             unit="share",
-            why="this trace is of few domains, whose experts are popular",
+            why=f"the requests are of {reasons.of_categories(lab)}; the popular half serves {show(cdf[0.5], 'share')}",
         )
     )
     tables = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from expertly.reproduce import reasons, rules
-from expertly.reproduce.batches import batched
+from expertly.reproduce.batches import batched, prompts_need
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Check, Finding, Table
+from expertly.reproduce.finding import Cell, Check, Finding, Table, show
 from expertly.reproduce.lab import Lab, Runs
 from expertly.reproduce.promoe.speed import HARDWARE, SYSTEMS, fastest_checks
 from expertly.sim.hardware import Hardware
@@ -47,7 +47,10 @@ def _batches(lab: Lab) -> Finding:
                 ("twice one", 2 * first),
                 above=False,
                 unit="ms",
-                why="one prompt of this trace does not need all experts yet, four need more",
+                why=lambda: (
+                    f"one prompt needs {show(prompts_need(lab, HARDWARE, SIZES[0]), 'share')} of a layer's experts, "
+                    f"four together {show(prompts_need(lab, HARDWARE, SIZES[-1]), 'share')}"
+                ),
             )
         )
     for size, rows in found.items():
@@ -107,6 +110,7 @@ def _bits(lab: Lab) -> Finding:
             {str(bits): rows["promoe"].waiting(True) or 0.0 for bits, rows in found.items()},
             rises=False,
             unit="share",
+            why=lambda: reasons.of_steps(*(rows["promoe"] for rows in found.values())),
         )
     )
     notes = [

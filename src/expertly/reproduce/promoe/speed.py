@@ -144,6 +144,7 @@ def _techniques(lab: Lab) -> Finding:
                 ("+ prefetch", rows["+ prefetch"]["ttft_s"] * 1.05),
                 above=False,
                 unit="ms",
+                why=lambda: reasons.of_prompts(base, rows["+ prefetch"]),
             ),
             rules.compared(
                 "early preemption and reordering bring prompts most of it",
@@ -151,12 +152,14 @@ def _techniques(lab: Lab) -> Finding:
                 ("without", rows["+ chunked"]["ttft_s"] * 0.95),
                 above=False,
                 unit="ms",
+                why=lambda: reasons.of_prompts(whole, rows["+ chunked"]),
             ),
             rules.compared(
                 "reordering ends the thrash: nothing is read twice",
                 ("read, of absent", reads["+ reordered"] or 0.0),
                 ("LRU by id", reads["LRU, by id, late"] or 0.0),
                 above=False,
+                why=lambda: reasons.of_prompts(whole, base),
             ),
         ]
     return lab.finding(lab.setting(runs, "25%"), [Table.of("One technique after the other", columns, cells)], checks)
@@ -192,14 +195,16 @@ def _rates(lab: Lab) -> Finding:
     checks.append(
         rules.everywhere(
             "and waits least in decode",
-            {
-                rate: (rows["promoe"].waiting(True) or 0) <= min(row.waiting(True) or 0 for row in rows.values())
-                for rate, rows in found.items()
-            },
+            {rate: _waits_least(rows) for rate, rows in found.items()},
             "share of decode that is waiting",
+            lambda: next(reasons.of_steps(*rows.values()) for rows in found.values() if not _waits_least(rows)),
         )
     )
     return lab.finding(lab.setting(runs), tables, checks)
+
+
+def _waits_least(rows: dict[str, Row]) -> bool:
+    return (rows["promoe"].waiting(True) or 0) <= min(row.waiting(True) or 0 for row in rows.values())
 
 
 OVERALL = Experiment(
