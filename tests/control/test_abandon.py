@@ -96,3 +96,5 @@ def test_nothing_to_abandon_is_no_error() -> None:
     control = controller(geometry(), 0.5)
     control.abandon()
     control.check()
+    assert not kept(control, 0)
+    assert list(run_layer(control, 0, [1, 0], check=True).loaded) == [1, 0], "and it runs as if nothing had been"

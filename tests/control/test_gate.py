@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from expertly.control.budget import Budget
+from expertly.control.calibration import Guess
 from expertly.control.channel import InlineChannel
 from expertly.control.controller import Controller
-from expertly.control.gate import Gate
+from expertly.control.gate import Gate, Moment
 from expertly.control.loop import Ahead, run_layer
 from expertly.core.messages import Piece, Prediction, RouterRan
 from expertly.core.observation import Began, Routed
@@ -29,6 +30,7 @@ class Guesses(Predictor):
     def __init__(self, routers: list[RouterRan], *, right: bool) -> None:
         super().__init__()
         self.routers, self.right = routers, right
+        self.looks_beyond = False  # the pass: more experts of the next one's first layer than are loaded at a time
         self.step = 0
         self.num_asked = self.num_passes = 0
 
@@ -42,6 +44,8 @@ class Guesses(Predictor):
             needed = self.routers[self.step + 1].experts
             experts = needed if self.right else [e for e in range(EXPERTS) if e not in needed][:2]
             yield Prediction(routed.layer + 1, experts, [0.9, 0.8], 1)
+        elif self.looks_beyond:
+            yield Prediction(0, [0, 2, 4, 6], [0.9, 0.8, 0.7, 0.6], 1)
 
 
 class SlowLink:
@@ -101,9 +105,10 @@ class Run:
         layer_ns: int = 1000,
         ahead_ns: int = 0,
         can_pause: bool = True,
+        kept: int = 2,
     ) -> None:
         self.shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
-        budget = Budget(0, (4,), (2 * LAYERS,), (2,) * LAYERS)
+        budget = Budget(0, (4,), (kept * LAYERS,), (kept,) * LAYERS)
         self.control: Controller = CheckedController(
             self.shape,
             budget,
@@ -149,8 +154,9 @@ def test_what_is_right_and_has_time_is_loaded() -> None:
     assert run.control.counters[2].decode.rates()["timeliness"] == 1
 
 
-def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_demands_waiting() -> None:
-    plain, gated = (Run(gate, right=False, load_ns=1500).steps(60) for gate in (None, "confidence"))
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_demands_waiting(kept: int) -> None:
+    plain, gated = (Run(gate, right=False, load_ns=1500, kept=kept).steps(60) for gate in (None, "confidence"))
     assert sum(plain.ahead_by_step[-20:]) > 0
     assert sum(gated.ahead_by_step[-20:]) == 0
     assert gated.facts["refused"] > 0 and gated.facts["accuracy"] < 0.1
@@ -206,3 +212,62 @@ def test_prompts_are_not_measured() -> None:
         run_layer(run.control, run.link, router, lambda piece: None, run.loads)
     run.loads.end_iteration(True)
     assert run.facts["tokens"] == 2
+
+
+@pytest.mark.parametrize("can_pause", [True, False])
+def test_while_it_is_off_nothing_is_wanted(can_pause: bool) -> None:
+    run = Run("measured", right=True, load_ns=20, ahead_ns=500, can_pause=can_pause)
+    run.guesses.looks_beyond = True
+    gate, wanted = run.control.gate, run.control.speculation.next
+    assert gate is not None
+    states = []
+    for _ in range(60):
+        was_open = gate.is_open
+        run.steps(1)
+        states.append(gate.is_open)
+        assert gate.is_open or wanted() is None, "nor what was guessed in the last step with guesses"
+        assert was_open or run.ahead_by_step[-1] == 0
+    assert states.count(False) > 20 and states.count(True) > 10
+
+
+def trained(*, covers: bool) -> Gate:
+    """Of each layer two experts are guessed first, which are needed if it `covers`, and two more, which never are. The
+    link is free for 1000 ns a layer; a load takes 1500 ns.
+    """
+    shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
+    gate, now_ns = Gate(shape, (2,) * LAYERS, "confidence", can_pause=True), 0
+    for number in range(40):
+        gate.at(Moment.PASS_BEGAN, now_ns)
+        for layer in range(LAYERS):
+            needed = [2 * number % EXPERTS, (2 * number + 1) % EXPERTS]
+            gate.at(Moment.NOW, now_ns)
+            gate.router_ran(one_token(layer, needed))
+            gate.asked(layer, [Piece(layer, expert, 0, 1, slot) for slot, expert in enumerate(needed)])
+            now_ns += 2 * 1500
+            gate.at(Moment.ALL_CAME, now_ns)
+            others = [expert for expert in range(EXPERTS) if expert not in needed]
+            first = shape.first_expert_id((layer + 1) % LAYERS)
+            for rank, expert in enumerate(
+                [*(needed if covers else others[4:]), *others[:2]] if layer + 1 < LAYERS else ()
+            ):
+                guess = Guess(rank, 0.9 / (rank + 1), 1)
+                gate.lets(layer + 1, first + expert, guess, layer, 1, 0, evicts=False)
+            now_ns += 1000
+        gate.at(Moment.PASS_ENDED, now_ns)
+    gate.at(Moment.PASS_BEGAN, now_ns)
+    gate.router_ran(one_token(0, [0, 1]))
+    gate.asked(0, [Piece(0, 0, 0, 1, 0)])
+    return gate
+
+
+def test_a_wrong_guess_costs_less_where_nearly_all_that_is_missed_is_guessed() -> None:
+    """What is then still to come of it keeps no demand waiting."""
+    for covers in (True, False):
+        gate = trained(covers=covers)
+        assert gate.lets(1, EXPERTS + 7, Guess(3, 0.9 / 4, 1), 0, 1, 0, evicts=False) == covers
+
+
+def test_what_comes_behind_others_has_less_time() -> None:
+    gate = trained(covers=True)
+    for num_queued in (0, 1):
+        assert gate.lets(1, EXPERTS + 7, Guess(0, 0.9, 1), 0, 1, num_queued, evicts=False) == (num_queued == 0)

@@ -12,6 +12,7 @@ from expertly.control.channel import InlineChannel
 from expertly.control.journal import JournaledController, replay
 from expertly.control.loop import Ahead
 from expertly.control.loop import run_layer as loop_layer
+from expertly.control.sharing import Sharing
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece, Prediction, RouterRan
@@ -300,3 +301,23 @@ def test_with_nothing_kept_what_is_loaded_ahead_passes_the_ring(share: float, se
     counts = [counters.decode for counters in control.counters]
     assert sum(one.prefetched_in_time for one in counts), "the ring is used for what is to come"
     assert not sum(one.evicted_nbytes for one in counts)
+
+
+class Listening(RandomShares):
+    """Shares stay; what it is told of predictions is noted."""
+
+    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        self.heard = recall(demand.layer)
+        return None
+
+
+@pytest.mark.parametrize(("is_gated", "expected"), [(False, 0.8), (True, 0.25)])
+def test_what_a_gate_refused_spared_nothing(is_gated: bool, expected: float) -> None:
+    shape = geometry()
+    told, control = Listening(shape, random.Random(0)), controller(shape, 0.5)
+    of_layer = control.counters[1].decode
+    of_layer.predicted_needed, of_layer.predicted_of, of_layer.misses = 8, 10, 6
+    of_layer.prefetched = of_layer.prefetched_needed = of_layer.prefetched_in_time = 2
+    sharing = Sharing(told, control.keeper, control.counters, control.budget.layer_shares, is_gated=is_gated)
+    sharing.layer_ended(RouterRan(1, [0], [1], [True], 1), lambda: ())
+    assert told.heard == expected

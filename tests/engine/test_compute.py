@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +30,12 @@ def reference_calls(folder: Any, prompts: list[list[int]], dtype: torch.dtype) -
     return recorder.calls
 
 
+@pytest.fixture(scope="module")
+def calls_of(cases: Cases) -> Callable[[str, torch.dtype], list[Call]]:
+    """Those of a family, made when first asked for."""
+    return cache(lambda family, dtype: reference_calls(cases[family].folder, cases[family].prompts, dtype))
+
+
 def run(model: Any, call: Call) -> torch.Tensor:
     engine = handle(model).engine
     modules = [m for m in model.modules() if hasattr(m, "_expertly_layer") and m._expertly_layer == call.layer]
@@ -41,9 +49,14 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", INTERFACE_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["P=1", "P=4", "P=4 fragmented"])
-def test_a_layer_on_the_references_inputs(family: str, dtype: torch.dtype, layout: str, cases: Cases) -> None:
-    case = cases[family]
-    calls = reference_calls(case.folder, case.prompts, dtype)
+def test_a_layer_on_the_references_inputs(
+    family: str,
+    dtype: torch.dtype,
+    layout: str,
+    cases: Cases,
+    calls_of: Callable[[str, torch.dtype], list[Call]],
+) -> None:
+    case, calls = cases[family], calls_of(family, dtype)
     name = str(dtype).removeprefix("torch.")
     segments = 1 if layout == "P=1" else 4
     with loaded(case.folder, dtype=name, segments=segments, memory="45%") as model:

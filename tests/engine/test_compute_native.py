@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import expertly
+from expertly.engine.api import handle
 from expertly.native.kernels import VARIABLE, Kernels
 from expertly.native.library import MAX_TOKENS, libraries
 from tests.engine.conftest import Cases
@@ -102,3 +104,41 @@ def test_an_expert_of_many_tokens_is_torchs(cases: Cases, calls: list[int]) -> N
         assert calls == [] and kernels_of(model)["torch"] == 3
         run(model, Call(0, torch.randn(MAX_TOKENS, 32), index[:MAX_TOKENS], torch.rand(MAX_TOKENS, 3)))
         assert calls == [1, 1, 1]
+
+
+class InFloat32(torch.nn.Module):
+    """An activation that computes, and answers, in another type than the weights'."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x.float())
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_activations_are_rounded_to_the_weights_type(
+    segments: int, kernels: str, cases: Cases, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reference does before the next product."""
+    monkeypatch.setenv(VARIABLE, kernels)
+    work = [layer_call(num_tokens, torch.bfloat16) for num_tokens in (1, 2, 9)]
+    with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", segments=segments) as model:
+        scatter(model)
+        expected = [run(model, call) for call in work]
+        modules = sorted((m for m in model.modules() if hasattr(m, "_expertly_layer")), key=lambda m: m._expertly_layer)
+        for module in modules:
+            module.act_fn = InFloat32()
+        handle(model).engine.executor.bind(modules)
+        for call, output in zip(work, expected, strict=True):
+            assert relative_error(run(model, call), output) < 1e-2
+    assert bool(calls) == (kernels == "native")
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_input_that_changes_in_place_is_seen(kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    call = layer_call(1, torch.bfloat16)
+    with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", system="resident", memory="100%") as model:
+        before = run(model, call)
+        call.hidden.mul_(-2)
+        after, fresh = run(model, call), run(model, replace(call, hidden=call.hidden.clone()))
+        assert torch.equal(after, fresh) and not torch.equal(after, before)

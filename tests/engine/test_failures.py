@@ -216,7 +216,7 @@ def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def run_cli(*args: str, code: str = "from expertly.cli.main import main; import sys; sys.exit(main())") -> Any:
+def run_cli(*args: str, code: str) -> Any:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(expertly.__file__).parents[1])])}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -256,14 +256,18 @@ def test_the_command_line_says_which_file_failed_and_exits_2(speaking: Path, tmp
     assert error["type"] == "TransferError" and experts_name(1) in error["message"]
 
 
-def test_the_command_line_refuses_a_store_that_was_truncated_before(speaking: Path, tmp_path: Path) -> None:
+def test_the_command_line_refuses_a_store_that_was_truncated_before(
+    speaking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from expertly.cli.main import main
     from expertly.models.packing import pack
 
     store = pack(speaking, tmp_path / "store").folder
     os.truncate(store / experts_name(2), 5000)
-    result = run_cli("generate", str(store), "--prompt", "hello", "--memory", "25%", "--device", "cpu")
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert experts_name(2) in result.stderr and "truncated" in result.stderr
+    assert main(["generate", str(store), "--prompt", "hello", "--memory", "25%", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert experts_name(2) in error and "truncated" in error
 
 
 def test_closing_while_reads_are_in_flight(cases: Cases) -> None:

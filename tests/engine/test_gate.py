@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +82,25 @@ def test_a_gate_needs_what_is_loaded_ahead_and_not_waited_for(cases: Cases) -> N
     ):
         with pytest.raises(ConfigError, match=problem):
             expertly.load(cases["mixtral"].store, system=system)
+
+
+def test_while_it_is_off_the_model_shows_nothing(cases: Cases) -> None:
+    case, shown = cases["mixtral"], {True: 0, False: 0}
+    with loaded(case.store, system="lru:prediction=lookahead:gate=measured", memory="50%", matcher="inline") as model:
+        engine = handle(model).engine
+        gate, collector = engine.controller.gate, engine.prefetching.collector
+        passes, routed = {True: 0, False: 0}, collector.routed
+
+        def watched(*args: Any) -> Any:
+            what = routed(*args)
+            shown[gate.is_open] += what is not None
+            return what
+
+        collector.routed = watched
+        model.register_forward_pre_hook(lambda *args: passes.update({gate.is_open: passes[gate.is_open] + 1}))
+        for _ in range(100):
+            generate(model, case.prompts)
+            if passes[False] > 10:
+                break
+        assert shown[True] == passes[True] * engine.executor.geometry.num_layers and shown[False] == 0
+        assert passes[False] > 10

@@ -24,11 +24,14 @@ from expertly.core.errors import (
     EngineClosedError,
     ExpertlyError,
     ModelUseError,
+    StoreError,
 )
 from expertly.decisions import replay_file
 from expertly.engine.api import handle
+from expertly.engine.sources import make_source
+from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
-from tests.engine.conftest import Cases
+from tests.engine.conftest import Case, Cases
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
 from tests.families import generate, load_reference, logits_of
 
@@ -260,6 +263,16 @@ def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: py
     with pytest.raises(CheckpointError, match="gone"):
         expertly.load(str(store), memory="25%", device="cpu")
     assert not reader_threads() and not open_files(store)
+
+
+def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> None:
+    _, folder = own
+    store = PackedStore.open(folder)
+    geometry = store.geometry()
+    store.layer_extent(geometry.num_layers - 1)[0].unlink()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        make_source(store, geometry, 4)
+    assert not open_files(folder)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "_num_cpus", lambda: 4)
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)
     monkeypatch.setattr(machine, "_load", lambda: 1.5)
     assert "cpu" not in by_subject(examine(tmp_path, QUICK)[1])
     monkeypatch.setattr(machine, "_load", lambda: 7.25)

@@ -16,7 +16,7 @@ from tests.engine.frames import write_store
 
 
 def test_decoding_is_measured_by_one_thread_and_by_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_codec, "_num_cpus", lambda: 2)
+    monkeypatch.setattr(measure_codec, "allowed_cpus", lambda: 2)
     found = measure_decoding(0.02)
     assert [rate.num_threads for rate in found.rates] == [1, 2, 4]
     assert all(rate.nbytes_per_s > 1e6 for rate in found.rates)

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import expertly
+from expertly.control.budget import split_budget
+from expertly.core.errors import ConfigError
 from expertly.engine import api
 from expertly.engine.backend_tiered import TieredBackend
+from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
+from tests.engine.observe import open_files, reader_threads
 from tests.families import generate
 
 
@@ -167,3 +171,17 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
     assert generate(model, case.prompts) == case.tokens
     assert num_reused > 50
     expertly.unload(model)
+
+
+def test_memory_that_cannot_be_pinned_leaves_nothing_behind(cases: Cases) -> None:
+    class Unpinnable(LateStreams):
+        def register(self, memory: torch.Tensor) -> Callable[[], None]:
+            raise ConfigError("host_memory: cannot be page-locked")
+
+    store = PackedStore.open(cases["qwen3_moe"].store)
+    geometry = store.geometry()
+    slots = split_budget(geometry, geometry.nbytes).pool_slots()
+    threads = len(reader_threads())
+    with pytest.raises(ConfigError, match="page-locked"):
+        TieredBackend(torch.device("cpu"), Unpinnable(), store, geometry, slots, torch.float32, geometry.nbytes)
+    assert len(reader_threads()) == threads and open_files(store.folder) == []

@@ -112,3 +112,47 @@ def test_a_loaded_models_decode_runs_with_them(tmp_path: Path, monkeypatch: pyte
         expertly.unload(model)
     error = (logits["native"] - logits["torch"]).norm() / logits["torch"].norm()
     assert error < 2e-2
+
+
+class Halved(torch.Tensor):
+    """Stands for quantized weights: its own bytes are half of what it means."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                x, weight, bias = args
+                return func(x, weight.as_subclass(torch.Tensor) * 2, bias)
+            return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_somebody_has_replaced_are_torchs() -> None:
+    """Quantized, cast, moved, trained: what the compiled products would read is not there, or not all of it."""
+    kernels = Counting()
+    x = torch.randn(1, 70).bfloat16()
+    plain, quantized = made(torch.bfloat16, False, kernels)
+    del quantized.weight
+    quantized.weight = (plain.weight / 2).as_subclass(Halved)
+    torch.testing.assert_close(quantized(x), plain(x), rtol=1e-2, atol=1e-2)
+    plain, cast = made(torch.bfloat16, True, kernels)
+    assert torch.equal(cast.double()(x.double()), plain.double()(x.double()))
+    _, mixed = made(torch.bfloat16, True, kernels)
+    mixed.bias = nn.Parameter(mixed.bias.float(), requires_grad=False)
+    with pytest.raises(RuntimeError):
+        mixed(x)  # as torch refuses it
+    _, moved = made(torch.bfloat16, True, kernels)
+    assert moved.to("meta")(x.to("meta")).is_meta
+    _, trained = made(torch.bfloat16, True, kernels)
+    trained.bias.requires_grad_()
+    trained(x).sum().backward()
+    assert trained.bias.grad is not None
+    assert kernels.tokens == []
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_torchs() -> None:
+    kernels = Counting()
+    plain, changed = made(torch.bfloat16, True, kernels)
+    x = torch.randn(1, 70).bfloat16()
+    assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), plain(x))
+    assert kernels.tokens == []

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, choose_kernels
 from expertly.native.library import libraries
-from expertly.native.threads import granted_cpus
 
 CPU = torch.device("cpu")
 AVAILABLE, WHY = libraries()

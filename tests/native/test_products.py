@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from pathlib import Path
@@ -231,3 +232,24 @@ def test_all_sets_of_a_processor_come_fastest_first() -> None:
         return ["avx512", "avx2", "generic"].index(library.name)
 
     assert AVAILABLE[-1].name == "generic" and sorted(AVAILABLE, key=order) == list(AVAILABLE)
+
+
+def test_threads_live_on_whatever_is_multiplied(kernels: Kernels) -> None:
+    """A team of another size than the last would end some and start them again, each time."""
+    if not AVAILABLE[0].has_threads:
+        pytest.skip("no OpenMP that takes other work")
+    kernels._num_threads = lambda: 4  # type: ignore[method-assign]
+    rows, x = torch.ones(2048, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    seen: set[str] = set()
+
+    def alternate() -> None:
+        for num_neurons in [2048, 900] * 30:
+            out = torch.empty(1, 1, num_neurons, dtype=torch.bfloat16)
+            kernels.dots((rows.data_ptr(), 0, 1, 0), x, out, 512)
+            seen.update(os.listdir("/proc/self/task"))
+
+    before = set(os.listdir("/proc/self/task"))
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    thread.join()
+    assert len(seen - before) == 4, "itself and three that help"

@@ -256,8 +256,6 @@ class Controller:
         """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""
         if self._deferred or (self._turns is not None and self._turns.is_waiting):
             return self._load_ahead.none()  # demands wait for slots
-        if self.gate is not None and not self.gate.is_open:
-            return self._load_ahead.none()
         return self._load_ahead.next(self._router, has_turns=self._turns is not None)
 
     @property

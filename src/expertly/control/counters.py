@@ -82,6 +82,12 @@ class PhaseCounters:
     def demands(self) -> int:
         return self.hits + self.partial_hits + self.misses
 
+    @property
+    def coverage(self) -> float | None:
+        """Of what would have been missed, the share that loading ahead served; None where nothing was loaded ahead."""
+        would_miss = self.prefetched_in_time + self.partial_hits + self.misses
+        return _share(self.prefetched_in_time, would_miss) if self.prefetched else None
+
     def rates_by_distance(self) -> dict[str, dict[str, float] | None]:
         """ACCURACY, FETCHRATE and GOODPRED of each distance k at which anything was predicted (ProMoE, section 4): by
         the name of the rate, then by the distance as text, rising; None where nothing was.
@@ -103,7 +109,6 @@ class PhaseCounters:
 
     def rates(self) -> dict[str, float | None]:
         """Shares (docs/conventions.md); None where there is nothing to have a share of."""
-        would_miss = self.prefetched_in_time + self.partial_hits + self.misses
         accuracy = _share(self.predicted_needed, self.predicted)
         fetched = _share(self.predicted_resident, self.predicted)
         return {
@@ -114,7 +119,7 @@ class PhaseCounters:
             "fetch_rate": fetched,
             "goodpred": accuracy * fetched if accuracy is not None and fetched is not None else None,
             "recall": _share(self.predicted_needed, self.predicted_of),
-            "coverage": _share(self.prefetched_in_time, would_miss) if self.prefetched else None,
+            "coverage": self.coverage,
             "accuracy": _share(self.prefetched_needed, self.prefetched),
             "timeliness": _share(self.prefetched_in_time, self.prefetched_needed),
             "similarity_correlation_semantic": self.similarity_semantic.pearson(),

@@ -24,12 +24,19 @@ class Ghost:
     def ran(self, router: RouterRan) -> int:
         """A layer needs these: how many of them it would have missed."""
         layer = router.layer
-        kept, capacity = self._kept[layer], self._capacities[layer]
-        if len(router.experts) > capacity:
-            return len(router.experts) - capacity
+        misses, last_hits = self._use(self._kept[layer], self._capacities[layer], router.experts)
+        self._misses[layer] = self._misses[layer] * _FADE + misses
+        self._last_hits[layer] = self._last_hits[layer] * _FADE + last_hits
+        self._num_passes[layer] = self._num_passes[layer] * _FADE + 1
+        return misses
+
+    def _use(self, kept: list[int], capacity: int, experts: Sequence[int]) -> tuple[int, int]:
+        """Misses, and hits of what would have gone next."""
+        if len(experts) > capacity:  # at best it has what it can hold of them
+            return len(experts) - capacity, 0
         last = kept[0] if len(kept) == capacity and kept else None
         misses = last_hits = 0
-        for expert in router.experts:
+        for expert in experts:
             if expert in kept:
                 kept.remove(expert)
                 last_hits += expert == last
@@ -38,10 +45,7 @@ class Ghost:
             kept.append(expert)
         if len(kept) > capacity:
             del kept[: len(kept) - capacity]
-        self._misses[layer] = self._misses[layer] * _FADE + misses
-        self._last_hits[layer] = self._last_hits[layer] * _FADE + last_hits
-        self._num_passes[layer] = self._num_passes[layer] * _FADE + 1
-        return misses
+        return misses, last_hits
 
     def worth_of_place(self, layer: int) -> float:
         """Demands that are missed, of 0 to 1, because one place of a layer's holds what nobody needs, until that has

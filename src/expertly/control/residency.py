@@ -158,11 +158,14 @@ class Residency:
             layer = geometry.layer_of_expert(eid)
             mask = self.resident[eid] | self.loading[eid]
             assert not self.resident[eid] & self.loading[eid], f"expert {eid} both resident and loading"
-            start = self._frame.get(eid)
-            slots = list(range(start, start + self._num_segments)) if start is not None else self._slots.get(eid, [])
-            held = [(segment, slot) for segment, slot in enumerate(slots) if slot is not None]
-            assert [segment for segment, _ in held] == bits(mask), f"expert {eid}: slots do not match its state"
-            owned[geometry.size_classes[layer]].extend(slot for _, slot in held)
+            start, slots = self._frame.get(eid), self._slots.get(eid)
+            if start is not None:
+                assert mask == self.full, f"expert {eid}: slots do not match its state"
+                owned[geometry.size_classes[layer]].extend(range(start, start + self._num_segments))
+            elif mask or slots:
+                held = [(segment, slot) for segment, slot in enumerate(slots or ()) if slot is not None]
+                assert [segment for segment, _ in held] == bits(mask), f"expert {eid}: slots do not match its state"
+                owned[geometry.size_classes[layer]].extend([slot for _, slot in held])
         for pool, slots_used in zip(self.pools, owned, strict=True):
             everything = sorted([*slots_used, *pool.free_slots()])
             assert everything == list(range(pool.num_slots)), "a slot is lost or owned twice"

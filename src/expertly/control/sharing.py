@@ -42,5 +42,5 @@ class Sharing:
         """A prediction that came too late named nothing in time; one that a gate refused spared nothing."""
         decode = self._counters[layer].decode
         if self._is_gated:
-            return decode.rates()["coverage"] or 0.0
+            return decode.coverage or 0.0
         return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,7 +83,13 @@ class TieredBackend:
                 store, geometry, compressed_nbytes, dtype, self._is_busy, self._wait_idle, node, stored=frames
             )
             self.compressed_nbytes = self.tier.memory_nbytes
-        self._unpin = [streams.register(memory) for memory in (self.tier.stored or self.tier.pool).memory()]
+        self._unpin: list[Callable[[], None]] = []
+        try:
+            for memory in (self.tier.stored or self.tier.pool).memory():
+                self._unpin.append(streams.register(memory))
+        except BaseException:  # the readers run already, and hold all of the memory
+            self.close()
+            raise
         self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
         self._copying: deque[_Transfer] = deque()
         self._backlog: deque[_Transfer] = deque()  # demands for which the host tier has no room yet

@@ -51,7 +51,7 @@ class LayerCompute:
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
         self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
         self._doubled_of: torch.Tensor | None = None
-        self.activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated)
+        self.activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, rows.dtype)
         in_bias, down_bias = _biases(module, self._is_gated)
         if experts is not None and down_bias is not None:
             of_experts = torch.tensor(experts, device=down_bias.device)
@@ -62,6 +62,10 @@ class LayerCompute:
     @property
     def dtype(self) -> torch.dtype:
         return self._rows.dtype
+
+    def begin(self) -> None:
+        """A call of the layer begins: its inputs are new, and may lie where those of the last one lay."""
+        self._doubled_of = None
 
     def matrices(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Gate [r, H], up [r, H] and down [r, H] rows of a piece; without a gate, up and down."""
@@ -198,19 +202,22 @@ class PartialExpert:
         return True
 
 
-def _activation(module: Any, is_gated: bool) -> Callable[..., torch.Tensor]:
-    """The module's own gating of (gate [n, r], up [n, r]), or its activation of (up [n, r])."""
+def _activation(module: Any, is_gated: bool, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The module's own gating of (gate [n, r], up [n, r]), or its activation of (up [n, r]), in the weights' `dtype`,
+    as the reference has it before the next product: a module may compute them in another.
+    """
     if not is_gated:
-        activation: Callable[..., torch.Tensor] = module.act_fn
-        return activation
+        activation = module.act_fn
+        return lambda up: activation(up).to(dtype)
     apply_gate = module._apply_gate
     function = getattr(apply_gate, "__func__", None)
     if function is not None and (function.__module__, function.__name__) == _DEFAULT_GATE:
         act_fn = module.act_fn
-        return lambda gate, up: act_fn(gate) * up
+        return lambda gate, up: (act_fn(gate) * up).to(dtype)
     if getattr(module, "is_concatenated", True):
-        return lambda gate, up: apply_gate(torch.cat((gate, up), dim=-1))
-    return lambda gate, up: apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))  # interleaved: g0 u0 g1 u1 ...
+        return lambda gate, up: apply_gate(torch.cat((gate, up), dim=-1)).to(dtype)
+    # interleaved: g0 u0 g1 u1 ...
+    return lambda gate, up: apply_gate(torch.stack((gate, up), dim=-1).flatten(-2)).to(dtype)
 
 
 def _biases(module: Any, is_gated: bool) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:

@@ -231,6 +231,7 @@ class _LayerRun:
     """The outputs of one layer, filled piece by piece."""
 
     def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
+        compute.begin()
         self._compute = compute
         self._work = work
         self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)

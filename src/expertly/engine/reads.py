@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +86,44 @@ class Source(Protocol):
         """Close files, give memory back. Idempotent."""
 
 
-class PlainSource:
+class FileSource:
+    """What sources of files have in common that remember nothing of what they read. See Source."""
+
+    compressed_nbytes = 0
+
+    def __init__(self, files: list[ExpertFile]) -> None:
+        self._files = files
+
+    def ended(self, piece: Piece, ok: bool) -> None:
+        """Nothing stays."""
+
+    def withdrawn(self, piece: Piece) -> None:
+        """Nothing was there."""
+
+    def abandon(self) -> None:
+        """Nothing is remembered."""
+
+    def hit_nbytes(self) -> int:
+        """Nothing comes without a read."""
+        return 0
+
+    def worker(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+
+class PlainSource(FileSource):
     """Experts that lie in the file as they lie in memory: a read goes straight into the slot. See Source."""
 
     batch_nbytes = MIN_READ_NBYTES
-    compressed_nbytes = 0
 
     def __init__(self, store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
-        self._files = open_files(store, geometry)
+        super().__init__(open_files(store, geometry))
         self._offsets = [  # of each expert
             [offset + store.expert_in_file(layer, e) * shape.expert_nbytes for e in range(shape.num_experts)]
             for layer, shape in enumerate(geometry.layers)
@@ -111,28 +142,6 @@ class PlainSource:
         reads = [_PlainRead(file, offset + start, buffer[start : start + size]) for start in starts]
         return Load(reads, len(buffer), len(buffer))
 
-    def ended(self, piece: Piece, ok: bool) -> None:
-        """Nothing stays."""
-
-    def withdrawn(self, piece: Piece) -> None:
-        """Nothing was there."""
-
-    def abandon(self) -> None:
-        """Nothing is remembered."""
-
-    def hit_nbytes(self) -> int:
-        """Nothing does."""
-        return 0
-
-    def worker(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
-        self._files = []
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlainRead:
@@ -147,5 +156,11 @@ class _PlainRead:
 
 
 def open_files(store: ExtentSource, geometry: Geometry) -> list[ExpertFile]:
-    """The file of each layer's experts."""
-    return [ExpertFile(store.layer_extent(layer)[0]) for layer in range(geometry.num_layers)]
+    """The file of each layer's experts. Raises StoreError where one cannot be opened; none is left open then."""
+    files: list[ExpertFile] = []
+    with contextlib.ExitStack() as undo:
+        for layer in range(geometry.num_layers):
+            files.append(ExpertFile(store.layer_extent(layer)[0]))
+            undo.callback(files[-1].close)
+        undo.pop_all()
+    return files

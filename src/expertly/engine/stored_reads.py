@@ -16,7 +16,7 @@ from expertly.core.messages import Piece
 from expertly.engine.frame_extents import FrameRange, SegmentFrames
 from expertly.engine.frame_reads import MAX_SCRATCH_NBYTES
 from expertly.engine.numa import MemoryNode
-from expertly.engine.reads import Load, Moved
+from expertly.engine.reads import FileSource, Load, Moved
 from expertly.store.frames import check_frame
 from expertly.store.reader import ExpertFile
 
@@ -62,14 +62,15 @@ class StoredSlots:
         return self._regions
 
 
-class StoredSource:
-    """Reads of whole segments into such slots, frame by frame checked and not decoded. See Source."""
+class StoredSource(FileSource):
+    """Reads of whole segments into such slots, frame by frame checked and not decoded; the host tier knows what is
+    there, and asks for what it lacks only. See Source.
+    """
 
-    compressed_nbytes = 0
     batch_nbytes = MAX_SCRATCH_NBYTES
 
     def __init__(self, files: list[ExpertFile], frames: SegmentFrames, geometry: Geometry, num_readers: int) -> None:
-        self._files = files
+        super().__init__(files)
         self._frames = frames
         self._geometry = geometry
         self._num_readers = num_readers
@@ -88,28 +89,6 @@ class StoredSource:
                 reads.append(_StoredRead(self._files[piece.layer], part, slot[begin : begin + part.cover_nbytes]))
         nbytes = piece.num_segments * self._geometry.segment_nbytes(piece.layer)
         return Load(reads, nbytes, sum(len(read.cover) for read in reads))
-
-    def ended(self, piece: Piece, ok: bool) -> None:
-        """The host tier knows what is there."""
-
-    def withdrawn(self, piece: Piece) -> None:
-        """Nothing was there."""
-
-    def abandon(self) -> None:
-        """Nothing is remembered."""
-
-    def hit_nbytes(self) -> int:
-        """The host tier asks for what it lacks only."""
-        return 0
-
-    def worker(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
-        self._files = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,11 +44,6 @@ class FrameIndex:
     checksum: NDArray[np.uint64]  # [E * F] xxh3_64 of a frame's stored bytes
 
     @property
-    def expert_nbytes(self) -> int:
-        """Of one expert, decoded."""
-        return self.num_frames * self.frame_nbytes
-
-    @property
     def stored_nbytes(self) -> int:
         """Of all frames."""
         return int(self.begin[-1])
@@ -57,11 +52,6 @@ class FrameIndex:
     def file_nbytes(self) -> int:
         """Of the frames and the padding after them."""
         return padded(self.stored_nbytes)
-
-    @property
-    def max_expert_stored_nbytes(self) -> int:
-        """Of the expert that is stored in the most bytes."""
-        return int(np.diff(self.begin[:: self.num_frames]).max())
 
     def extent(self, expert: int, first: int, count: int) -> tuple[int, int]:
         """(offset in the file, stored bytes) of the `count` frames of an expert that begin at frame `first`."""
@@ -73,10 +63,6 @@ class FrameIndex:
     def frame_extent(self, expert: int, frame: int) -> tuple[int, int]:
         """(offset in the file, stored bytes) of one frame."""
         return self.extent(expert, frame, 1)
-
-    def expert_extent(self, expert: int) -> tuple[int, int]:
-        """(offset in the file, stored bytes) of all frames of an expert."""
-        return self.extent(expert, 0, self.num_frames)
 
     def planes_of(self, expert: int, frame: int) -> tuple[list[int], int]:
         """(stored bytes of each plane, checksum) of a frame."""
