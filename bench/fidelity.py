@@ -51,6 +51,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
         segments=arguments["segments"],
         codec=arguments["codec"],
         compressed=arguments["compressed"],
+        maps="off",
     )
     times: list[float] = []
     with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():

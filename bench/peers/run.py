@@ -1,7 +1,8 @@
 """`expertly` against llama.cpp's mmap and accelerate's disk offload: the same model, cgroup and tokens, in turns.
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
-                              [--systems lru,expertly] [--codecs none,auto] [--threads 1,2] [--model like|3gib]
+                              [--systems lru,expertly,expertly-ahead] [--codecs none,auto] [--threads 1,2]
+                              [--model like|3gib]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4x,2x,ram")
     parser.add_argument("--peers", default="expertly,llama.cpp,accelerate")
-    parser.add_argument("--systems", default="lru,expertly")
+    parser.add_argument("--systems", default="lru,expertly,expertly-ahead")
     parser.add_argument("--codecs", default="none,auto")
     parser.add_argument("--memory", default="auto", help="of expertly: what is left in the cgroup, or an amount")
     parser.add_argument("--threads", default="1,2")

@@ -1,0 +1,32 @@
+"""What peers that run a torch model have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TorchPeer:
+    """`_model`: a causal language model of transformers, with one sequence."""
+
+    _model: Any
+    _past: Any = None
+
+    def begin(self, token_ids: list[int], num_threads: int) -> int:
+        import torch
+
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+        self._past = None
+        return self._run(token_ids)
+
+    def step(self, token_id: int) -> int:
+        return self._run([token_id])
+
+    def _run(self, token_ids: list[int]) -> int:
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids])
+            out = self._model(ids, past_key_values=self._past, use_cache=True, logits_to_keep=1)
+        self._past = out.past_key_values
+        return int(out.logits[0, -1].argmax())
