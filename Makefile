@@ -55,7 +55,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -q -m alone
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     os.environ["EXPERTLY_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def keep_collections_short() -> None:
+    """Leave what is there by now out of later collections of garbage: `expertly.load` collects, and looking through all
+    that libraries and the tests themselves have made took most of its time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
+from expertly.cli.prompts import read_prompts
 from expertly.cli.tune import time_limit
-from expertly.tuning.prompts import PROMPTS
+from expertly.data import demo_prompts
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "25s", "--codec", "none")
@@ -110,4 +111,5 @@ def test_times_as_people_write_them() -> None:
 
 
 def test_the_texts_that_ship_are_of_several_kinds() -> None:
-    assert len(set(PROMPTS)) == len(PROMPTS) >= 16
+    found = read_prompts(str(demo_prompts()), 16)
+    assert len({one.text for one in found}) == 16 and len({one.category for one in found}) >= 4
