@@ -21,7 +21,7 @@ from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.predictor.lookahead import Lookahead
 from expertly.policies.prefetch import by_proximity, by_score
-from expertly.systems import SYSTEMS, _derived, get_system, runnable_systems
+from expertly.systems import SYSTEMS, _derived, get_runnable, get_system, runnable_systems
 from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
 
@@ -288,3 +288,15 @@ def test_how_a_layer_runs_is_a_part_and_order_can_be_asked_for() -> None:
     assert lookahead.ordered(None) == "id" and lookahead.ordered("resident") == "resident"
     with pytest.raises(ConfigError, match="order='size': unknown; accepted: resident, id"):
         get_system("lru").controller(SHAPE, BUDGET, order="size")
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "nonsense:eviction=lru", "belady", "oracle:distance=2"])
+def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> None:
+    with pytest.raises(ConfigError, match=f"system={spec.split(':')[0]!r}|system={spec!r}") as refused:
+        get_runnable(spec)
+    accepted = str(refused.value).split("accepted: ")[1].split(", ")
+    assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
+
+
+def test_what_a_model_can_run_is_what_it_is_elsewhere() -> None:
+    assert get_runnable("lru:segments=2") == get_system("lru:segments=2")

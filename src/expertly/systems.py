@@ -242,6 +242,20 @@ def get_system(spec: str) -> System:
     return _derived(SYSTEMS[name], settings, f"system={spec!r:.200}") if settings else SYSTEMS[name]
 
 
+def get_runnable(spec: str) -> System:
+    """The same, of those that an engine can run: they do not need the future. Raises ConfigError as it does."""
+    accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
+    name = spec.split(":")[0].strip()
+    if name not in SYSTEMS:
+        raise ConfigError(f"system={name!r:.200}: unknown; accepted: {accepted}")
+    system = get_system(spec)
+    if "future" in system.needs:
+        raise ConfigError(
+            f"system={spec!r:.200}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
+        )
+    return system
+
+
 def paths_in(spec: str) -> list[str]:
     """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
     name, *settings = spec.split(":")

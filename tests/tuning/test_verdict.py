@@ -39,6 +39,15 @@ def test_where_nothing_is_faster_the_base_is_taken_and_it_says_so() -> None:
     assert "nothing was measurably faster" in verdict.why
 
 
+def test_a_heat_of_few_turns_is_followed_by_enough_of_one() -> None:
+    """All are slower in it, and it is too short to say so: what time is left says it of the best."""
+    found = [candidate(f"lfu:segments={number}") for number in (1, 2, 4, 8)]
+    verdict, _ = decided(lambda one, count: 1.0 if one == LRU else 1.3, limit=60.0, found=found)
+    assert verdict.heat is not None and verdict.heat.count < MIN_TURNS
+    assert verdict.chosen == LRU and verdict.is_verified
+    assert verdict.final is not None and verdict.final.count >= MIN_TURNS
+
+
 def test_what_is_faster_now_and_then_is_not_taken() -> None:
     noise = [0.7, 1.4, 0.8, 1.3, 0.9, 1.2]
     verdict, _ = decided(lambda one, count: 1.0 if one == LRU else noise[count % len(noise)])

@@ -42,7 +42,7 @@ from expertly.plans import check_plan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.store.packed import PackedStore
-from expertly.systems import AUTO_SYSTEM, get_system, runnable_systems
+from expertly.systems import AUTO_SYSTEM, get_runnable
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,7 @@ def load(
         if settings.codec != codec:
             packed = None
         segments, memory, codec, compressed, plan, predictor = settings
-    parts = get_system(system)
-    if "future" in parts.needs:
-        accepted = ", ".join(runnable_systems())
-        raise ConfigError(
-            f"system={system!r}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
-        )
+    parts = get_runnable(system)
     order = parts.ordered(order)
     matcher = choose_matcher(parts, matcher)
     target = targets[0]

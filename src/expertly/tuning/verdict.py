@@ -69,7 +69,7 @@ def decide(
         failed |= heat.failed
         ran = [one for one in others if one not in failed]
         ran.sort(key=lambda one: heat.gain(one, base).ratio)
-        if ran and heat.gain(ran[0], base).ratio >= 1:
+        if ran and heat.count >= MIN_TURNS and heat.gain(ran[0], base).ratio >= 1:
             return Verdict(base, _why_base(base, heat), heat.count >= MIN_TURNS, heat=heat, failed=failed)
         others = [one for one in dict.fromkeys([*ran[:1], default]) if one != base and one not in failed]
     final: Turns | None = None
