@@ -100,7 +100,7 @@ def main() -> None:
     tokens = routing(args.tokens)
     rows = [run("lru", 1.0, tokens)]
     for all_miss in (False, True):
-        for system in ("on-demand", "lru", "lfu", "lcp", "random", "static"):
+        for system in ("on-demand", "lru", "lfu", "lcp", "random", "static", "expertly"):
             rows.append(run(system, 0.25, tokens, all_miss))
     rows.append(run("lru", TOP_K / (EXPERTS * LAYERS), tokens, all_miss=True) | {"memory": "the ring"})
     print_report("control_plane", rows, vars(args))

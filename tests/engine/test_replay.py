@@ -43,7 +43,7 @@ def feed(model: Any, num_iterations: int) -> None:
 
 @pytest.mark.parametrize(
     ("run", "num_iterations"),
-    [(generate, 100), pytest.param(feed, 1_000, marks=pytest.mark.slow)],  # some learn from 256 tokens before they act
+    [(generate, 100), pytest.param(feed, 2_000, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(("system", "segments"), [*((name, 1) for name in runnable_systems()), ("lru", 4)])
 def test_what_an_engine_decided_is_decided_again(
