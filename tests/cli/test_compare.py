@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -50,7 +51,8 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     out = tmp_path_factory.mktemp("compare") / "out"
     command = [sys.executable, "-m", "expertly", "compare", *ARGUMENTS, "--out", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # sentences stay whole
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
     assert ran.returncode == 0, ran.stderr
     results = json.loads((out / "results.json").read_text())
     return Done(out, ran.stdout, results, read((out / "report.html").read_text()))
@@ -199,11 +201,13 @@ def test_the_report_opens_offline_on_a_phone(done: Done) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, tmp_path: Path, capsys: Any) -> None:
-    """promoe has no trained weights for a model of random ones."""
+    """promoe has no trained weights for a model of random ones. Who asked for it is told by the exit code, too."""
     out = tmp_path / "out"
     arguments = ["--system", "lru,promoe", "--memory", "50%", "--requests", "1", "--tokens", "3", "--rounds", "1"]
-    assert main(["compare", str(model), *arguments, "--out", str(out), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
+    assert main(["compare", str(model), *arguments, "--out", str(out), "--json"]) == 2
+    printed, said = capsys.readouterr()
+    assert said.splitlines()[-1] == "expertly: error: did not come through: promoe (engine, 50%)"
+    results = json.loads(printed)
     assert {(one["where"], one["system"]) for one in results["failures"]} == {
         ("engine", "promoe"),
         ("simulator", "promoe"),

@@ -34,8 +34,8 @@ def bare(tmp_path: Path) -> Path:
     return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
 
 
-def compare(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["compare", *map(str, arguments), "--json"]) == 0
+def compare(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    assert main(["compare", *map(str, arguments), "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -99,7 +99,9 @@ def test_a_system_that_the_trace_cannot_serve_is_named(
     found = compare(capsys, bare, "--system", "lru,adapmoe", "--memory", "40%", "--out", tmp_path / "out")
     (failure,) = found["failures"]
     assert failure["system"] == "adapmoe" and "needs lookahead, which this trace lacks" in failure["cause"]
+    assert failure["is_skipped"], "it is no fault of the comparison: the exit code is 0"
     assert "lru" in {row["system"] for row in found["rows"]}
+    compare(capsys, bare, "--system", "adapmoe", "--memory", "40%", "--out", tmp_path / "alone", code=2)
 
 
 def test_a_system_that_cannot_be_simulated_so_is_named(
@@ -109,7 +111,7 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
     plan = SplitPlan(Geometry(sized(3, 8, 2), 4), (LayerSplit(1, 4, 4),) * 3)
     save_plan(tmp_path / "plan.json", plan, {})
     arguments = ("--system", "lru,moepic,lfu", "--plan", tmp_path / "plan.json", "--memory", "60%")
-    found = compare(capsys, trace, *arguments, "--out", tmp_path / "out")
+    found = compare(capsys, trace, *arguments, "--out", tmp_path / "out", code=2)
     assert [row["system"] for row in found["rows"]] == ["lru", "lfu", *BOUNDS]
     (failure,) = found["failures"]
     assert failure["system"] == "moepic" and "plan" in failure["cause"]

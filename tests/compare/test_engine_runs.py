@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from expertly.compare import engine_runs
+from expertly.compare import engine_runs, worker
 from expertly.compare.engine_runs import EngineRuns, can_be_together
 from expertly.compare.playing import PlayedRequest
 from expertly.compare.settings import Settings
@@ -101,6 +105,34 @@ def test_a_system_that_fails_is_named_and_the_others_go_on(
     assert sum(name == "lfu" and asked == method for name, asked, _ in stage.asked) == 2, "once for each budget"
     for name in ("lru", "lcp"):
         assert [len(one) for one in runs.played["50%", name]] == [2, 2]
+
+
+def test_a_process_that_cannot_be_started_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any other failure of its system; nothing of it is left."""
+    context, ends = multiprocessing.get_context("spawn"), []
+
+    def refusing(*_: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def pipe() -> Any:
+        ends.extend(context.Pipe())
+        return ends[-2:]
+
+    class Refusing(context.Process):  # type: ignore[name-defined,misc]
+        _Popen = staticmethod(refusing)
+
+    made = SimpleNamespace(Pipe=pipe, Process=Refusing)
+    monkeypatch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: made))
+    one = Worker("tried")
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="its process could not be started: Resource temporarily unavailable"):
+            one.ask("peak_nbytes")
+    assert len(ends) == 4 and all(end.closed for end in ends) and not one.is_alive
+    settings = Settings(("lru",), ("25%",))
+    engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
+    engine.run(lambda _: True)
+    (failure,) = engine.runs.failures
+    assert failure.system == "lru" and "could not be started" in failure.cause
 
 
 def test_an_interrupt_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

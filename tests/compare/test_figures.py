@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertly.compare.charts import distribution
-from expertly.compare.engine_runs import Runs
+from expertly.compare.engine_runs import Failure, Runs
 from expertly.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
 from expertly.compare.headline import best_row, headline
 from expertly.compare.settings import BOUNDS, Settings, check_memories, check_systems
@@ -62,7 +62,7 @@ def simulated(tpot_s: float | None, nbytes: float = 1 << 20, hit_rate: float = 0
 
 def row(system: str, engine: dict[str, Any] | None, figures: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     row = {"memory": "25%", "memory_bytes": 3 << 20, "system": system, "segments": 1, "is_bound": False}
-    return row | {"engine": engine, "simulated": figures} | more
+    return row | {"has_failed": False, "engine": engine, "simulated": figures} | more
 
 
 def measured(tpot_s: float, ratio: tuple[float, float, float] | None = None) -> dict[str, Any]:
@@ -95,6 +95,18 @@ def test_a_lead_within_the_spread_is_no_lead() -> None:
     assert "lru is fastest on the engine, 10.0 ms a token; next is lcp, 1.20x" in headline(slower, ["25%"], "lru")[0]
 
 
+def test_who_failed_is_not_the_best_however_fast_until_then() -> None:
+    rows = [
+        row("lru", measured(0.010), simulated(0.010)),
+        row("lcp", measured(0.005, (0.5, 0.5, 0.5)), simulated(0.005), has_failed=True),
+    ]
+    (said,) = headline(rows, ["25%"], "lru")
+    assert "lru is fastest on the engine" in said and said.endswith("lcp did not come through.")
+    assert headline(rows[1:], ["25%"], "lru") == [
+        "With 25% of the experts (3.00 MiB): no system came through. lcp did not come through."
+    ]
+
+
 def test_what_ran_at_the_same_time_decides_not_the_times() -> None:
     """lcp's median is higher as it ran when the machine was slow; against lru then it was faster."""
     rows = [row("lru", measured(0.010), None), row("lcp", measured(0.012, (0.7, 0.8, 0.9)), None)]
@@ -119,6 +131,15 @@ def test_a_system_that_failed_on_the_engine_has_no_engine_figures() -> None:
     assert [one["system"] for one in rows] == ["lru"]
 
 
+def test_a_system_that_failed_later_has_what_was_measured() -> None:
+    runs = Runs(played={("25%", "lru"): rounds([0.1], [0.2]), ("25%", "lcp"): [*rounds([0.3]), []]})
+    runs.failures.append(Failure("engine", "25%", "lcp", "torn"))
+    rows = {one["system"]: one for one in rows_of(Settings(("lru", "lcp"), ("25%",)), runs, {})}
+    assert rows["lcp"]["has_failed"] and not rows["lru"]["has_failed"]
+    assert rows["lcp"]["engine"]["num_played"] == 1 == runs.num_measured("25%", "lcp")
+    assert rows["lcp"]["engine"]["tpot_to_baseline"]["median"] == pytest.approx(3), "beside what ran then"
+
+
 def test_bounds_are_of_the_parts_with_which_they_are_best() -> None:
     """Fewest bytes of what bounds bytes, least time of what bounds time."""
 
@@ -141,7 +162,12 @@ def test_a_distribution_rises_from_0_to_1() -> None:
 
 @pytest.mark.parametrize(
     ("high", "base", "last", "step"),
-    [(0.083, 1000, 0.1, 0.02), (7, 1000, 8, 2), (5.5 * 1024**2, 1024, 6 * 1024**2, 2 * 1024**2)],
+    [
+        (0.083, 1000, 0.1, 0.02),
+        (7, 1000, 8, 2),
+        (5.5 * 1024**2, 1024, 6 * 1024**2, 2 * 1024**2),
+        (4.9 * 1024**2, 1024, 5 * 1024**2, 1024**2),
+    ],
 )
 def test_ticks_are_round(high: float, base: int, last: float, step: float) -> None:
     ticks = round_ticks(high, base=base)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from expertly.compare.machine import Machine
 from expertly.compare.worker import WorkerError
 from expertly.core.costs import Link
@@ -40,16 +42,28 @@ def test_the_first_budget_that_can_be_measured_is() -> None:
     made, worker = machine(("load", "1%"))
     made.measure(ARGUMENTS, ("1%", "50%", "70%"))
     made.measure_again()
-    assert worker.asked == [("load", "1%"), ("load", "50%"), ("measure", True), ("measure", False)]
+    assert worker.asked == [("load", "1%"), ("load", "50%"), ("measure", True), ("profile", None), ("measure", False)]
     hardware = made.hardware("cuda:0")
     assert hardware is not None and hardware.link == Link(5e8, 7, 3) and hardware.name == "cuda:0"
     assert made.memory == "50%" and made.problem is None
 
 
-def test_where_it_cannot_be_measured_there_is_nothing_to_simulate() -> None:
-    for refusing in (("measure", True), ("measure", False), ("profile", None)):
-        made, _ = machine(refusing)
-        made.measure(ARGUMENTS, ("50%",))
-        made.measure_again()
-        assert made.hardware("cpu") is None
-        assert made.problem == f"no {refusing[0]}"
+@pytest.mark.parametrize("refusing", [("measure", True), ("profile", None)])
+def test_where_it_cannot_be_measured_there_is_nothing_to_simulate(refusing: tuple[str, Any]) -> None:
+    made, _ = machine(refusing)
+    made.measure(ARGUMENTS, ("50%",))
+    made.measure_again()
+    assert made.hardware("cpu") is None
+    assert made.problem == f"no {refusing[0]}"
+
+
+@pytest.mark.parametrize("refusing", [("measure", False), ("profile", None)])
+def test_what_was_measured_before_it_failed_is_simulated(refusing: tuple[str, Any]) -> None:
+    """It is the machine all the same; who reads of it is told."""
+    made, worker = machine()
+    made.measure(ARGUMENTS, ("50%",))
+    worker.refusing.append(refusing)
+    made.measure_again()
+    hardware = made.hardware("cpu")
+    assert hardware is not None and hardware.link == Link(5e8, 7, 3)
+    assert made.problem == f"no {refusing[0]}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -233,3 +234,112 @@ def test_one_at_a_time() -> None:
         assert one.names() == [second.number]
 
     run(story)
+
+
+def in_a_thread(work: Callable[[], object]) -> list[BaseException]:
+    """What it raises, as a model's thread would, which prints it and ends."""
+    raised: list[BaseException] = []
+
+    def run_it() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run_it)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    return raised
+
+
+class ClosingMeanwhile:
+    """A loop that is closed between being asked whether it is and being used."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+
+    def is_closed(self) -> bool:
+        return self.loop.is_closed()
+
+    def call_soon_threadsafe(self, *call: Any) -> object:
+        self.loop.close()
+        return self.loop.call_soon_threadsafe(*call)
+
+
+@pytest.mark.parametrize("tells", ["token", "failure"])
+@pytest.mark.parametrize("is_meanwhile", [False, True])
+def test_a_loop_that_was_closed_ends_what_was_under_way(tells: str, is_meanwhile: bool) -> None:
+    """The model's thread goes on, and nobody waits for what does not come any more."""
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> tuple[Story, list[Request]]:
+        one = Story(max_running=1)
+        requests = [one.ask(), one.ask()]
+        await one.step()
+        return one, requests
+
+    one, requests = loop.run_until_complete(begin())
+    if is_meanwhile:
+        one.scheduler._loop = ClosingMeanwhile(loop)  # type: ignore[assignment]
+    else:
+        loop.close()
+    names = list(one.steps.running)
+    tell = {
+        "token": lambda: one.scheduler.told([(name, Choice(ord("x"))) for name in names]),
+        "failure": lambda: one.scheduler.failed(names, [], RuntimeError("torn")),
+    }[tells]
+    assert in_a_thread(tell) == [] and in_a_thread(tell) == []
+
+    async def read(request: Request) -> str:
+        told = ""
+        with pytest.raises(ApiError, match="shutting down") as raised:
+            async for delta in request:
+                told += delta.text
+        assert raised.value.status == 503
+        return told
+
+    assert asyncio.run(asyncio.wait_for(read(requests[0]), 5)) == "x", "what came before is there"
+    assert asyncio.run(asyncio.wait_for(read(requests[1]), 5)) == ""
+    assert one.heard.outcomes == ["failed", "failed"] and one.names() == [] and not one.scheduler.waiting
+    assert one.scheduler.free_pages == 100
+    with pytest.raises(ApiError) as refused:
+        one.ask()
+    assert refused.value.status == 503
+
+
+def test_who_waits_in_a_closed_loop_troubles_nobody() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> tuple[Story, asyncio.Task[Any]]:
+        one = Story()
+        reading = asyncio.ensure_future(one.ask().deltas.get())
+        await asyncio.sleep(0)
+        return one, reading
+
+    one, reading = loop.run_until_complete(begin())
+    loop.close()
+    names = list(one.steps.running)
+    assert in_a_thread(lambda: one.scheduler.told([(name, Choice(ord("x"))) for name in names])) == []
+    assert one.heard.outcomes == ["failed"]
+    reading._log_destroy_pending = False  # type: ignore[attr-defined]  # it is what is tried here
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def story() -> None:
+        one = Story(max_running=1)
+        requests = [one.ask(), one.ask()]
+        reading = [asyncio.ensure_future(anext(aiter(request))) for request in requests]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(one.scheduler.close)
+        for read in reading:
+            with pytest.raises(ApiError, match="shutting down"):
+                await asyncio.wait_for(read, 5)
+        one.scheduler.close()
+        await asyncio.sleep(0)
+        assert one.heard.outcomes == ["failed", "failed"], "once"
+        with pytest.raises(ApiError, match="shutting down"):
+            one.ask()
+
+    run(story)
+    Scheduler(Room(64, 8, 100, 2, 2), Heard()).close()  # that never began

@@ -7,7 +7,7 @@ from dataclasses import replace
 from expertly.systems import get_system
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.search import KEPT, Found, finalists, rungs_of, search
+from expertly.tuning.search import KEPT, Found, Scored, finalists, rungs_of, search
 from tests.tuning.toys import FakeClock, candidate
 
 SEEDS = [candidate(name) for name in ("lru", "lfu", "lcp")]
@@ -73,6 +73,19 @@ def test_finalists_differ() -> None:
     clock = FakeClock()
     same = search(SEEDS, vary, lambda one, num, until: 1.0, 1, Deadline.after(clock, 1e9))
     assert [one.system.name for one in finalists(same.ranking, 4, 2)] == ["lcp"]
+
+
+def test_what_nobody_measured_does_not_take_every_place() -> None:
+    """It looks better than it is: half of the places are for what is known, if there is any."""
+    names = ["lru:prediction=lookahead", "lfu:prediction=lookahead", "moepic", "adapmoe", "lcp", "lfu", "static"]
+    ranking = [Scored(candidate(name), 1.0 + number, 8) for number, name in enumerate(names)]
+
+    def places(*known: str) -> list[str]:
+        return [one.system.name for one in finalists(ranking, 4, 2, lambda one: one.system.name in known)]
+
+    assert places("lcp", "lfu", "static") == [*names[:2], "lcp", "lfu"]
+    assert places("lcp") == [*names[:3], "lcp"], "in the order of the ranking"
+    assert places() == names[:4] == places(*names), "where all are equally unsure"
 
 
 def test_one_request_is_one_rung() -> None:

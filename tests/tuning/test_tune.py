@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import expertly
 from expertly.choices import read_choices
+from expertly.cli.tune_report import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
 from expertly.engine.playing import Played
 from expertly.engine.saved_choice import choices_path
@@ -172,6 +174,28 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
     stats = expertly.stats(run).as_dict()
     expertly.unload(run)
     assert stats["codec"]["name"] == found.choice.codec
+
+
+def test_the_report_says_what_was_simulated_alone(model: Path, fastest: Tuned) -> None:
+    """And what could not be run, whenever that was found out."""
+
+    class Failing(Biased):
+        def play(self, candidate: Candidate, request: Request) -> Played:
+            if candidate.system.prediction == "lookahead":
+                raise ConfigError("no such luck")
+            return super().play(candidate, request)
+
+    for found in (fastest, tuned(model, lambda one: 1.0, make=Failing)):
+        result = result_of(argparse.Namespace(model="tiny", memory="50%"), found, None)
+        text, calibration = report(result), found.calibration
+        for one, row in zip(found.found.ranking, result["search"]["ranking"], strict=True):
+            assert row["overhead_s"] == calibration.overhead_s(one.candidate)
+            assert row["unmeasured"] == [f"{part}={name}" for part, name in calibration.unmeasured(one.candidate)]
+        shown = result["search"]["ranking"][:SHOWN]
+        assert text.count("not measured\n") == sum(bool(row["unmeasured"]) for row in shown)
+        for candidate, reason in calibration.failed.items():
+            assert result["failed"][candidate.label] == reason and f"left out: {candidate.label}: {reason}" in text
+    assert calibration.failed and any(row["unmeasured"] for row in result["search"]["ranking"])
 
 
 def test_what_the_simulator_leaves_out_counts_in_the_search(model: Path) -> None:

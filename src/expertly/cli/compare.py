@@ -7,13 +7,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import names, positive_int, seed, split, temperature
 from expertly.cli.configure_sources import is_trace
-from expertly.cli.output import add_json_flag, message, print_json, printable, progress_bar, reserved_stdout
+from expertly.cli.output import add_json_flag, message, printable, progress_bar, reserved_stdout
 from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.compare.settings import (
@@ -23,7 +22,7 @@ from expertly.compare.settings import (
     check_systems,
     default_systems,
 )
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, ExpertlyError
 
 if TYPE_CHECKING:
     from expertly.compare.comparison import Comparison, Prompt
@@ -98,25 +97,27 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 2 where no system came through, 130 where it was interrupted; what there is is written in any case."""
+    """Exit code 2 where a system that was tried did not come through, 130 where it was interrupted. What there is is
+    written in any case, and between rounds, so that nothing that ends this process takes it along.
+    """
     has_trace = is_trace(args.source)
     _refuse(args, WITH_MODEL if has_trace else WITH_TRACE, has_trace)
     settings = _settings(args, has_trace)
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
-        from expertly.cli.compare_table import summary
+        from expertly.cli.compare_output import Output
         from expertly.compare.comparison import Comparison
-        from expertly.compare.folder import begin, prepare, write_all
-        from expertly.compare.page import page
-        from expertly.core.plain import finite
+        from expertly.compare.folder import begin, prepare
 
-        start = time.monotonic()
         command = shlex.join(["expertly", *sys.argv[1:]])
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
         comparison = Comparison(settings, command, {"kind": kind, "name": printable(name)})
+        output = Output(comparison, args.out)
+        comparison.keep = output.keep
         check = _opened_trace(args) if has_trace else None
         prepare(args.out, args.force)
         begin(args.out, command)
+        is_interrupted = False
         try:
             with progress_bar("steps") as progress:
                 if check is not None:
@@ -126,18 +127,16 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     _compare_model(comparison, prompts, args, progress)
         except KeyboardInterrupt:
-            comparison.is_interrupted = True
-        results = finite(comparison.results() | {"seconds": time.monotonic() - start})
-        write_all(args.out, results, page(results))
-        message(f"report written to {args.out / 'report.html'}")
-        if args.json:
-            print_json(results, stdout)
-        else:
-            stdout.write(summary(results) + "\n")
-        if comparison.is_interrupted:
-            message("expertly: interrupted; what was done by then is in the report")
-            return 130
-        return 0 if results["rows"] else 2
+            is_interrupted = True
+        except ExpertlyError as error:
+            if not comparison.has_results:
+                raise
+            comparison.problem = str(error)
+        except BaseException as error:  # a bug, of ours or of a system that was installed: what was done is not lost
+            comparison.problem = f"{type(error).__name__}: {error}"
+            output.write()
+            raise
+        return output.end(stdout, args.json, is_interrupted)
 
 
 def _compare_model(comparison: Comparison, prompts: list[Prompt], args: argparse.Namespace, progress: Any) -> None:

@@ -1,11 +1,15 @@
-"""What `expertly compare` prints: the outcome in words, and a table with engine and simulator side by side."""
+"""What `expertly compare` prints: the outcome in words, and tables of engine and simulator that fit the terminal."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import shutil
+import textwrap
+from typing import Any, TextIO
 
 from expertly.cli.output import table
-from expertly.compare.headline import tpot_of
+from expertly.compare.headline import failures_in_words, tpot_of
+from expertly.compare.tables import GROUPS
 from expertly.compare.units import counted, format_nbytes, format_ratio, format_seconds, format_share
 
 _COLUMNS = {
@@ -15,23 +19,44 @@ _COLUMNS = {
     "loaded": ("bytes_loaded", format_nbytes),
 }
 
+USUAL_WIDTH = 80
+"""Of a terminal, where nobody knows."""
 
-def summary(results: dict[str, Any]) -> str:
-    """For people."""
-    rows = results["rows"]
+BASELINE = "to baseline"
+"""Heads a column where the baseline's name is long."""
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns, where there is a terminal or COLUMNS says how many."""
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size((USUAL_WIDTH, 24)).columns
+    return None
+
+
+def summary(results: dict[str, Any], width: int | None = None) -> str:
+    """For people, in lines of at most `width` as far as names and numbers let it. None: sentences stay whole, as who
+    searches them wants them, and tables are as narrow as a usual terminal.
+    """
+    rows, baseline = results["rows"], results["settings"]["baseline"]
     has_engine = any(row["engine"] is not None for row in rows)
-    parts = [_head(results)]
+    sentences = [[_head(results)], [], results["headline"], [*failures_in_words(results), *results["notes"]]]
     if rows:
-        parts.append(_table(rows, has_engine, results["settings"]["baseline"]))
         where = "engine's medians" if has_engine else "medians"
-        parts.append(
+        sentences[1] = [
             f"TTFT and TPOT: {where} over requests{' and rounds' if has_engine else ''}; stall and loaded: for each "
             "token of an answer, loaded with what the prompts load"
-        )
-    parts.append("\n".join(results["headline"]))
-    failed = [f"{one['where']}, {one['memory']}, {one['system']}: {one['cause']}" for one in results["failures"]]
-    parts.append("\n".join([*failed, *results["notes"]]))
+            + (f"; {_to(baseline)}: TPOT against that of {baseline}" if _to(baseline) == BASELINE else "")
+        ]
+    parts = ["\n".join(_wrapped(sentence, width) for sentence in some) for some in sentences]
+    if rows:
+        parts.insert(1, _tables(rows, baseline, width or USUAL_WIDTH))
     return "\n\n".join(part for part in parts if part)
+
+
+def _wrapped(sentence: str, width: int | None) -> str:
+    if width is None:
+        return sentence
+    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _head(results: dict[str, Any]) -> str:
@@ -46,28 +71,80 @@ def _head(results: dict[str, Any]) -> str:
     return f"{source['name']}{shape}{rounds}{where}"
 
 
-def _table(rows: list[dict[str, Any]], has_engine: bool, baseline: str) -> str:
-    """A row for each system and budget, a gap between budgets."""
-    cells: list[list[str]] = []
-    memory = None
-    headers = ["memory", "system", *_COLUMNS, "TPOT", f"to {baseline}"]
-    if has_engine:
-        headers += ["simulated: hit rate", "TPOT", f"to {baseline}", "loaded"]
+def _tables(rows: list[dict[str, Any]], baseline: str, width: int) -> str:
+    """Engine and simulator side by side; else one below the other; else numbers below the names that they are of."""
+    groups = [where for where in GROUPS if any(row[where] is not None for row in rows)]
+    has_both = len(groups) == 2
+    made = _beside(rows, baseline) if has_both else _table(rows, groups[0], baseline)
+    for form in (_table, _stacked):
+        if _is_within(made, width):
+            break
+        made = "\n\n".join(form(rows, where, baseline, has_title=has_both) for where in groups)
+    return made
+
+
+def _is_within(text: str, width: int) -> bool:
+    return max(map(len, text.splitlines())) <= width
+
+
+def _beside(rows: list[dict[str, Any]], baseline: str) -> str:
+    headers = ["memory", "system", *_headers(baseline), "simulated: hit rate", "TPOT", _to(baseline), "loaded"]
+    lines = []
     for row in rows:
-        is_first = row["memory"] != memory
-        memory = row["memory"]
-        if is_first and cells:
-            cells.append([""] * len(headers))
-        engine, simulated = row["engine"], row["simulated"]
-        shown = engine if has_engine else simulated
-        line = [memory if is_first else "", row["system"]]
-        line += [_cell(shown, key, write) for key, write in _COLUMNS.values()]
-        line += [_tpot(shown), _ratio(shown)]
-        if has_engine:
-            line += [_cell(simulated, "hit_rate", format_share), _tpot(simulated), _ratio(simulated)]
-            line.append(_cell(simulated, "bytes_loaded", format_nbytes))
-        cells.append(line)
-    return table(headers, cells)
+        simulated = dict(zip(_headers(baseline), _cells(row["simulated"]), strict=True))
+        line = [row["memory"], _name(row, "engine"), *_cells(row["engine"])]
+        lines.append(line + [simulated[key] for key in ("hit rate", "TPOT", _to(baseline), "loaded")])
+    return table(headers, _with_gaps(lines))
+
+
+def _table(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
+    """A row for each system and budget that there are figures of."""
+    lines = [[row["memory"], _name(row, where), *_cells(row[where])] for row in rows if row[where] is not None]
+    made = table(["memory", "system", *_headers(baseline)], _with_gaps(lines))
+    return f"{GROUPS[where]}:\n{made}" if has_title else made
+
+
+def _stacked(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
+    shown = [row for row in rows if row[where] is not None]
+    head, rule, *lines = table(["", *_headers(baseline)], [["", *_cells(row[where])] for row in shown]).splitlines()
+    parts = [f"{GROUPS[where]}:"] if has_title else []
+    parts += [head, rule]
+    for row, above, line in zip(shown, [*shown[:1], *shown], lines, strict=False):
+        parts += [""] if row["memory"] != above["memory"] else []
+        parts += [f"{row['memory']}, {_name(row, where)}", line]
+    return "\n".join(parts)
+
+
+def _with_gaps(lines: list[list[str]]) -> list[list[str]]:
+    """A gap between budgets, and each named once."""
+    found: list[list[str]] = []
+    memory = None
+    for line in lines:
+        if line[0] == memory:
+            found.append(["", *line[1:]])
+            continue
+        if found:
+            found.append([""] * len(line))
+        memory = line[0]
+        found.append(line)
+    return found
+
+
+def _name(row: dict[str, Any], where: str) -> str:
+    return str(row["system"]) + (", failed" if row["has_failed"] and where == "engine" else "")
+
+
+def _headers(baseline: str) -> list[str]:
+    return [*_COLUMNS, "TPOT", _to(baseline)]
+
+
+def _to(baseline: str) -> str:
+    """A column is no wider than what it holds, nearly."""
+    return f"to {baseline}" if len(baseline) <= len("baseline") else BASELINE
+
+
+def _cells(figures: dict[str, Any] | None) -> list[str]:
+    return [*(_cell(figures, key, write) for key, write in _COLUMNS.values()), _tpot(figures), _ratio(figures)]
 
 
 def _cell(figures: dict[str, Any] | None, key: str, write: Any) -> str:

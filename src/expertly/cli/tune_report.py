@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
 
 if TYPE_CHECKING:
+    from expertly.tuning.calibration import Calibration
     from expertly.tuning.candidates import Candidate
+    from expertly.tuning.search import Scored
     from expertly.tuning.tune import Tuned
     from expertly.tuning.verification import Turns
 
@@ -38,16 +40,12 @@ def result_of(args: argparse.Namespace, tuned: Tuned, path: Path | None) -> dict
         "gains": {gain.over: asdict(gain) for gain in tuned.gains},
         "saved": None if path is None else str(path),
         "verification": rows,
-        "failed": {candidate.label: reason for candidate, reason in verdict.failed.items()},
+        "failed": {one.label: reason for one, reason in (tuned.calibration.failed | verdict.failed).items()},
         "calibration": {f"{part}={name}": found for (part, name), found in tuned.calibration.overheads_s.items()},
         "search": {
             "tried": tuned.found.num_scored,
             "is_whole": tuned.found.is_whole,
-            "ranking": [
-                {"system": one.candidate.label, "seconds": one.seconds, "requests": one.num_requests}
-                | {"budget_bytes": one.candidate.budget_nbytes}
-                for one in tuned.found.ranking
-            ],
+            "ranking": [_ranked(one, tuned.calibration) for one in tuned.found.ranking],
         },
         "workload": {
             "requests": workload.num_requests,
@@ -59,6 +57,18 @@ def result_of(args: argparse.Namespace, tuned: Tuned, path: Path | None) -> dict
         "times": tuned.seen.times,
         "hardware": tuned.seen.hardware.as_dict(),
         "seconds": tuned.seconds | {"total": sum(tuned.seconds.values())},
+    }
+
+
+def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
+    """What was simulated, what of it was measured to be beyond that, and of what nobody knows."""
+    return {
+        "system": one.candidate.label,
+        "seconds": one.seconds,
+        "requests": one.num_requests,
+        "budget_bytes": one.candidate.budget_nbytes,
+        "overhead_s": calibration.overhead_s(one.candidate),
+        "unmeasured": [f"{part}={name}" for part, name in calibration.unmeasured(one.candidate)],
     }
 
 
@@ -99,10 +109,12 @@ def report(result: dict[str, Any]) -> str:
         lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
     search, workload, seconds = result["search"], result["workload"], result["seconds"]
     if search["ranking"]:
-        headers = (f"simulated, best of {search['tried']}", "seconds", "of requests")
+        headers = (f"simulated, best of {search['tried']}", "seconds", "of requests", "beyond it, a step")
         ranking = search["ranking"][:SHOWN]
-        rows = [[one["system"], f"{one['seconds']:.3f}", str(one["requests"])] for one in ranking]
+        rows = [[one["system"], f"{one['seconds']:.3f}", str(one["requests"]), _beyond(one)] for one in ranking]
         lines += ["", table(headers, rows)]
+        if unknown := dict.fromkeys(kind for one in ranking for kind in one["unmeasured"]):
+            lines.append(f"not measured on the engine before the search, and simulated alone: {', '.join(unknown)}")
     if not search["is_whole"]:
         lines.append("time was up before all that could be tried was")
     lines += [
@@ -112,6 +124,10 @@ def report(result: dict[str, Any]) -> str:
         ", ".join(f"{name} {format_seconds(spent)}" for name, spent in seconds.items()),
     ]
     return "\n".join(lines)
+
+
+def _beyond(one: dict[str, Any]) -> str:
+    return "not measured" if one["unmeasured"] else f"{1e3 * one['overhead_s']:+.2f} ms"
 
 
 def _verification(what: str, rows: list[dict[str, Any]]) -> str:

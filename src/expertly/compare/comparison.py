@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ class Prompt:
 
 @dataclass(slots=True)
 class Comparison:
-    """What is known so far. `results` may be asked for at any time: what has not run is left out."""
+    """What is known so far. `results` may be asked for at any time: what has not run is left out. `keep` is called when
+    there is more that took long to find out.
+    """
 
     settings: Settings
     command: str
@@ -66,21 +68,32 @@ class Comparison:
     hardware: Hardware | None = None
     measured_on: str = ""
     notes: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)  # beside those of systems
     versions: dict[str, str] | None = None
-    is_interrupted: bool = False
+    is_whole: bool = False
+    problem: str | None = None  # what ended it before its end
+    keep: Callable[[], None] = lambda: None
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a system has run anything."""
+        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(
+            self.simulated and self.simulated.rows
+        )
 
     def results(self) -> dict[str, Any]:
         """Everything, as plain values."""
         settings = self.settings
         rows = rows_of(settings, self.runs, {} if self.simulated is None else self.simulated.rows)
-        failures = [] if self.runs is None else list(self.runs.failures)
+        failures = list(self.failures) if self.runs is None else [*self.runs.failures, *self.failures]
         failures += [] if self.simulated is None else self.simulated.failures
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "command": self.command,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "is_interrupted": self.is_interrupted,
+            "is_interrupted": not self.is_whole,
+            "problem": self.problem,
             "versions": {
                 "expertly": expertly.__version__,
                 "python": platform.python_version(),
@@ -93,14 +106,18 @@ class Comparison:
             "hardware_from": self.measured_on,
             "headline": headline(rows, self._memories_tried(rows, failures), settings.baseline),
             "rows": rows,
-            "failures": [
-                {"where": one.where, "memory": one.memory, "system": one.system, "cause": one.cause} for one in failures
-            ],
+            "failures": [asdict(one) | {"measured": self._num_measured(one)} for one in failures],
             "notes": [*self.notes, *self._notes_on_load(), *([] if self.simulated is None else self.simulated.notes)],
             "engine": None if self.runs is None else _engine_values(self.runs),
             "simulator": [] if self.simulated is None else list(self.simulated.rows.values()),
             "timelines": [] if self.simulated is None else self.simulated.timelines,
         }
+
+    def _num_measured(self, failure: Failure) -> int | None:
+        """Requests before it failed; None where none would have been."""
+        if self.runs is None or failure.where != "engine":
+            return None
+        return self.runs.num_measured(failure.memory, failure.system)
 
     def _notes_on_load(self) -> list[str]:
         """Whether others were computing."""
@@ -110,9 +127,9 @@ class Comparison:
         return [f"{load:.0f} processes were running on {num} CPUs: times wander; ratios are of the same moments"]
 
     def _memories_tried(self, rows: Sequence[dict[str, Any]], failures: Sequence[Failure]) -> list[str]:
-        """All of them, unless the comparison was interrupted."""
+        """All of them, unless the comparison ended before its end."""
         tried = {row["memory"] for row in rows} | {one.memory for one in failures}
-        return [memory for memory in self.settings.memories if memory in tried or not self.is_interrupted]
+        return [memory for memory in self.settings.memories if memory in tried or self.is_whole]
 
 
 def compare_trace(
@@ -135,7 +152,9 @@ def compare_trace(
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
     iteration = middle_decode_iteration(trace, schedule)
-    comparison.simulated = simulate(ground, settings, iteration, progress)
+    comparison.simulated = Simulated()
+    simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+    comparison.is_whole = True
 
 
 def compare_model(
@@ -162,10 +181,10 @@ def compare_model(
         geometry = (tuple(layer.geometry() for layer in trace.manifest.layers), trace.manifest.dense, "trace")
         ground = _ground(settings, trace, schedule, hardware, geometry, learned)
         check_budgets(ground, settings)
+        base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
             tell("measuring this machine")
             machine.measure(arguments, (settings.timeline_memory, "50%"))
-        base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         free_nbytes = available_host_nbytes()
 
         def fits_together(memory: str) -> bool:
@@ -175,14 +194,21 @@ def compare_model(
         lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
         requests = played_requests(trace, schedule)
         in_words = tell if progress is None else None
-        engine = EngineRuns(settings, arguments, requests, lesson, machine.measure_again, progress, in_words)
+
+        def between() -> None:
+            machine.measure_again()
+            comparison.keep()
+
+        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words)
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")
         ground = replace(ground, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
             iteration = middle_decode_iteration(trace, schedule)
-            comparison.simulated = simulate(ground, settings, iteration, progress)
+            comparison.simulated = Simulated()
+            simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+        comparison.is_whole = True
     finally:
         machine.worker.end()
 
@@ -246,8 +272,12 @@ def _hardware(comparison: Comparison, machine: Machine, given: Hardware) -> Hard
         why = f"this machine's speeds could not be measured ({machine.problem})"
         comparison.notes.append(f"no simulation: {why}; --hardware NAME simulates another")
         return given
+    assert machine.memory is not None
+    when = "beside the engine's runs" if machine.problem is None else "before the engine ran"
+    if machine.problem is not None:
+        comparison.failures.append(Failure("measuring it again", machine.memory, "this machine", machine.problem))
     comparison.hardware = measured
-    comparison.measured_on = f"this machine, as measured beside the engine's runs ({machine.memory} of the experts)"
+    comparison.measured_on = f"this machine, as measured {when} ({machine.memory} of the experts)"
     return measured
 
 

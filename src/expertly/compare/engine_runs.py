@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Failure:
     memory: str
     system: str
     cause: str
+    is_skipped: bool = False  # there is nothing that it could run on: it was not tried
 
 
 @dataclass(slots=True)
@@ -36,6 +38,13 @@ class Runs:
     loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     together: dict[str, bool] = field(default_factory=dict)  # by budget: whether all models were held at once
+
+    def has_failed(self, memory: str, name: str) -> bool:
+        return any((one.memory, one.system) == (memory, name) for one in self.failures)
+
+    def num_measured(self, memory: str, name: str) -> int:
+        """Requests, each round's."""
+        return sum(map(len, self.played.get((memory, name), [])))
 
 
 class EngineRuns:
@@ -77,7 +86,7 @@ class EngineRuns:
                 for number in range(settings.rounds):
                     if self._tell is not None:
                         self._tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
-                    names = [name for name in names if not self._has_failed(memory, name)]
+                    names = [name for name in names if not self.runs.has_failed(memory, name)]
                     shift = number % len(names) if names else 0
                     in_turn = [*names[shift:], *names[:shift]]
                     if together:
@@ -93,22 +102,23 @@ class EngineRuns:
 
     def _round_together(self, memory: str, names: list[str]) -> None:
         for name in names:
-            self._workers[name].start()
+            with suppress(WorkerError):  # what is asked of it then says so
+                self._workers[name].start()
         ready = [name for name in names if self._load(memory, name)]
         for turn, request in enumerate(self._requests):
             for index in range(len(ready)):
                 name = ready[(turn + index) % len(ready)]
-                if not self._has_failed(memory, name):
+                if not self.runs.has_failed(memory, name):
                     self._play(memory, name, request)
         for name in ready:
-            if not self._has_failed(memory, name):
+            if not self.runs.has_failed(memory, name):
                 self._asked(memory, name, "unload")
 
     def _round_apart(self, memory: str, names: list[str]) -> None:
         for name in names:
             if self._load(memory, name):
                 for request in self._requests:
-                    if not self._has_failed(memory, name):
+                    if not self.runs.has_failed(memory, name):
                         self._play(memory, name, request)
             self._workers[name].end()
 
@@ -120,7 +130,7 @@ class EngineRuns:
         if self._lesson is not None:
             self._asked(memory, name, "learn", *self._lesson)
         self.runs.played.setdefault((memory, name), []).append([])
-        return not self._has_failed(memory, name)
+        return not self.runs.has_failed(memory, name)
 
     def _play(self, memory: str, name: str, request: PlayedRequest) -> None:
         played = self._asked(memory, name, "play", request)
@@ -140,9 +150,6 @@ class EngineRuns:
             self.runs.failures.append(Failure("engine", memory, name, str(error)))
             self._workers[name].end()
             return None
-
-    def _has_failed(self, memory: str, name: str) -> bool:
-        return any((one.memory, one.system) == (memory, name) for one in self.runs.failures)
 
 
 def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[str, Any]:

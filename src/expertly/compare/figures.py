@@ -65,6 +65,7 @@ def _row(
         "system": name,
         "segments": facts.get("segments"),
         "is_bound": False,
+        "has_failed": runs is not None and runs.has_failed(memory, name),  # on the engine, under this budget
         "engine": engine,
         "simulated": figures,
     }
@@ -81,6 +82,7 @@ def _bound(memory: str, name: str, simulated: Mapping[tuple[str, str, int], dict
         "system": name,
         "segments": None if best is None else best["segments"],
         "is_bound": True,
+        "has_failed": False,
         "engine": None,
         "simulated": None if best is None else simulated_figures(best),
     }

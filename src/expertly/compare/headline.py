@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertly.compare.units import format_nbytes, format_seconds, format_share
@@ -16,11 +16,23 @@ def headline(rows: Sequence[dict[str, Any]], memories: Sequence[str], baseline: 
     return [_of_memory([row for row in rows if row["memory"] == memory], memory, baseline) for memory in memories]
 
 
+def failures_in_words(results: Mapping[str, Any]) -> list[str]:
+    """Which systems did not come through under which budget, why, and how much of them was measured."""
+    said = []
+    for one in results["failures"]:
+        sentence = f"{one['system']} ({one['where']}, {one['memory']}): {one['cause']}"
+        if one["measured"]:
+            of_all = results["settings"]["rounds"] * results["source"]["requests"]
+            sentence += f"; {one['measured']} of {of_all} requests were measured before"
+        said.append(sentence)
+    return said
+
+
 def best_row(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str] | None:
     """Of one budget: the system with the least time a token, by the engine where it ran; without times, with the most
-    hits. And where that was measured: "engine" or "simulated".
+    hits. And where that was measured: "engine" or "simulated". Who failed, however fast until then, is not the best.
     """
-    systems = [row for row in rows if not row["is_bound"]]
+    systems = _came_through(rows)
     for where in ("engine", "simulated"):
         if timed := _rising(systems, where):
             return timed[0], where
@@ -32,12 +44,16 @@ def _rising(rows: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """The systems that were timed, by their time against the baseline's for the same requests: what else the machine
     did then slowed both down. Without a baseline by their times.
     """
-    timed = [row for row in rows if not row["is_bound"] and row[where] is not None and row[where]["tpot_s"] is not None]
+    timed = [row for row in _came_through(rows) if row[where] is not None and row[where]["tpot_s"] is not None]
     ratios = [row[where].get("tpot_to_baseline") for row in timed]
     if sum(ratio is None for ratio in ratios) > 1:
         return sorted(timed, key=lambda row: tpot_of(row[where]))
     known = [1.0 if ratio is None else ratio["median"] if isinstance(ratio, dict) else ratio for ratio in ratios]
     return [timed[index] for index in sorted(range(len(timed)), key=lambda index: known[index])]
+
+
+def _came_through(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if not (row["is_bound"] or row["has_failed"])]
 
 
 def tpot_of(figures: dict[str, Any]) -> float:
@@ -47,6 +63,11 @@ def tpot_of(figures: dict[str, Any]) -> float:
 
 
 def _of_memory(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
+    failed = [row["system"] for row in rows if row["has_failed"]]
+    return _outcome(rows, memory, baseline) + (f" {', '.join(failed)} did not come through." if failed else "")
+
+
+def _outcome(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
     found = best_row(rows)
     if found is None:
         return f"{_budget(memory, rows)}: no system came through."

@@ -8,17 +8,23 @@ from typing import Any
 
 from expertly.compare.engine_runs import load_arguments
 from expertly.compare.worker import Worker, WorkerError
+from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.engine.machine import cpu_name
 from expertly.sim.hardware import Hardware
 
+Profile = tuple[Link, MeasuredCompute, CodecCosts | None]
+
 
 class Machine:
-    """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why."""
+    """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why. What was
+    measured before it failed is kept.
+    """
 
     def __init__(self) -> None:
         self.worker = Worker("machine")
         self.problem: str | None = None
         self.memory: str | None = None  # what the experts had of it while they were measured
+        self._profile: Profile | None = None
 
     def measure(self, arguments: dict[str, Any], memories: Sequence[str]) -> None:
         """All costs of a model, with the first of these budgets that leaves enough in memory to measure."""
@@ -27,6 +33,7 @@ class Machine:
                 loading = load_arguments(arguments | {"segments": None, "compressed": "0"}, memory, "lru")
                 self.worker.ask("load", loading)
                 self.worker.ask("measure", True)
+                self._profile = self.worker.ask("profile")
             except WorkerError as error:
                 self.problem = str(error)
             else:
@@ -43,12 +50,13 @@ class Machine:
 
     def hardware(self, device: str) -> Hardware | None:
         """The medians of what was measured, as a machine to simulate; None where there is nothing."""
-        if self.memory is None or self.problem is not None:
+        if self.problem is None and self._profile is not None:
+            try:
+                self._profile = self.worker.ask("profile")
+            except WorkerError as error:
+                self.problem = str(error)
+        if self._profile is None:
             return None
-        try:
-            link, compute, codec = self.worker.ask("profile")
-        except WorkerError as error:
-            self.problem = str(error)
-            return None
+        link, compute, codec = self._profile
         name = cpu_name() if device == "cpu" else device
         return replace(Hardware.read("infinite").with_model(link, compute), codec=codec, name=name)

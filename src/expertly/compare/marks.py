@@ -47,7 +47,8 @@ class Mark:
         """The mark alone."""
         if self.is_bound:
             return element("circle", cx=x, cy=y, r=2, class_="dot", style=self.style)
-        shape, size = _SHAPES[self.number % len(_SHAPES)], 4.0
+        round_of_colours = self.number // NUM_COLOURS  # the same colour comes again with another form
+        shape, size = _SHAPES[(self.number + round_of_colours) % len(_SHAPES)], 4.0
         if shape in ("circle", "ring"):
             return element("circle", cx=x, cy=y, r=size, class_="hole" if shape == "ring" else "dot", style=self.style)
         points = " ".join(f"{x + size * dx:.1f},{y + size * dy:.1f}" for dx, dy in _CORNERS[shape])

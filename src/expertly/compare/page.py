@@ -8,6 +8,7 @@ from typing import Any
 
 from expertly.compare import gantt
 from expertly.compare.charts import MEASURES, PREFETCH, Measure, against_budget, latencies
+from expertly.compare.headline import failures_in_words
 from expertly.compare.marks import Mark, legend, marks_of
 from expertly.compare.style import STYLE
 from expertly.compare.svg import element
@@ -59,7 +60,9 @@ def _head(title: str, results: Mapping[str, Any]) -> str:
         said.append(f"{source['layers']} layers of {source['experts']} experts, top-{source['top_k']}{size}.")
         rounds = f", {counted(settings['rounds'], 'round')}" if results["engine"] is not None else ""
         said.append(f"{counted(source['requests'], 'request')} of {counted(source['tokens'], 'token')}{rounds}.")
-    if results["is_interrupted"]:
+    if results["problem"] is not None:
+        said.append(f"The comparison ended early: {results['problem']}. This is what was done by then.")
+    elif results["is_interrupted"]:
         said.append("The comparison was interrupted: this is what was done by then.")
     return element("h1", escape(title)) + element("p", escape(" ".join(said)), class_="soft")
 
@@ -74,10 +77,7 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 def _failures(results: Mapping[str, Any]) -> str:
     """Which systems did not come through, and why."""
-    items = [
-        element("li", escape(f"{one['system']} ({one['where']}, {one['memory']}): {one['cause']}"))
-        for one in results["failures"]
-    ]
+    items = [element("li", escape(said)) for said in failures_in_words(results)]
     if not items:
         return ""
     return element("section", element("h3", "Did not come through") + element("ul", "".join(items)), class_="failures")

@@ -17,7 +17,7 @@ BASELINE = "lru"
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Simulated beside every comparison: what no system can beat, and every expert kept."""
 
-_USUAL = ("lru", "lfu", "lcp", "moepic", "adapmoe", "expertly")
+_USUAL = ("lru", "lfu", "lcp", "moepic", "adapmoe", "expertly", "expertly-ahead")
 DEFAULT_MEMORY = "10%,25%,50%"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from expertly.compare.engine_runs import Failure
@@ -24,12 +24,32 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Simulated:
-    """Rows of Study.results by (budget, system, P); what each system did during one token; what failed."""
+    """What there is so far: rows of Study.results by (budget, system, P), in the end what each system did during one
+    token; what failed.
+    """
 
-    rows: dict[tuple[str, str, int], dict[str, Any]]
-    timelines: list[dict[str, Any]]
-    failures: list[Failure]
-    notes: list[str]
+    rows: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Iterable[dict[str, Any]]) -> None:
+        """As they come, whatever raises then."""
+        for row in found:
+            if row["skipped"] is None:
+                self.rows[row["memory"], row["system"], row["segments"]] = row
+                continue
+            failure = Failure("simulator", "all", row["system"], row["skipped"], is_skipped=True)
+            if failure not in self.failures:
+                self.failures.append(failure)
+
+    def failed(self, name: str, memory: str, cause: str) -> None:
+        """What fails with one cause under several budgets is one failure."""
+        for index, one in enumerate(self.failures):
+            if (one.system, one.cause) == (name, cause):
+                self.failures[index] = replace(one, memory=f"{one.memory}, {memory}")
+                return
+        self.failures.append(Failure("simulator", memory, name, cause))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +72,38 @@ def check_budgets(ground: Ground, settings: Settings) -> None:
         Memory(label).budget(study.geometry, ground.layers is not None)
 
 
-def simulate(ground: Ground, settings: Settings, iteration: int | None, progress: Progress | None = None) -> Simulated:
+def simulate(
+    ground: Ground,
+    settings: Settings,
+    iteration: int | None,
+    into: Simulated,
+    keep: Callable[[], None],
+    progress: Progress | None = None,
+) -> None:
     """Every system under every budget; `iteration` is the one that is shown in detail. Where a system cannot be
-    simulated the others are, each with the bounds of its own.
+    simulated the others are, each with the bounds of its own. `into` has all that was done, whatever this raises;
+    `keep` is called after each budget.
     """
     timelines = TokenTimelines(iteration if ground.layers is not None else None, settings.timeline_memory)
-    memories = [Memory(label) for label in settings.memories]
-    failures: list[Failure] = []
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     study = _study(ground, settings, timelines, progress)
     try:
-        found = list(study.results(settings.systems, memories))
-    except ExpertlyError:
-        found = []
-        for name in settings.systems:
+        for memory in map(Memory, settings.memories):
             try:
-                found += study.results([name], memories)
-            except ExpertlyError as error:
-                failures.append(Failure("simulator", ", ".join(settings.memories), name, str(error)))
-    for row in found:
-        if row["skipped"] is None:
-            rows[row["memory"], row["system"], row["segments"]] = row
-    skipped = {(row["system"], row["skipped"]) for row in found if row["skipped"] is not None}
-    failures += [Failure("simulator", "all", name, why) for name, why in sorted(skipped)]
-    return Simulated(rows, _shown(timelines, rows, settings), failures, _notes(ground, study))
+                into.add(study.results(settings.systems, [memory]))
+            except ExpertlyError:
+                _one_by_one(study, settings.systems, memory, into)
+            keep()
+    finally:
+        into.timelines = _shown(timelines, into.rows, settings)
+        into.notes = _notes(ground, study)
+
+
+def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simulated) -> None:
+    for name in systems:
+        try:
+            into.add(study.results([name], [memory]))
+        except ExpertlyError as error:
+            into.failed(name, memory.label, str(error))
 
 
 def _study(ground: Ground, settings: Settings, timelines: TokenTimelines | None, progress: Progress | None) -> Study:

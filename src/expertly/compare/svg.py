@@ -57,6 +57,8 @@ def round_ticks(high: float, num: int = 5, base: int = 1000) -> list[float]:
     unit = float(base) ** math.floor(math.log(rough, base))
     power = unit * 10.0 ** math.floor(math.log10(rough / unit))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    if step > 500 * unit:
+        step = unit * base  # 1 MiB, not 1000 or 2000 KiB
     return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
 
 

@@ -97,7 +97,8 @@ def _fidelity(row: dict[str, Any]) -> str:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return str(row["system"]) + (f" (P = {row['segments']})" if (row["segments"] or 1) > 1 else "")
+    said = str(row["system"]) + (f" (P = {row['segments']})" if (row["segments"] or 1) > 1 else "")
+    return said + (", failed" if row["has_failed"] else "")
 
 
 def _first(index: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,16 +31,22 @@ class Worker:
         return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        """Begin to start it, if it is not there; what is asked first waits for it."""
+        """Begin to start it, if it is not there; what is asked first waits for it. Raises WorkerError."""
         if self.is_alive:
             return
         self.end()
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
-        self._process.start()
-        theirs.close()
-        self._connection = ours
+        with ExitStack() as stack:
+            try:
+                ours, theirs = context.Pipe()
+                stack.callback(ours.close)
+                with theirs:
+                    process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+                    process.start()
+            except OSError as error:
+                raise WorkerError(f"its process could not be started: {error.strerror or error}") from error
+            stack.pop_all()
+        self._process, self._connection = process, ours
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the child's Player gives."""

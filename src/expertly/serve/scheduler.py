@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +15,8 @@ from expertly.models.stepping import Entry, Stepper
 from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
 from expertly.serve.request import Request, Text
 from expertly.serve.sampling import Choice, Sampler
+
+_SHUTTING_DOWN = "this server is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Scheduler:
         self._idle = asyncio.Event()
         self._problem: str | None = None
         self._step_s = 0.05  # a running mean, for Retry-After
+        self._ending = threading.Lock()
 
     def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
         """Take requests from now on, in the loop that runs. `make(sampler, failed)` makes what runs the model."""
@@ -73,8 +78,11 @@ class Scheduler:
         self._stepper = make(self.sampler, self.failed)
 
     def close(self) -> None:
+        """End the model's threads, and with an error what they leave. Any thread may call. Idempotent."""
         if self._stepper is not None:
             self._stepper.close()
+            self._problem = self._problem or _SHUTTING_DOWN
+            self._later(self.abort)
 
     @property
     def problem(self) -> str | None:
@@ -104,7 +112,7 @@ class Scheduler:
         if self.problem is not None:
             raise unavailable(self.problem, "model_stopped")
         if self.is_draining:
-            raise unavailable("this server is shutting down", "draining")
+            raise unavailable(_SHUTTING_DOWN, "draining")
         if not self.waiting and self._fits(request):
             self._admit(request)
             return
@@ -132,8 +140,8 @@ class Scheduler:
 
     def abort(self) -> None:
         """End all that has been taken."""
-        for request in [*self.waiting, *{one.request.number: one.request for one in self.running.values()}.values()]:
-            self._fail(request, unavailable("this server is shutting down", "draining"))
+        for request in self._taken():
+            self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
     # -- what the model's threads call ---------------------------------------------------------------------------------
 
@@ -145,8 +153,29 @@ class Scheduler:
 
     def _later(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
-        if not self._loop.is_closed():
+        try:
             self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # asked first, it might have been closed since
+            if not self._loop.is_closed():
+                raise
+            self._loop_ended()
+
+    def _loop_ended(self) -> None:
+        """There is no loop to end anything in: what is under way ends here. The model is not told, as who closes it may
+        wait for the thread that this is: it writes for nobody until it is closed.
+        """
+        with self._ending:
+            self._problem = self._problem or _SHUTTING_DOWN
+            taken = self._taken()
+            self.waiting.clear()
+            for text in self.running.values():
+                self.free_pages += self._pages(text)
+                self.sampler.remove(text.name)
+            self.running.clear()
+            for request in taken:
+                with suppress(RuntimeError):  # who waited in that loop is gone with it
+                    request.deltas.put_nowait(unavailable(_SHUTTING_DOWN, "draining"))
+                self.watcher.ended(request, "failed")
 
     # -- the rest runs in the loop -------------------------------------------------------------------------------------
 
@@ -192,6 +221,10 @@ class Scheduler:
             for request in list(self.waiting):
                 self._fail(request, unavailable(self._problem, "model_stopped"))
         self._next()
+
+    def _taken(self) -> list[Request]:
+        running = {text.request.number: text.request for text in self.running.values()}
+        return [*self.waiting, *running.values()]
 
     def _fits(self, request: Request) -> bool:
         if self.room.is_one_at_a_time:

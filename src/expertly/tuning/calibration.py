@@ -4,7 +4,7 @@ the engine for each kind of predictor and eviction that looks promising, a reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from expertly.core.errors import ExpertlyError
@@ -33,6 +33,11 @@ class Calibration:
         """Of a step; what was not measured counts as nothing, and what is measured at last shows it."""
         return sum(self.overheads_s.get(kind, 0.0) for kind in kinds_of(candidate))
 
+    def unmeasured(self, candidate: Candidate) -> list[Kind]:
+        """What it is of that nobody knows the overhead of: there was no time, it failed, or no preset is of it."""
+        known = kinds_of(self.base)
+        return [kind for kind in kinds_of(candidate) if kind not in known and kind not in self.overheads_s]
+
 
 def kinds_of(candidate: Candidate) -> list[Kind]:
     system = candidate.system
@@ -42,9 +47,10 @@ def kinds_of(candidate: Candidate) -> list[Kind]:
     return [("eviction", system.eviction), ("prediction", system.prediction + gated)]
 
 
-def representatives(scored: Iterable[tuple[Candidate, float]], base: Candidate, base_s: float) -> list[Candidate]:
+def representatives(scored: Collection[tuple[Candidate, float]], base: Candidate, base_s: float) -> list[Candidate]:
     """Of each kind that the base is not of, the one that was simulated to be fastest, if that is faster than the base,
-    as nothing that is left out makes it so: evictions by systems that do not predict, where there are any.
+    as nothing that is left out makes it so: evictions by systems that do not predict, where there are any. The fastest
+    come first: where there is no time for all, it is for those that would be taken for the best.
     """
     found: dict[Kind, Candidate] = {}
     known = set(kinds_of(base))
@@ -53,7 +59,8 @@ def representatives(scored: Iterable[tuple[Candidate, float]], base: Candidate, 
         new = [kind for kind in kinds_of(candidate) if kind not in known and kind not in found]
         if new and seconds < base_s:
             found |= dict.fromkeys(new, candidate)
-    return list(dict.fromkeys(found.values()))
+    chosen = set(found.values())
+    return [one for one, _ in sorted(scored, key=lambda pair: (pair[1], pair[0].complexity)) if one in chosen]
 
 
 def calibrate(
@@ -66,13 +73,14 @@ def calibrate(
 ) -> Calibration:
     """Each is played between two times of the base, the slower of which counts, so that noise is no overhead. What
     fails is left out, as is what there is no time for: that has no overhead then, which is never less than nothing. Of
-    a candidate of two kinds, the prediction has what the eviction does not explain. A request without a step tells
-    nothing.
+    a candidate of two kinds, the prediction has what the eviction does not explain, whichever was played first. A
+    request without a step tells nothing.
     """
     calibration = Calibration(base)
     base_s = simulated_step_s(base)
     if len(request.tokens) == request.num_prompt:
         return calibration
+    beyond_s: dict[Candidate, float] = {}
     before_s = _quiet_step_s(player.play(base, request))
     for candidate in candidates:
         if deadline.is_over or base_s is None:
@@ -87,11 +95,12 @@ def calibrate(
             continue
         after_s = _quiet_step_s(player.play(base, request))
         measured, before_s = _quiet_step_s(played) - max(before_s, after_s), after_s
-        new = [kind for kind in kinds_of(candidate) if kind not in kinds_of(base)]
-        unknown = [kind for kind in new if kind not in calibration.overheads_s]
-        explained = sum(calibration.overheads_s.get(kind, 0.0) for kind in new)
+        beyond_s[candidate] = measured - (simulated - base_s)
+    for candidate in sorted(beyond_s, key=lambda one: one.system.prediction != "none"):
+        unknown = calibration.unmeasured(candidate)
         if unknown:
-            calibration.overheads_s[unknown[-1]] = max(0.0, measured - (simulated - base_s) - explained)
+            explained_s = calibration.overhead_s(candidate)
+            calibration.overheads_s[unknown[-1]] = max(0.0, beyond_s[candidate] - explained_s)
     return calibration
 
 

@@ -92,24 +92,28 @@ def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: i
     return Found(list(ranking.values()), len(ranking), is_whole)
 
 
-def finalists(ranking: Sequence[Scored], limit: int, each: int) -> list[Candidate]:
+def finalists(
+    ranking: Sequence[Scored], limit: int, each: int, is_known: Callable[[Candidate], bool] = lambda _: True
+) -> list[Candidate]:
     """The best `limit` candidates that are worth running: no two that the simulator cannot tell apart, and at most
-    `each` made of one preset, as its times are less sure between systems than within one.
+    `each` made of one preset, as its times are less sure between systems than within one. Those that are not known to
+    be as fast as simulated have half of the places, and what the others leave.
     """
-    chosen: list[Candidate] = []
+    chosen: list[Scored] = []
     seen: set[tuple[int, float]] = set()
     by_preset: dict[str, int] = {}
-    for one in ranking:
-        preset = one.candidate.system.name.split(":")[0]
-        key = (one.num_requests, one.seconds)
-        if key in seen or by_preset.get(preset, 0) >= each:
-            continue
-        seen.add(key)
-        by_preset[preset] = by_preset.get(preset, 0) + 1
-        chosen.append(one.candidate)
-        if len(chosen) == limit:
-            break
-    return chosen
+    left = {True: limit, False: limit // 2}
+    for only_half in (True, False):
+        for one in ranking:
+            preset = one.candidate.system.name.split(":")[0]
+            key, known = (one.num_requests, one.seconds), is_known(one.candidate) or not only_half
+            if key in seen or by_preset.get(preset, 0) >= each or len(chosen) == limit or not left[known]:
+                continue
+            seen.add(key)
+            by_preset[preset] = by_preset.get(preset, 0) + 1
+            left[known] -= 1
+            chosen.append(one)
+    return [one.candidate for one in ranking if one in chosen]
 
 
 def _best(scores: dict[tuple[Candidate, int], float], rung: int) -> list[Candidate]:

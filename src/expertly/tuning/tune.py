@@ -144,7 +144,7 @@ def tune(
             calibration = _calibrated(space, simulation, make_player(player), base, requests[0], deadline, tell)
             stages.end("calibrating")
             found = _searched(space, simulation, calibration, len(requests), deadline.share(SEARCHING), tell)
-            best = [one for one in _worth_it(found, base) if one not in calibration.failed]
+            best = _worth_it(found, base, calibration)
             stages.end("searching")
             if found.ranking:
                 verdict = decide(make_player(player), best, base, default, requests, deadline, progress)
@@ -279,11 +279,12 @@ def _searched(
     return search(list(seeds), space.variations, score, num_requests, deadline)
 
 
-def _worth_it(found: Found, base: Candidate) -> list[Candidate]:
-    """The best few that are expected to be faster than the base, as far as it was scored."""
+def _worth_it(found: Found, base: Candidate, calibration: Calibration) -> list[Candidate]:
+    """The best few that are expected to be faster than the base, as far as it was scored, and did not fail before."""
     scores = {one.num_requests: one.seconds for one in found.ranking if one.candidate == base}
-    faster = [one for one in found.ranking if one.seconds < scores.get(one.num_requests, float("inf"))]
-    return finalists(faster, FINALISTS, OF_A_PRESET)
+    ran = [one for one in found.ranking if one.candidate not in calibration.failed]
+    faster = [one for one in ran if one.seconds < scores.get(one.num_requests, float("inf"))]
+    return finalists(faster, FINALISTS, OF_A_PRESET, lambda one: not calibration.unmeasured(one))
 
 
 def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **others: Any) -> tuple[Any, Any]:
