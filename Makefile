@@ -33,7 +33,7 @@ setup: $(STAMP)
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
 # get their pip from the interpreter's own. Where there is a C compiler, installing builds the faster products.
-$(STAMP): pyproject.toml $(wildcard src/expertly/native/*.[ch])
+$(STAMP): pyproject.toml $(wildcard src/expertly/*/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
 	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
@@ -66,5 +66,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf src/expertly/native/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
 	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +

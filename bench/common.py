@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -75,6 +78,28 @@ def child_arguments() -> dict[str, Any] | None:
         return None
     arguments: dict[str, Any] = json.loads(sys.argv[sys.argv.index("--child") + 1])
     return arguments
+
+
+def quietly(work: Callable[[], T], tries: int = 4) -> tuple[T, float]:
+    """What `work` returns, and the share of the processors' time that this virtual machine's host took meanwhile: of
+    the try in which that was least. There are up to `tries`, until it is 2 % or less.
+    """
+    best: tuple[T, float] | None = None
+    for _ in range(tries):
+        before, start = _stolen_s(), time.perf_counter()
+        found = work()
+        share = (_stolen_s() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+        if best is None or share < best[1]:
+            best = found, share
+        if share <= 0.02:
+            break
+    assert best is not None
+    return best
+
+
+def _stolen_s() -> float:
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def drop_page_cache(folder: Path) -> None:

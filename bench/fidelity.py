@@ -6,28 +6,31 @@
 For every budget and P, in a process of its own: the costs of the model are measured in that budget (with `lru` and
 random tokens), the engine runs two requests under each system (a prompt of 16 tokens, then a text token by token) while
 its routing is recorded, and all of it in rounds; the recorded traces are simulated with the medians of what was
-measured in between. Compared is the second request (the median of the rounds), when the places of the experts have been
-used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within 10 %.
+measured in between. A run in which the virtual machine's host took over 2 % of the processors' time is repeated, up to
+three times (`stolen`). Compared is the second request (the median of the rounds), when the places of the experts have
+been used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within
+10 %.
 
 With `--codec planes` the engine reads compressed experts, and keeps copies in the shares of the memory that
-`--compressed` lists. The model's costs are measured with experts as they are, the disk and decoding, before each round,
-with the compressed store: pieces of one size do not tell a disk's rate from what a piece costs, and stored ones are of
-other sizes. What they come to together is the simulator's to say.
+`--compressed` lists. Then the disk and decoding are measured by themselves, before each round. What they come to
+together, and beside computing, is the simulator's to say.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments, inflated_model
+from common import child, child_arguments, inflated_model, quietly
 from report import print_report
 
 PROMPT_TOKENS = 16
@@ -44,6 +47,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
     import expertly
     from expertly.engine.recording import record
 
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that is repeated
     model, _ = expertly.load(
         arguments["model"],
         memory=arguments["memory"],
@@ -81,7 +85,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
 
 
 def codec_costs(arguments: dict[str, Any]) -> Any:
-    """The disk's rate under the compressed store, and what its frames cost; None where nothing is compressed."""
+    """The disk under the compressed store, and what its frames cost; None where nothing is compressed."""
     from expertly.engine.measure_codec import store_costs
     from expertly.models.packing import pack_cached
 
@@ -96,9 +100,13 @@ def median_costs(measured: list[Any], link: Any) -> tuple[Any, Any]:
 
     if measured[0] is None:
         return link, None
-    rates, costs = zip(*measured, strict=True)
-    decoding = statistics.median(one.decode_nbytes_per_s for one in costs)
-    return Link(statistics.median(rates), link.latency_ns, 0), replace(costs[0], decode_nbytes_per_s=decoding)
+    disks, costs = zip(*measured, strict=True)
+    rate, latency_ns = (
+        statistics.median(getattr(one, name) for one in disks) for name in ("nbytes_per_s", "latency_ns")
+    )
+    names = ("decode_nbytes_per_s", "read_processors")
+    medians = {name: statistics.median(getattr(one, name) for one in costs) for name in names}
+    return Link(rate, round(latency_ns), 0), replace(costs[0], **medians)
 
 
 def simulate(
@@ -147,7 +155,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         memory="50%" if is_resident else arguments["memory"],
         system="lru",
         segments=arguments["segments"],
-        codec="none",
+        codec=arguments["codec"],
+        compressed=0,
     )
     measurement = Measurement(beside)
 
@@ -162,9 +171,10 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         measured = []
         ran: dict[str, list[dict[str, Any]]] = {system: [] for system in arguments["systems"]}
         for turn in range(arguments["rounds"]):
-            measured.append(codec_costs(arguments))
+            measured.append(quietly(partial(codec_costs, arguments))[0])
             for system, runs in ran.items():
-                runs.append(run_engine(arguments, system, Path(scratch) / f"{system}-{turn}"))
+                run, stolen = quietly(partial(run_engine, arguments, system, Path(scratch) / f"{system}-{turn}"))
+                runs.append(run | {"stolen": stolen})
                 measure_costs(measurement.tasks_of_a_token())
         profile = measurement.profile()
         link, costs = median_costs(measured, profile.link)
@@ -178,6 +188,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 row["simulated_bytes_disk"] = coded.read_nbytes
                 row["simulated_held_share"] = coded.held_nbytes / coded.decoded_nbytes
                 row["ratio_on_disk"], row["decode_gb_per_s"] = costs.ratio, costs.all_nbytes_per_s / 1e9
+                row["read_processors"] = costs.read_processors
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
             row["link_gb_per_s"] = link.nbytes_per_s / 1e9
             rows.append(row)

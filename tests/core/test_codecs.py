@@ -15,6 +15,7 @@ from expertly.core.codecs import (
     check_codec,
     choose_codec,
     choose_decoding,
+    computing_threads,
     decoding_threads,
     expected_gain,
     too_small,
@@ -101,3 +102,10 @@ def test_where_host_memory_is_short_the_device_need_only_be_as_fast() -> None:
     assert where(25e9, 4e9, 5e9, False)[0], "the host would decode slower still"
     is_device, why = where(25e9, 4e9, 3e9, False)
     assert not is_device and why.endswith(", so the host decodes")
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "computing"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (12, 8), (16, 12), (64, 60)]
+)
+def test_computing_leaves_readers_half_of_the_processors_or_one_each(num_cpus: int, computing: int) -> None:
+    assert computing_threads(num_cpus, num_readers=4) == computing

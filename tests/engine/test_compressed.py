@@ -188,7 +188,7 @@ class Machine:
 
     def __init__(self, disk: float, decoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
         costs = CodecCosts(0.7, decoding, 2)
-        monkeypatch.setattr(division, "store_costs", lambda store: (disk, costs))
+        monkeypatch.setattr(division, "best_costs", lambda store: (disk, costs))
         monkeypatch.setattr(division, "too_small", lambda nbytes: None)
 
 

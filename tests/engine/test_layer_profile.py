@@ -62,3 +62,10 @@ def test_layers_that_did_not_run_or_had_part_of_an_expert_say_nothing():
     before = [(3, 30, 100, 10)] * 4
     after = [(5, 50, 190, 40), (3, 30, 100, 10), (4, 35, 150, 10), (3, 30, 130, 10)]
     assert samples_of(before, after, 10) == [LayerSample(2, 90, 30), LayerSample(0, 30, 0)]
+
+
+def test_waiting_for_a_processor_is_no_cost_of_the_computing_thread():
+    before, after = [(0, 0, 0, 0)] * 2, [(2, 20, 90, 30), (0, 0, 30, 0)]
+    samples = samples_of(before, after, 10, processor_ns=[25, 28])
+    assert samples == [LayerSample(2, 90, 65), LayerSample(0, 30, 2)]
+    assert [sample.busy_ns for sample in samples] == [25, 28]

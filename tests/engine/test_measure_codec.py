@@ -6,11 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.profile import DecodeProfile, DecodeRate
 from expertly.engine import measure_codec
-from expertly.engine.measure_codec import machine_choice, machine_costs, measure_decoding, store_costs
+from expertly.engine.measure_codec import best_costs, machine_choice, machine_costs, measure_decoding, store_costs
 from tests.core.test_profile import PROFILE
 from tests.engine.frames import write_store
 
@@ -38,6 +39,20 @@ def test_the_faster_codec_on_this_disk(decode_nbytes_per_s: float, codec: str) -
 
 def test_a_store_is_measured(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store")
-    rate, costs = store_costs(store)
-    assert rate > 1e6 and costs.decode_nbytes_per_s > 1e6
+    disk, costs = store_costs(store)
+    assert disk.nbytes_per_s > 1e6 and 0 < disk.latency_ns < 1e9 and costs.decode_nbytes_per_s > 1e6
     assert costs.ratio == store.ratio
+    assert 0 <= costs.threads_beside <= costs.threads and 0 <= costs.read_processors <= costs.threads
+    rate, best = best_costs(store)
+    assert rate > 1e6 and best.decode_nbytes_per_s > 1e6 and best.ratio == store.ratio
+
+
+@pytest.mark.parametrize(("num_cpus", "num_threads", "beside"), [(2, 2, 1), (8, 8, 4), (8, 6, 4), (8, 2, 4), (1, 1, 0)])
+def test_what_computing_leaves_to_readers(
+    num_cpus: int, num_threads: int, beside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("allowed_cpus", "granted_cpus"):
+        monkeypatch.setattr(measure_codec, name, lambda: num_cpus)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    _, costs = store_costs(write_store(tmp_path / "store"))
+    assert (costs.threads, costs.threads_beside) == (min(num_cpus, 4), beside)

@@ -66,11 +66,13 @@ def test_bound_by_decoding_loading_takes_the_rate_of_all_threads(threads: int) -
 
 
 def test_reading_and_decoding_overlap() -> None:
-    """Read until 30, 53 and 76; two threads decode for 80 each, so the third waits for the first."""
+    """Read until 30, 53 and 76, and decoded for 80 each; from 76 until the first is done at 127 three share two
+    processors.
+    """
     clock, link, watch = make()
     link.submit([piece(e) for e in range(3)])
     arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
-    assert arrivals == [(0, 110), (1, 133), (2, 190)]
+    assert arrivals == [(0, 127), (1, 150), (2, 173)]
     assert watch.moves == [("link", 0, 7, 30), ("link", 1, 30, 53), ("link", 2, 53, 76)]
 
 
@@ -125,35 +127,77 @@ def test_withdrawn_is_what_is_neither_read_nor_decoded_yet() -> None:
         link.submit([piece(expert)])
         link.wait()
     begin = clock.now_ns
-    link.submit_ahead([piece(2), piece(3), piece(3, layer=1)])  # read one by one
-    link.submit_ahead([piece(0), piece(1)])  # held: the first begins at once
+    link.submit_ahead([piece(2), piece(0), piece(3), piece(3, layer=1)])  # 0 is held; one for each reader
+    link.submit_ahead([piece(4), piece(1), piece(4, layer=1)])
     clock.now_ns = begin + 8
-    assert set(link.withdraw(0)) == {piece(3), piece(1)}, "2 is being read and 0 decoded"
+    assert set(link.withdraw(0)) == {piece(4), piece(1)}, "readers have the others"
     assert link.withdraw(0) == []
-    assert {link.wait() for _ in range(3)} == {piece(2), piece(0), piece(3, layer=1)}
-    assert clock.now_ns == begin + 3 * 80 and coded(link).num_waiting == 0
+    begun = [piece(2), piece(0), piece(3), piece(3, layer=1), piece(4, layer=1)]
+    assert {link.wait() for _ in begun} == set(begun)
+    assert clock.now_ns == pytest.approx(begin + 5 * 80, abs=2) and coded(link).num_waiting == 0
     tier = coded(link).tier
     tier.check()
-    assert [tier.holds(*one) for one in ((0, 1, 0), (0, 2, 0), (0, 3, 0))] == [True, True, False]
+    assert [tier.holds(*one) for one in ((0, 1, 0), (0, 2, 0), (0, 4, 0))] == [True, True, False]
 
 
 def test_demands_are_read_before_what_is_loaded_ahead() -> None:
     clock, link, _ = make()
-    link.submit_ahead([piece(0), piece(1), piece(2)])
+    link.submit_ahead([piece(e) for e in range(6)])  # a reader has each of the first four
     clock.now_ns = 10
-    link.submit([piece(3)])
-    assert [link.wait().expert for _ in range(4)] == [0, 3, 1, 2]
+    link.submit([piece(6), piece(7)])
+    assert [link.wait().expert for _ in range(8)] == [0, 1, 2, 3, 6, 7, 4, 5]
+
+
+def test_what_is_loaded_ahead_in_several_parts_begins_alone() -> None:
+    """Pieces of four parts: the second one waits until the first one is there, and is withdrawn before."""
+    geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
+    link.submit_ahead([piece(0), piece(1)])
+    clock.now_ns = MIN_JOB_NBYTES * 4  # the first has been read
+    assert link.withdraw(0) == [piece(1)]
+    assert link.wait() == piece(0) and coded(link).num_waiting == 0
 
 
 def test_busy_until_is_when_the_slower_of_disk_and_threads_is_done() -> None:
     _, link, _ = make()
     link.submit([piece(e) for e in range(4)])
-    assert link.busy_until_ns() == 4 * 23
-    link.wait()  # all has been read by 99, and decoding goes on until 190
-    assert link.busy_until_ns() == 190 + 23 // 2
+    assert link.busy_until_ns() == 4 * 80 // 2
+    link.wait()  # at 137; by then one processor was at work for 23 and two for 84
+    assert link.busy_until_ns() == 137 + (4 * 80 - 23 - 2 * 84 + 1) // 2
     other, slow = make(link=Link(0.01e9, 7, 3))[:2]
     slow.submit([piece(e) for e in range(4)])
     assert slow.busy_until_ns() == other.now_ns + 4 * 1003
+
+
+# -- on the processors that compute ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slowdown", "there"), [(1.0, 110), (2.0, 95)])
+def test_what_computes_takes_processors_from_decoding(slowdown: float, there: int) -> None:
+    """For 60 two parts share the one processor, or one and a half, that computing leaves them."""
+    clock, link, _ = make(link=INFINITE)
+    link.submit([piece(0), piece(1)])
+    link.computing(0, 60, slowdown)
+    clock.now_ns = 60
+    assert {link.wait(), link.wait()} == {piece(0), piece(1)} and clock.now_ns == there
+    assert make(link=INFINITE)[1].poll() is None
+
+
+def test_where_computing_leaves_no_processor_decoding_waits() -> None:
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1, threads_beside=0), link=INFINITE)
+    link.submit([piece(0)])
+    for begin in (0, 30, 100):  # it decodes from 60 until 100, and from 110
+        link.computing(begin, begin + (10 if begin == 100 else 30))
+        clock.now_ns = begin + 30
+    assert link.wait() == piece(0) and clock.now_ns == 110 + 40
+
+
+def test_reading_takes_processors_from_decoding() -> None:
+    """One of two, until 76: from 53 on the first two share one."""
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 2, read_processors=1.0))
+    link.submit([piece(e) for e in range(3)])
+    arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
+    assert arrivals == [(0, 145), (1, 168), (2, 179)]
 
 
 # -- behind a host tier -----------------------------------------------------------------------------------------------
@@ -166,6 +210,13 @@ def test_behind_a_host_tier_decoded_experts_go_over_the_link() -> None:
     assert link.wait() == piece(5) and clock.now_ns == 20 + 105 + 80 + 50
     assert [move[:2] for move in watch.moves] == [("link", 0), ("disk", 5), ("link", 5)]
     assert link.moved_nbytes == 40 and coded(link).read_nbytes == 10
+
+
+def test_behind_a_host_tier_the_device_computes_and_takes_no_processor() -> None:
+    clock, link, _ = make(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
+    link.submit([piece(5), piece(6), piece(7)])
+    link.computing(0, 1000)
+    assert link.wait() == piece(5) and clock.now_ns < 1000
 
 
 def test_the_tier_takes_its_memory_of_the_host_tier() -> None:

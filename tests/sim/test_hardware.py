@@ -46,7 +46,7 @@ FULL = Hardware(
     host_memory_nbytes=1 << 34,
     compute=COMPUTE,
     predictor=PredictorCosts(31_000, math.inf, 5e9),
-    codec=CodecCosts(0.68, 1.5e9, 4),
+    codec=CodecCosts(0.68, 1.5e9, 4, 3, 0.5),
 )
 
 
@@ -75,6 +75,13 @@ def test_faster_machines_are_faster():
     rates = [Hardware.read(name).memory_nbytes_per_s for name in ("a5000", "rtx3090", "rtx4090", "a100", "h200")]
     assert rates == sorted(rates)
     assert Hardware.read("h200").link.nbytes_per_s > Hardware.read("a100").link.nbytes_per_s
+
+
+def test_a_file_without_what_shares_processors_leaves_computing_one_of_several(tmp_path: Path):
+    for threads, beside in ((4, 3), (1, 1)):
+        changes = ("threads = 4", f"threads = {threads}"), ("threads_beside = 3\n", ""), ("read_processors = 0.5\n", "")
+        codec = Hardware.read(written(tmp_path, *changes)).codec
+        assert codec is not None and (codec.threads_beside, codec.read_processors) == (beside, 0.0)
 
 
 def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
@@ -163,6 +170,9 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
             r"codec.decode_nbytes_per_s=-15.*: must be a number from 1",
         ),
         ("threads = 4", "threads = 0", r"codec.threads=0: must be a whole number from 1"),
+        ("threads_beside = 3", "threads_beside = 5", r"codec.threads_beside=5: at most the 4 threads"),
+        ("threads_beside = 3", "threads_beside = -1", r"codec.threads_beside=-1: must be a whole number from 0"),
+        ("read_processors = 0.5", "read_processors = 4.5", r"codec.read_processors=4.5: must be a number from 0 to 4"),
         (
             "ratio = 0.68",
             "ratio = 0.68\nlevel = 1",

@@ -55,6 +55,23 @@ def test_a_run_bound_by_decoding_takes_the_bytes_over_the_rate_of_all_threads(th
     assert row["tpot_s"] * 1e9 == pytest.approx(6 * 48 / (0.5 * threads))
 
 
+def test_on_one_processor_computing_and_decoding_take_their_sum(tmp_path: Path) -> None:
+    trace = loop(tmp_path / "trace")
+    study = make_study(trace, toy(link=INFINITE, codec=CodecCosts(0.5, 0.5e9, 1, threads_beside=0)), storage=PLANES)
+    rows = results(study, ["lru"], "40%")
+    assert rows["lru"]["tpot_s"] * 1e9 == pytest.approx(rows["resident"]["tpot_s"] * 1e9 + 6 * 48 / 0.5)
+
+
+def test_where_computing_leaves_a_processor_decoding_goes_on_beside_it(tmp_path: Path) -> None:
+    """The second expert of each layer is read 48 ns after the first, and decoded while that one is computed."""
+    trace = loop(tmp_path / "trace")
+    tpot = []
+    for threads_beside in (0, 1, 2):
+        hardware = toy(link=Link(0.5e9, 0, 0), codec=CodecCosts(0.5, 0.5e9, 2, threads_beside))
+        tpot.append(one(trace, hardware, PLANES, "40%")["tpot_s"] * 1e9)
+    assert tpot[0] > tpot[1] + 3 * 20 and tpot[1] == tpot[2]
+
+
 def test_a_tier_that_holds_everything_reads_each_expert_once(tmp_path: Path) -> None:
     """All experts take 576 bytes compressed; 70 % of 80 % of them is 645."""
     trace, hardware = loop(tmp_path / "trace"), toy(codec=HALF)

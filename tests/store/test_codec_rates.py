@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from expertly.store import codec_rates
 from expertly.store.codec_rates import (
     Sample,
     choose_for,
+    disk_latency_ns_of,
     disk_rate_at,
     disk_rate_of,
     measure_rates,
@@ -87,6 +89,31 @@ def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert 1e5 < disk_rate_of([path, path]) < 1e12
     with pytest.raises(StoreError, match="cannot be opened"):
         disk_rate_of([tmp_path / "absent"])
+
+
+def test_files_are_closed_whatever_comes_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    before = os.listdir("/proc/self/fd")
+    for measure in (disk_rate_of, disk_latency_ns_of, lambda paths: sample().read_processors(1, paths)):
+        with pytest.raises(StoreError, match="cannot be opened"):
+            measure([path, tmp_path / "absent"])
+        measure([path])
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_the_latency_of_a_disk_is_that_of_its_smallest_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 << 20))
+    assert 0 < disk_latency_ns_of([path]) < 1e9
+    path.write_bytes(b"less than a page")
+    assert disk_latency_ns_of([path]) == 0
+
+
+def test_reading_takes_no_more_than_the_processors_that_decode(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8 << 20))
+    assert 0 <= sample().read_processors(2, [path], seconds=0.1) <= 2
 
 
 def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:

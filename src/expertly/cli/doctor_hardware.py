@@ -58,15 +58,13 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     try:
         measured = measure_model(model, MODEL_SECONDS)
         store = api.handle(model).store
-        is_compressed = store.codec != "none"
-        disk_rate, costs = store_costs(store) if is_compressed else (0.0, hardware.codec)
+        disk, costs = store_costs(store) if store.codec != "none" else (None, hardware.codec)
     finally:
         api.unload(model)
-    if is_compressed:  # how long its pieces take has decoding in it, which the simulator adds
-        name = "link" if hardware.disk is None else "disk"
-        disk = replace(getattr(hardware, name), nbytes_per_s=disk_rate)
-        about.append(f"[codec] and the rate of [{name}] are this model's; [compute] is for traces of it alone.")
-        return replace(hardware, **{name: disk}, compute=measured.compute, codec=costs), about
+    if disk is not None:  # how long its pieces take has decoding in it, which the simulator adds
+        where = "link" if hardware.disk is None else "disk"
+        about.append(f"[codec] and [{where}] are this model's; [compute] is for traces of it alone.")
+        return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
     return hardware.with_model(measured.link, measured.compute), about
 

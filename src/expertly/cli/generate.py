@@ -249,6 +249,9 @@ def _storage_line(result: dict[str, Any]) -> str:
             f"decoded {decoded} in {format_seconds(result['decode_s'])} of processor time",
             f"of these without a read {format_nbytes(result['bytes_compressed_hit'])}",
         ]
+    if result["compute_threads"] is not None:
+        threads = result["compute_threads"]
+        parts.append(f"{threads['beside_decoders']} threads compute beside: {threads['passes_with_fewer']} passes")
     return "[" + " | ".join([*parts, f"read {format_nbytes(result['bytes_disk'])}"]) + "]"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -121,5 +120,5 @@ class Player:
         measured, store = self._measurement.profile(), handle(self._model).store
         if store.codec == "none":
             return measured.link, measured.compute, None
-        disk_rate, costs = store_costs(store)
-        return replace(measured.link, nbytes_per_s=disk_rate), measured.compute, costs
+        disk, costs = store_costs(store)
+        return disk, measured.compute, costs

@@ -50,6 +50,13 @@ def decoding_threads(num_cpus: int, num_readers: int) -> int:
     return max(1, min(num_cpus, num_readers))
 
 
+def computing_threads(num_cpus: int, num_readers: int) -> int:
+    """How many threads compute where readers decode: half of the processors, or all but one for each reader where that
+    is more.
+    """
+    return max(1, num_cpus // 2, num_cpus - num_readers)
+
+
 def expected_gain(rates: CodecRates) -> float:
     """Seconds that loading a byte of weights takes with `none`, over those with `planes`, where reading and decoding
     overlap: the slower of the two counts. Of several threads one is left out: on a CPU computing takes its core.

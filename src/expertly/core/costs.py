@@ -32,6 +32,8 @@ class CodecCosts:
     ratio: float = 0.68  # stored bytes of a byte of weights
     decode_nbytes_per_s: float = 1.0e9  # of one thread, while all of them decode
     threads: int = 2  # that decode side by side
+    threads_beside: int = 1  # of them, while the model computes on the same processors
+    read_processors: float = 0.0  # what reading takes of theirs while the disk is read: a virtual disk's host, drivers
 
     @property
     def all_nbytes_per_s(self) -> float:

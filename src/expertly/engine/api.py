@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.decisions import DecisionsFile, header_of
 from expertly.engine.backends import make_backend
+from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.device import Device
 from expertly.engine.device_choice import choose_devices
 from expertly.engine.device_loading import make_group
@@ -142,18 +144,25 @@ def load(
     torch_dtype = getattr(torch, store.manifest.dtype)
     executor: Executor
     journal: DecisionsFile | None = None
-    if len(targets) == 1:
-        controller, journal = _controller(parts, geometry, budgets[0], known, order, decisions)
-        slots, host = budgets[0].pool_slots(), division.host_memory
-        backend = make_backend(target, store, geometry, slots, torch_dtype, host, division.compressed_nbytes[0])
-        executor = Device(str(target), controller, backend)
-    else:
-        controllers = [parts.controller(*one, order=order) for one in zip(geometries, budgets, strict=True)]
-        host, compressed_nbytes = division.host_memory, division.compressed_nbytes
-        executor = make_group(
-            placement, targets, controllers, store, torch_dtype, host, compressed_nbytes, make_backend
-        )
-    engine = Engine(executor)
+    with ExitStack() as opened:  # closed again where what comes next raises
+        if len(targets) == 1:
+            controller, journal = _controller(parts, geometry, budgets[0], known, order, decisions)
+            if journal is not None:
+                opened.callback(journal.close)
+            slots, host = budgets[0].pool_slots(), division.host_memory
+            backend = make_backend(target, store, geometry, slots, torch_dtype, host, division.compressed_nbytes[0])
+            opened.callback(backend.close)
+            executor = Device(str(target), controller, backend)
+        else:
+            controllers = [parts.controller(*one, order=order) for one in zip(geometries, budgets, strict=True)]
+            host, compressed_nbytes = division.host_memory, division.compressed_nbytes
+            executor = make_group(
+                placement, targets, controllers, store, torch_dtype, host, compressed_nbytes, make_backend
+            )
+            opened.callback(executor.close)
+        decodes_here = store.codec != "none" and len(targets) == 1 and target.type == "cpu"
+        engine = Engine(executor, ComputeThreads(geometry) if decodes_here else None)
+        opened.pop_all()
 
     def close() -> None:
         try:
@@ -226,7 +235,11 @@ def _controller(
         return system.controller(geometry, budget, known, order), None
     controller = system.journaled_controller(geometry, budget, known, order)
     file = DecisionsFile(Path(decisions))
-    controller.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
+    try:
+        controller.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
+    except BaseException:
+        file.close()
+        raise
     return controller, file
 
 

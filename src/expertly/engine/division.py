@@ -14,7 +14,7 @@ from expertly.core.codecs import DEVICE, DecodingRates, choose_decoding, too_sma
 from expertly.core.errors import BudgetError, ConfigError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.engine.device_loading import choose_amounts, shares_of, split_over
-from expertly.engine.measure_codec import decoding_rates, store_costs
+from expertly.engine.measure_codec import best_costs, decoding_rates
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, kv_cache_nbytes, working_nbytes
 from expertly.engine.nvcomp_decoder import why_not
 from expertly.parts import System
@@ -188,7 +188,7 @@ def _choose(
         return ShareChoice(0.0, small.why, 0.0)
     if sum(amounts) >= total_nbytes:
         return ShareChoice(0.0, "all experts are kept: none is loaded twice", 0.0)
-    disk, costs = store_costs(store)
+    disk, costs = best_costs(store)
     chosen = choose_share(total_nbytes, sum(amounts), streamed_nbytes, disk, costs)
     largest = max(layer.expert_nbytes for one in geometries for layer in one.layers)
     if chosen.share and min(amounts) * chosen.share < largest:

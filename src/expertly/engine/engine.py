@@ -15,6 +15,7 @@ from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import Phase
 from expertly.engine.backend import Backend
+from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.executor import Executor
 from expertly.engine.observer import Observer
 from expertly.engine.prediction import Prefetching
@@ -28,8 +29,10 @@ _COMBINE_NBYTES = 16 << 20
 class Engine:
     """The runtime behind one model's experts. One forward pass at a time; see models.runtime.Runtime."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, threads: ComputeThreads | None = None) -> None:
+        """`threads`: where readers decode on the processors that compute."""
         self.executor = executor
+        self.threads = threads
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.reuse: SavedReuse | None = None
@@ -85,9 +88,13 @@ class Engine:
         self._info = info
         if self.observer is not None:
             self.observer.begin_iteration(info)
+        if self.threads is not None:
+            self.threads.begin(len(info.is_prefill))
 
     def end_iteration(self, ok: bool) -> None:
         """It ended; `ok` is False when it raised."""
+        if self.threads is not None:
+            self.threads.end()
         info, self._info = self._info, None
         if self.observer is not None:
             self.observer.end_iteration(ok)

@@ -119,12 +119,21 @@ def _least(error: Callable[[float, float], float], most_ns: float) -> tuple[floa
 
 
 def samples_of(
-    before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]], expert_nbytes: int
+    before: Sequence[tuple[int, ...]],
+    after: Sequence[tuple[int, ...]],
+    expert_nbytes: int,
+    processor_ns: Sequence[int] | None = None,
 ) -> list[LayerSample]:
-    """Of one decode step, from each layer's (absent, loaded bytes, total, stalled) counters before and after it."""
+    """Of one decode step, from each layer's (absent, loaded bytes, total, stalled) counters before and after it.
+
+    `processor_ns`: where readers decode on the processors that compute, what the computing thread had of them in each
+    layer. How long it was without one is no cost of its own: others worked in that time.
+    """
     samples = []
-    for old, new in zip(before, after, strict=True):
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
         absent, nbytes, total, stall = (b - a for a, b in zip(old, new, strict=True))
+        if processor_ns is not None:
+            stall = max(0, total - processor_ns[number])
         if total and nbytes == absent * expert_nbytes:  # no part of an expert was here
             samples.append(LayerSample(absent, total, stall))
     return samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from itertools import count
@@ -10,9 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expertly.core.codecs import CodecChoice, CodecRates, DecodingRates, choose_codec, decoding_threads
-from expertly.core.costs import CodecCosts
-from expertly.core.cpus import allowed_cpus
+from expertly.core.codecs import (
+    CodecChoice,
+    CodecRates,
+    DecodingRates,
+    choose_codec,
+    computing_threads,
+    decoding_threads,
+)
+from expertly.core.costs import CodecCosts, Link
+from expertly.core.cpus import allowed_cpus, granted_cpus
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.profile import DecodeProfile, DecodeRate, MachineProfile
@@ -21,7 +29,7 @@ from expertly.engine.device_streams import Streams
 from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.reads import ExtentSource
 from expertly.engine.transfer import NUM_READERS
-from expertly.store.codec_rates import Sample, disk_rate_of, measure_rates, read_sample
+from expertly.store.codec_rates import Sample, disk_latency_ns_of, disk_rate_of, measure_rates, read_sample
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
@@ -47,7 +55,7 @@ def machine_costs(profile: MachineProfile) -> CodecCosts:
     """Of weights as they were measured."""
     threads = decoding_threads(profile.num_cpus, NUM_READERS)
     rates = {rate.num_threads: rate.nbytes_per_s for rate in profile.decoding.rates}
-    return CodecCosts(profile.decoding.ratio, rates[threads] / threads, threads)
+    return CodecCosts(profile.decoding.ratio, rates[threads] / threads, threads, _threads_beside(threads))
 
 
 def machine_choice(profile: MachineProfile) -> CodecChoice:
@@ -57,11 +65,37 @@ def machine_choice(profile: MachineProfile) -> CodecChoice:
     return choose_codec(CodecRates(costs.ratio, disk_rate, costs.decode_nbytes_per_s, costs.threads))
 
 
-def store_costs(store: PackedStore) -> tuple[float, CodecCosts]:
-    """The rate of the disk under a compressed store, and what its frames cost; takes half a second."""
+def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
+    """The disk under a compressed store, and what its frames cost, as they are at this moment (`best_costs` are those
+    that count for later); takes a second.
+    """
+    paths = [path for path, _ in store.extents]
+    sample = read_sample(store.manifest.layers, store.frames)
+    threads = decoding_threads(allowed_cpus(), NUM_READERS)
+    costs = CodecCosts(
+        store.ratio,
+        sample.decode_nbytes_per_s(threads, pick=statistics.median),
+        threads,
+        _threads_beside(threads),
+        sample.read_processors(threads, paths),
+    )
+    return Link(disk_rate_of(paths), disk_latency_ns_of(paths), 0), costs
+
+
+def best_costs(store: PackedStore) -> tuple[float, CodecCosts]:
+    """The rate of the disk under a compressed store, and what its frames cost where nothing else runs; takes half a
+    second.
+    """
     sample = read_sample(store.manifest.layers, store.frames)
     rates = measure_rates(sample, disk_rate_of(path for path, _ in store.extents))
     return rates.disk_nbytes_per_s, CodecCosts(store.ratio, rates.decode_nbytes_per_s, rates.num_threads)
+
+
+def _threads_beside(num_decoding: int) -> int:
+    """Of those that decode, while a pass computes."""
+    num_cpus = granted_cpus()
+    num_computing = min(torch.get_num_threads(), computing_threads(num_cpus, NUM_READERS))
+    return max(0, min(num_decoding, num_cpus - num_computing))
 
 
 def decoding_rates(store: PackedStore, device: torch.device) -> DecodingRates:
@@ -77,7 +111,7 @@ def decoding_rates(store: PackedStore, device: torch.device) -> DecodingRates:
     frames = SegmentFrames(store, geometry)
     on_device = OnDevice(streams, Unpacker(frames, geometry, decoder, device), frames, geometry, device)
     link, unpacking = on_device.measure(store)
-    _, costs = store_costs(store)
+    _, costs = best_costs(store)
     decoding = max(1e-12, 1 / unpacking - costs.ratio / link)  # of unpacking, what is not copying
     return DecodingRates(costs.ratio, link, costs.all_nbytes_per_s, 1 / decoding)
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -21,6 +21,7 @@ from expertly.engine.api import handle
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.layer_profile import LayerSample, fit_layers, samples_of
 from expertly.engine.link_profile import fit_link
+from expertly.engine.part_profile import cuts, parts_and_part
 from expertly.engine.playing import forward
 from expertly.models.loading import experts_modules
 
@@ -94,6 +95,7 @@ class Measurement:
         self._alone: list[int] = []  # computing an expert
         self._loading: list[int] = []  # the same while pieces are on their way
         self._layers_run: list[LayerSample] = []  # of decode steps of one token
+        self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
         if set(self._geometry.layers) != {self._layer}:
@@ -127,7 +129,7 @@ class Measurement:
         samples = [self._of_tokens[tokens] for tokens in self._tokens]
         between = [_median(one.between) for one in samples]
         expert = [max(1, _median(one.each)) for one in samples]
-        parts = [_parts_and_part(one.in_parts) for one in samples]
+        parts = [parts_and_part(one.in_parts) for one in samples]
         around = [max(0, ns - _median(one.in_parts[1])) for one, ns in zip(samples, expert, strict=True)]
         nbytes = self._geometry.segment_nbytes(0)
         shots = [(n, n * size * nbytes, _median(times)) for (n, size), times in self._shots.items()]
@@ -136,10 +138,12 @@ class Measurement:
         if costs.resident_ns is not None:
             around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
         source = self._handle.store.manifest.source
+        with self._threads(1):
+            num_threads = torch.get_num_threads()
         compute = MeasuredCompute(
             model=source if source.isprintable() else ascii(source),
             dtype=self._handle.store.manifest.dtype,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads,
             context=CONTEXT,
             num_layers=self._geometry.num_layers,
             layer=self._layer,
@@ -176,7 +180,8 @@ class Measurement:
             before = self._counts()
             cache = self._pass(self._ids(num_requests, 1), cache, self._of_tokens[num_requests])
             if num_requests == 1:
-                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes)
+                processor_ns = None if self._engine.threads is None else self._processor_ns
+                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes, processor_ns)
 
     def _counts(self) -> list[tuple[int, ...]]:
         """Of each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
@@ -193,18 +198,19 @@ class Measurement:
             start = time.perf_counter_ns()
             cache = self._forward(ids, cache)
             total = time.perf_counter_ns() - start
-        begins, ends = times[::2], times[1::2]
+        begins, ends = ([wall for wall, _ in which] for which in (times[::2], times[1::2]))
+        self._processor_ns = [end - begin for (_, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
         samples.between += [begin - end for end, begin in zip(ends, begins[1:], strict=False)] or [0]
         samples.outside.append(total - (ends[-1] - begins[0]))
         return cache
 
     @contextmanager
-    def _watched(self) -> Iterator[list[int]]:
-        """Times of each layer's experts, begin and end in turn, while the block runs."""
-        times: list[int] = []
+    def _watched(self) -> Iterator[list[tuple[int, int]]]:
+        """Times of each layer's experts, begin and end in turn, and of the processor, while the block runs."""
+        times: list[tuple[int, int]] = []
 
         def note(*_: Any) -> None:
-            times.append(time.perf_counter_ns())
+            times.append((time.perf_counter_ns(), time.thread_time_ns()))
 
         hooks = [module.register_forward_pre_hook(note) for module in self._modules]
         hooks += [module.register_forward_hook(note) for module in self._modules]
@@ -243,14 +249,22 @@ class Measurement:
         hidden = torch.randn(num_tokens, width, generator=self._generator)
         return hidden.to(self._engine.backend.device, getattr(torch, self._handle.store.manifest.dtype))
 
+    def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Those of a pass in which an expert has so many tokens; of a decode step where there is one."""
+        if self._engine.threads is None:
+            return nullcontext()
+        num_rows = num_tokens * self._layer.num_experts // self._layer.top_k if num_tokens > MAX_BATCH else num_tokens
+        return self._engine.threads.of_pass(num_rows)
+
     def _run_experts(self, layer: int, experts: list[int], hidden: torch.Tensor) -> int:
         """Nanoseconds of a layer's experts, all tokens going to all of these."""
         index = torch.tensor([experts], device=hidden.device).repeat(len(hidden), 1)
         weights = torch.full(index.shape, 1 / len(experts), dtype=hidden.dtype, device=hidden.device)
-        start = time.perf_counter_ns()
-        self._engine.forward_experts(self._modules[layer], layer, hidden, index, weights)
-        self._synchronise()
-        return time.perf_counter_ns() - start
+        with self._threads(len(hidden)):
+            start = time.perf_counter_ns()
+            self._engine.forward_experts(self._modules[layer], layer, hidden, index, weights)
+            self._synchronise()
+            return time.perf_counter_ns() - start
 
     def _resident_experts(self, num_tokens: int) -> None:
         """Several of a layer against one of the layer before: nothing that is timed has just been used."""
@@ -271,10 +285,11 @@ class Measurement:
         """Whole experts and two ways to cut them, through the arithmetic alone."""
         hidden, in_parts = self._hidden(num_tokens), self._of_tokens[num_tokens].in_parts
         out = torch.empty_like(hidden)
-        few, many = _cuts(self._layer.intermediate_size)
+        few, many = cuts(self._layer.intermediate_size)
         experts = self._slot_views(many)
-        for num_parts in (1, few, many) * (8 if num_tokens <= MAX_BATCH else 2):
-            in_parts[num_parts].append(_timed(partial(_in_parts, *next(experts), hidden, out, num_parts)))
+        with self._threads(num_tokens):
+            for num_parts in (1, few, many) * (8 if num_tokens <= MAX_BATCH else 2):
+                in_parts[num_parts].append(_timed(partial(_in_parts, *next(experts), hidden, out, num_parts)))
 
     def _slot_views(self, num_segments: int) -> Iterator[tuple[LayerCompute, int, Callable[[], None]]]:
         """For ever: a layer's arithmetic for so many segments, and the first slot of one of its resident experts.
@@ -334,17 +349,18 @@ class Measurement:
         backend, hidden = self._engine.backend, self._hidden(1)
         out = torch.empty_like(hidden)
         experts = self._slot_views(1)
-        for _ in range(2):
-            self._alone += [_timed(lambda: _in_parts(*next(experts), hidden, out, 1)) for _ in range(8)]
-            loads = self._loads(8, self._geometry.segments_per_expert)
-            backend.submit(loads)
-            num_coming = len(loads)
-            while num_coming:
-                spent = _timed(lambda: _in_parts(*next(experts), hidden, out, 1))
-                while num_coming and backend.poll() is not None:
-                    num_coming -= 1
-                if num_coming or not self._loading:
-                    self._loading.append(spent)
+        with self._threads(1):
+            for _ in range(2):
+                self._alone += [_timed(lambda: _in_parts(*next(experts), hidden, out, 1)) for _ in range(8)]
+                loads = self._loads(8, self._geometry.segments_per_expert)
+                backend.submit(loads)
+                num_coming = len(loads)
+                while num_coming:
+                    spent = _timed(lambda: _in_parts(*next(experts), hidden, out, 1))
+                    while num_coming and backend.poll() is not None:
+                        num_coming -= 1
+                    if num_coming or not self._loading:
+                        self._loading.append(spent)
 
     def _synchronise(self) -> None:
         if self._engine.backend.device.type != "cpu":
@@ -368,25 +384,6 @@ def _in_parts(
         for first in range(0, compute.num_segments, size):
             expert.add(Piece(0, 0, first, size, slot + first))
     synchronise()
-
-
-def _parts_and_part(in_parts: dict[int, list[int]]) -> tuple[int, int]:
-    """Nanoseconds of all neurons of an expert that is computed in parts, and of each part besides."""
-    (few, of_few), *rest = sorted((n, _median(times)) for n, times in in_parts.items() if n > 1)
-    if not rest:
-        return max(1, of_few), 0
-    many, of_many = rest[0]
-    part = max(0, of_many - of_few) // (many - few)
-    return max(1, of_few - few * part), part
-
-
-def _cuts(intermediate_size: int) -> tuple[int, int]:
-    """Two numbers of parts, the first dividing the second, the second dividing the intermediate size."""
-    for few, many in ((2, 4), (3, 6), (2, 2), (3, 3)):
-        if intermediate_size % many == 0:
-            return few, many
-    smallest = next((p for p in range(5, intermediate_size + 1) if intermediate_size % p == 0), 1)
-    return smallest, smallest
 
 
 def _timed(run: Callable[[], None]) -> int:

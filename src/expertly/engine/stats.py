@@ -58,6 +58,7 @@ class Stats:
             "compressed": {"share": self._division.compressed.share, "why": self._division.compressed.why},
             "kernels": kernels_over([device.kernels for device in executor.devices]),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
+            "compute_threads": None if engine.threads is None else engine.threads.facts(),
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),

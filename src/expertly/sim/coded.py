@@ -11,13 +11,12 @@ from expertly.control.compressed import CompressedTier, tier_slots
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Piece
-from expertly.sim.decoders import Decoders
-from expertly.sim.server import Server
+from expertly.sim.readers import NUM_READERS, Readers
+from expertly.sim.server import NEVER_NS
 
 if TYPE_CHECKING:
     from expertly.sim.link import LinkWatcher
 
-NUM_READERS = 4
 MIN_JOB_NBYTES = 256 << 10
 """Of weights. The engine cuts a piece over so many readers, but not into less; each reads its part and decodes it."""
 
@@ -48,28 +47,30 @@ class Coding:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A piece whose jobs have not all begun."""
+    """A piece that is not there."""
 
     is_ahead: bool
     segments: Collection[int]  # that are brought
-    to_read_nbytes: int  # of weights, whose read has not begun
     held_nbytes: int
-    jobs_left: int = 0
-    begin_ns: int = -1  # of its first job, or of its read
-    end_ns: int = 0  # of those jobs that have begun
+    to_read_nbytes: int
+    parts_left: int  # to be decoded
+    reads_left: int
+    begin_ns: int = NEVER_NS  # of its first read, or decoding
+    read_begin_ns: int = NEVER_NS
 
 
 class CodedDisk:
-    """Serves pieces as a Server does, but in steps: a read, which takes the time of its stored bytes, and the jobs that
-    decode it, which begin as its bytes come. What the tier holds is not read.
+    """Serves pieces as a Server does, but by readers: each reads a part of a piece, which takes the time of its stored
+    bytes, and decodes it. What the tier holds is not read.
     """
 
     def __init__(self, disk: Link, geometry: Geometry, coding: Coding, watcher: LinkWatcher | None, name: str) -> None:
-        self._disk = Server(disk)
-        self._decoders = Decoders(coding.costs.threads)
+        self._disk = disk
+        self._readers = Readers(disk, coding.costs)
         self._coding = coding
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._watcher, self._name = watcher, name
+        self._seen_until_ns = 0  # by the watcher: what it sees of the disk is one thing after the other
         self._under_way: dict[Piece, _UnderWay] = {}
         self.tier = coding.tier(geometry)
         self.read_nbytes = 0
@@ -81,12 +82,12 @@ class CodedDisk:
 
     @property
     def next_ns(self) -> int:
-        """When the next read or job begins; NEVER_NS where none waits."""
-        return min(self._disk.next_ns, self._decoders.next_ns)
+        """When something happens; NEVER_NS where nothing is to be done."""
+        return self._readers.next_ns
 
     @property
     def num_waiting(self) -> int:
-        return self._disk.num_waiting + self._decoders.num_waiting
+        return self._readers.num_waiting
 
     def submit(self, piece: Piece, since_ns: int, segments: Collection[int], is_ahead: bool) -> None:
         """Bring `segments` of a piece; it waits from `since_ns` on."""
@@ -94,47 +95,44 @@ class CodedDisk:
         slots = [self.tier.begin(piece.layer, piece.expert, segment) for segment in segments]
         num_held = sum(slot is not None and slot.is_filled for slot in slots)
         held, absent = num_held * size, (len(slots) - num_held) * size
-        under_way = self._under_way[piece] = _UnderWay(is_ahead, segments, absent, held)
-        if held:
-            self._decode(piece, under_way, held, since_ns, since_ns)
-        if absent:
-            self._disk.submit(piece, since_ns, self._coding.stored_nbytes(absent), is_ahead)
+        read = self._parts(absent, is_held=False)
+        parts = self._parts(held, is_held=True) + read
+        self._under_way[piece] = _UnderWay(is_ahead, segments, held, absent, len(parts), len(read))
+        self._readers.submit(piece, since_ns, parts, is_ahead)
 
     def begin(self) -> tuple[Piece, bool, int, int] | None:
-        """Begin what is next. Where that ends a piece: (what, whether it was submitted ahead, its begin, its end)."""
-        if self._disk.next_ns <= self._decoders.next_ns:
-            self._read()
+        """Do what is next. Where that ends a piece: (what, whether it was submitted ahead, its begin, its end)."""
+        done = self._readers.step()
+        if done is None:
             return None
-        piece, begin, end = self._decoders.begin()
+        piece = done.piece
         under_way = self._under_way[piece]
-        if under_way.begin_ns < 0:
-            under_way.begin_ns = begin
-        under_way.end_ns = max(under_way.end_ns, end)
-        under_way.jobs_left -= 1
-        if under_way.jobs_left or under_way.to_read_nbytes:
+        under_way.begin_ns = min(under_way.begin_ns, done.begin_ns)
+        if done.is_read:
+            under_way.read_begin_ns = min(under_way.read_begin_ns, done.begin_ns)
+            under_way.reads_left -= 1
+            if not under_way.reads_left:
+                self._was_read(piece, under_way, done.end_ns)
+            return None
+        under_way.parts_left -= 1
+        if under_way.parts_left:
             return None
         del self._under_way[piece]
         self.decoded_nbytes += len(under_way.segments) * self._segment_nbytes[piece.layer]
         self.held_nbytes += under_way.held_nbytes
         for segment in under_way.segments:
             self.tier.end(piece.layer, piece.expert, segment)
-        return piece, under_way.is_ahead, under_way.begin_ns, under_way.end_ns
+        return piece, under_way.is_ahead, under_way.begin_ns, done.end_ns
+
+    def computing(self, begin_ns: int, end_ns: int, slowdown: float) -> None:
+        """See Readers: of a machine that decodes on the processors that compute."""
+        self._readers.computing(begin_ns, end_ns, slowdown)
 
     def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
-        """Forget what was submitted ahead of this layer, or of these experts of it, and nothing of which has begun."""
-        gone = [
-            piece
-            for piece, one in self._under_way.items()
-            if one.is_ahead
-            and one.begin_ns < 0
-            and piece.layer == layer
-            and (experts is None or piece.expert in experts)
-        ]
-        if not gone:
-            return []
-        are_gone = frozenset(gone).__contains__
-        self._disk.withdraw_where(are_gone)
-        self._decoders.withdraw_where(are_gone)
+        """Forget what was submitted ahead of this layer, or of these experts of it, and has not begun."""
+        gone = self._readers.withdraw_where(
+            lambda piece: piece.layer == layer and (experts is None or piece.expert in experts)
+        )
         for piece in gone:
             for segment in self._under_way.pop(piece).segments:
                 self.tier.withdraw(layer, piece.expert, segment)
@@ -142,24 +140,22 @@ class CodedDisk:
 
     def busy_until_ns(self, now_ns: int) -> int:
         """When everything that waits has been served, if it could begin at once."""
-        return max(self._disk.busy_until_ns(now_ns), self._decoders.busy_until_ns(now_ns))
+        return self._readers.busy_until_ns(now_ns)
 
-    def _read(self) -> None:
-        piece, _, begin, end = self._disk.begin()
-        under_way = self._under_way[piece]
-        if under_way.begin_ns < 0:
-            under_way.begin_ns = begin
-        nbytes, under_way.to_read_nbytes = under_way.to_read_nbytes, 0
-        self.read_nbytes += self._coding.stored_nbytes(nbytes)
-        self._decode(piece, under_way, nbytes, begin, end)
+    def _was_read(self, piece: Piece, under_way: _UnderWay, end_ns: int) -> None:
+        self.read_nbytes += self._coding.stored_nbytes(under_way.to_read_nbytes)
         if self._watcher is not None:
-            self._watcher.moved(self._name, piece, begin, end)
+            begin = max(self._seen_until_ns, under_way.read_begin_ns)
+            self._seen_until_ns = max(begin, end_ns)
+            self._watcher.moved(self._name, piece, begin, self._seen_until_ns)
 
-    def _decode(self, piece: Piece, under_way: _UnderWay, nbytes: int, begin_ns: int, end_ns: int) -> None:
-        """Cut so many bytes of weights, which are there one after the other between these times, into jobs."""
-        costs = self._coding.costs
-        num_jobs = max(1, min(NUM_READERS, nbytes // MIN_JOB_NBYTES))
-        takes_ns = round(nbytes / num_jobs / costs.decode_nbytes_per_s * 1e9)
-        for number in range(1, num_jobs + 1):
-            self._decoders.submit(piece, begin_ns + (end_ns - begin_ns) * number // num_jobs, takes_ns)
-        under_way.jobs_left += num_jobs
+    def _parts(self, nbytes: int, is_held: bool) -> list[tuple[int | None, int]]:
+        """Cut so many bytes of weights over the readers: how long each part takes to read, and to decode."""
+        if not nbytes:
+            return []
+        num_parts = max(1, min(NUM_READERS, nbytes // MIN_JOB_NBYTES))
+        decode_ns = round(nbytes / num_parts / self._coding.costs.decode_nbytes_per_s * 1e9)
+        if is_held:
+            return [(None, decode_ns)] * num_parts
+        read_ns = self._disk.occupies_ns(self._coding.stored_nbytes(nbytes))
+        return [(read_ns * (i + 1) // num_parts - read_ns * i // num_parts, decode_ns) for i in range(num_parts)]

@@ -86,6 +86,10 @@ class Hardware:
         """The same machine with what was measured of one model."""
         return replace(self, link=link, compute=compute)
 
+    def with_disk(self, disk: Link) -> Hardware:
+        """The same machine with another disk, which is the link where the weights are in RAM."""
+        return replace(self, link=disk) if self.disk is None else replace(self, disk=disk)
+
 
 def _parse(table: Table) -> Hardware:
     hardware = Hardware(
@@ -130,13 +134,17 @@ def _predictor(table: Table) -> PredictorCosts:
 
 
 def _codec(table: Table) -> CodecCosts:
-    costs = CodecCosts(
-        ratio=table.factor("ratio", 0, 2),
-        decode_nbytes_per_s=table.rate("decode_nbytes_per_s", can_be_infinite=True),
-        threads=table.whole("threads", 1),
-    )
+    ratio = table.factor("ratio", 0, 2)
+    decode_nbytes_per_s = table.rate("decode_nbytes_per_s", can_be_infinite=True)
+    threads = table.whole("threads", 1)
+    beside = table.whole("threads_beside") if table.has("threads_beside") else max(1, threads - 1)
+    if beside > threads:
+        raise table.fail("threads_beside", f"at most the {threads} threads")
+    read_processors = 0.0
+    if table.has("read_processors"):
+        read_processors = table.factor("read_processors", 0, threads, can_be_zero=True)
     table.end()
-    return costs
+    return CodecCosts(ratio, decode_nbytes_per_s, threads, beside, read_processors)
 
 
 def _compute(table: Table) -> MeasuredCompute:

@@ -114,6 +114,14 @@ class VirtualLink:
             self._clock.now_ns = arrival
         return self._take()
 
+    def computing(self, begin_ns: int, end_ns: int, slowdown: float = 1.0) -> None:
+        """The model computes for so long, which it would do `slowdown` times faster if nothing was loaded: processors
+        that do so decode nothing meanwhile.
+        """
+        if self._link is self.coded:
+            self._begin_until(begin_ns)
+            self._link.computing(begin_ns, end_ns, slowdown)
+
     def busy_until_ns(self) -> int:
         """When the link has brought everything that could be on it by now."""
         self._begin_until(self._clock.now_ns)
@@ -140,6 +148,7 @@ class VirtualLink:
         if duration_ns:
             begin = self._clock.now_ns
             self._clock.now_ns = begin + duration_ns
+            self.computing(begin, begin + duration_ns)
             if self._watcher is not None:
                 self._watcher.spent(what, begin, begin + duration_ns)
 

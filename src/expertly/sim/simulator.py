@@ -157,17 +157,21 @@ class Simulator:
         duration_ns = self._compute.piece_ns(piece.layer, num_tokens, piece.num_segments)
         begin = self._clock.now_ns
         self._clock.now_ns = begin + duration_ns
+        self._link.computing(begin, begin + duration_ns)
         if self._watcher is not None:
             self._watcher.computed(f"expert {piece.expert}", piece.layer, begin, begin + duration_ns)
 
     def _spend(self, what: str, layer: int, duration_ns: int) -> None:
         """Compute for so long beside the experts; while the link is busy it takes longer by the slowdown."""
         begin = self._clock.now_ns
+        slowdown = 1.0
         if self._slowdown > 1.0:
             busy_ns = self._link.busy_until_ns() - begin
             if busy_ns > 0:
                 slow_ns = min(duration_ns * self._slowdown, busy_ns)
-                duration_ns = round(slow_ns + duration_ns - slow_ns / self._slowdown)
+                slow_duration_ns = round(slow_ns + duration_ns - slow_ns / self._slowdown)
+                slowdown, duration_ns = max(1.0, slow_duration_ns / max(1, duration_ns)), slow_duration_ns
         self._clock.now_ns = begin + duration_ns
+        self._link.computing(begin, begin + duration_ns, slowdown)
         if self._watcher is not None:
             self._watcher.computed(what, layer, begin, self._clock.now_ns)

@@ -77,12 +77,13 @@ class Table:
             raise self.fail(key, f"must be a number from 1 to {MAX_NUMBER:.0e}{more}")
         return float(value)
 
-    def factor(self, key: str, least: float, most: float) -> float:
-        """A number from `least` (0 left out) to `most`."""
+    def factor(self, key: str, least: float, most: float, can_be_zero: bool = False) -> float:
+        """A number from `least` (0 left out, unless it `can_be_zero`) to `most`."""
         value = self._take(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or not value:
-            raise self.fail(key, f"must be a number {'above 0' if not least else f'from {least:g}'} to {most:g}")
+        if not is_number or not least <= value <= most or not (value or can_be_zero):
+            begin = f"from {least:g}" if least or can_be_zero else "above 0"
+            raise self.fail(key, f"must be a number {begin} to {most:g}")
         return float(value)
 
     def wholes(self, key: str, length: int | None = None, least: int = 0) -> tuple[int, ...]:

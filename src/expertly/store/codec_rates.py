@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +33,8 @@ _READ_NBYTES = 1 << 20
 _SCRATCH_NBYTES = 64 << 20
 _PART_NBYTES = 2 << 20
 _NUM_PARTS = 4
+_NUM_PAGES = 32
+_PLACES_NBYTES = 48 << 20
 
 
 class Sample:
@@ -49,23 +53,52 @@ class Sample:
         """Stored bytes / decoded bytes."""
         return sum(frame.nbytes for frame in self._frames) / (len(self._frames) * self._frame_nbytes)
 
-    def decode_nbytes_per_s(self, num_threads: int, seconds: float = _SECONDS) -> float:
+    def decode_nbytes_per_s(
+        self, num_threads: int, seconds: float = _SECONDS, pick: Callable[[Iterable[float]], float] = max
+    ) -> float:
         """Of weights, by one thread while `num_threads` decode: the best of some attempts, because what other processes
-        take for a moment says nothing of later.
+        take for a moment says nothing of later, or what you `pick`.
+
+        Into memory that no cache holds, as slots are: into what one holds it is a fifth faster (docs/codec.md).
         """
+        decode = self._decoder(num_threads)
+        return pick(sum(_rates(decode, num_threads, seconds / _ATTEMPTS)) for _ in range(_ATTEMPTS)) / num_threads
+
+    def read_processors(self, num_threads: int, paths: Iterable[Path], seconds: float = _SECONDS) -> float:
+        """How many of the processors of `num_threads` that decode are not theirs while these files are read, as fast as
+        the disk can: the median of some attempts, with and without reads in turn.
+
+        A processor that a driver or a virtual machine's host takes is in no process's account.
+        """
+        decode, found = self._decoder(num_threads), []
+        with contextlib.ExitStack() as opened:
+            read = _reader(_opened(paths, opened))
+
+            def both(number: int, until: float) -> int:
+                return decode(number, until) if number < num_threads else read(number, until)
+
+            for _ in range(_ATTEMPTS):
+                alone = sum(_rates(decode, num_threads, seconds / _ATTEMPTS))
+                beside = sum(_rates(both, num_threads + NUM_READERS, seconds / _ATTEMPTS)[:num_threads])
+                found.append(num_threads * (1 - beside / alone))
+        return min(float(num_threads), max(0.0, statistics.median(found)))
+
+    def _decoder(self, num_threads: int) -> Callable[[int, float], int]:
+        """What each of so many threads does; see `_rates`."""
         index = index_of(self._frames, self._frame_nbytes, self._itemsize)
         stored = [memoryview(b"".join(frame.planes)) for frame in self._frames]
+        places = _places(self._frame_nbytes, num_threads)
 
         def decode(number: int, until: float) -> int:
-            decoder, out = FrameDecoder(), memoryview(bytearray(self._frame_nbytes))
+            decoder, mine = FrameDecoder(), places[number::num_threads]
             done = 0
             while not done or time.perf_counter() < until:
                 frame = (number + done) % len(stored)
-                decoder.decode(index, frame, 0, stored[frame], out)
+                decoder.decode(index, frame, 0, stored[frame], mine[done % len(mine)])
                 done += 1
             return done * self._frame_nbytes
 
-        return max(_rate(decode, num_threads, seconds / _ATTEMPTS) for _ in range(_ATTEMPTS)) / num_threads
+        return decode
 
 
 def choose_for(
@@ -126,18 +159,50 @@ def disk_rate_at(folder: Path) -> float:
         file = ExpertFile(path)
     finally:
         path.unlink(missing_ok=True)  # while it is open: nothing is left of a process that is killed
-    return _read_rate([(file, _SCRATCH_NBYTES)])
+    with contextlib.closing(file):
+        return _read_rate([(file, _SCRATCH_NBYTES)])
 
 
 def disk_rate_of(paths: Iterable[Path]) -> float:
     """The same from files that are there. Raises StoreError where they cannot be opened, TransferError where they
     cannot be read.
     """
-    return _read_rate([(ExpertFile(path), path.stat().st_size) for path in paths])
+    with contextlib.ExitStack() as opened:
+        files = _opened(paths, opened)
+        return _read_rate(files)
+
+
+def disk_latency_ns_of(paths: Iterable[Path]) -> int:
+    """How long the reading of a page takes by itself, from files that are there. Raises as `disk_rate_of`."""
+    with contextlib.ExitStack() as opened:
+        places = [(file, at) for file, nbytes in _opened(paths, opened) for at in range(0, nbytes, _READ_NBYTES)]
+        buffer = memoryview(mmap.mmap(-1, PAGE_NBYTES))
+        times = []
+        for place in np.random.default_rng(1).permutation(len(places))[:_NUM_PAGES].tolist():
+            file, at = places[place]
+            start = time.perf_counter_ns()
+            file.read_into(at, [buffer])
+            times.append(time.perf_counter_ns() - start)
+    return round(statistics.median(times)) if times else 0
+
+
+def _opened(paths: Iterable[Path], opened: contextlib.ExitStack) -> list[tuple[ExpertFile, int]]:
+    """Files and the bytes of whole pages in them."""
+    files = []
+    for path in paths:
+        files.append((ExpertFile(path), path.stat().st_size // PAGE_NBYTES * PAGE_NBYTES))
+        opened.callback(files[-1][0].close)
+    return files
 
 
 def _read_rate(files: Sequence[tuple[ExpertFile, int]]) -> float:
-    """Ends early when all has been read: what is read twice may come from some cache. Closes the files."""
+    return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
+
+
+def _reader(files: Sequence[tuple[ExpertFile, int]]) -> Callable[[int, float], int]:
+    """What a thread that reads does; see `_rates`. All of them end early when all has been read: what is read twice may
+    come from some cache.
+    """
     places = [
         (file, at, min(_READ_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES - at))
         for file, nbytes in files
@@ -154,15 +219,11 @@ def _read_rate(files: Sequence[tuple[ExpertFile, int]]) -> float:
             done += size
         return done
 
-    try:
-        return _rate(read, NUM_READERS, _SECONDS)
-    finally:
-        for file, _ in files:
-            file.close()
+    return read
 
 
-def _rate(work: Callable[[int, float], int], num_threads: int, seconds: float) -> float:
-    """Bytes a second of all threads together. `work(number, until)` returns the bytes that it did."""
+def _rates(work: Callable[[int, float], int], num_threads: int, seconds: float) -> list[float]:
+    """Bytes a second of each thread, over the time that all take. `work(number, until)` returns the bytes it did."""
     done = [0] * num_threads
     errors: list[Exception] = []
 
@@ -180,7 +241,15 @@ def _rate(work: Callable[[int, float], int], num_threads: int, seconds: float) -
         thread.join()
     if errors:
         raise errors[0]
-    return sum(done) / (time.perf_counter() - start)
+    elapsed = time.perf_counter() - start
+    return [one / elapsed for one in done]
+
+
+def _places(frame_nbytes: int, num_threads: int) -> list[memoryview]:
+    """For decoded frames, in pages that are there: at least one a thread, and more than caches of a core hold."""
+    num = max(num_threads, _PLACES_NBYTES // frame_nbytes)
+    memory = np.ones(num * frame_nbytes, np.uint8).data
+    return [memory[i * frame_nbytes : (i + 1) * frame_nbytes] for i in range(num)]
 
 
 def _first(chunks: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:

@@ -32,7 +32,7 @@ def measure_hardware(
     is_hosted = model.device.type != "cpu"
     hardware = machine() if is_hosted else Hardware.read("infinite")
     about = "the times of this model's layers, experts and loads, measured here"
-    disk, costs = store_costs(stores["planes"]) if "planes" in stores else (0.0, hardware.codec)
+    disk, costs = store_costs(stores["planes"]) if "planes" in stores else (None, hardware.codec)
     try:
         measured = _measured(model, other, seconds)
     except (ConfigError, ModelUseError) as error:
@@ -40,9 +40,8 @@ def measure_hardware(
         about = f"the rates of this machine, as the model's own times cannot be measured: {error}"
     else:
         hardware = hardware.with_model(measured.link, measured.compute)
-        if api.handle(model).store.codec != "none":  # how long its pieces took has decoding in it
-            name = "link" if hardware.disk is None else "disk"
-            hardware = replace(hardware, **{name: replace(getattr(hardware, name), nbytes_per_s=disk)})
+        if disk is not None and api.handle(model).store.codec != "none":  # how long its pieces took has decoding in it
+            hardware = hardware.with_disk(disk)
     return replace(hardware, name="this machine", codec=costs), about
 
 

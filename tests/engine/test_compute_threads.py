@@ -1,0 +1,112 @@
+"""Beside readers that decode on the same processors fewer threads compute: which passes, and what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import TransferError
+from expertly.engine import compute_threads
+from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
+from expertly.engine.model_profile import measure_model
+from expertly.models.loading import experts_modules
+from expertly.store.reader import ExpertFile
+from tests.engine.conftest import Case, Cases
+from tests.engine.failing import FailOnce
+from tests.engine.observe import loaded
+from tests.engine.test_compressed import compressed_case
+from tests.families import generate
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return compressed_case(cases["qwen3_moe"], tmp_path_factory.mktemp("planes") / "store")
+
+
+@pytest.fixture(autouse=True)
+def four_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of eight processors, on which torch would use six."""
+    monkeypatch.setattr(compute_threads, "granted_cpus", lambda: 8)
+    with threads(6):
+        yield
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seen_by(model: Any) -> list[int]:
+    """The threads of each call of the first layer's experts from now on."""
+    seen: list[int] = []
+    experts_modules(model)[0].register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    return seen
+
+
+def beside(model: Any) -> dict[str, int]:
+    found: dict[str, int] = expertly.stats(model).as_dict()["compute_threads"]
+    return found
+
+
+def test_passes_leave_readers_their_processors(planes: Case) -> None:
+    with loaded(planes.store, system="lru", memory="50%") as model:
+        seen = seen_by(model)
+        assert generate(model, planes.prompts) == planes.tokens
+        assert set(seen) == {4} and len(seen) == beside(model)["passes_with_fewer"] > 1
+        assert beside(model)["beside_decoders"] == 4
+        assert torch.get_num_threads() == 6, "what runs between passes has all of them"
+
+
+def test_a_prompt_that_computes_longer_than_it_decodes_has_all(planes: Case) -> None:
+    with loaded(planes.store, system="lru", memory="50%") as model, torch.no_grad():
+        config = model.config
+        most = MAX_TOKENS_PER_EXPERT * config.num_experts // config.num_experts_per_tok
+        seen = seen_by(model)
+        for length in (most, most + 1):
+            model(torch.ones(1, length, dtype=torch.long), use_cache=False)
+        assert seen == [4, 6] and beside(model)["passes_with_fewer"] == 1
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_fewer_that_a_user_has_set_stay(number: int, planes: Case) -> None:
+    with threads(number), loaded(planes.store, system="lru", memory="50%") as model:
+        seen = seen_by(model)
+        assert generate(model, planes.prompts) == planes.tokens
+        assert set(seen) == {number} and beside(model)["passes_with_fewer"] == 0
+
+
+def test_where_nothing_is_decoded_all_compute(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system="lru", memory="50%") as model:
+        seen = seen_by(model)
+        assert generate(model, case.prompts) == case.tokens
+        assert set(seen) == {6} and expertly.stats(model).as_dict()["compute_threads"] is None
+
+
+def test_a_pass_that_fails_gives_them_back(planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(planes.store, system="lru", memory="50%") as model:
+        fail = FailOnce(3)
+        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
+        with pytest.raises(TransferError):
+            generate(model, planes.prompts)
+        assert torch.get_num_threads() == 6
+        assert generate(model, planes.prompts) == planes.tokens
+
+
+def test_costs_are_measured_with_the_threads_of_passes(planes: Case, cases: Cases) -> None:
+    for case, number in ((planes, 4), (cases["qwen3_moe"], 6)):
+        with loaded(case.store, system="lru", memory="50%") as model:
+            assert measure_model(model, seconds=0.0, tokens=(1, 8)).compute.num_threads == number
+            assert torch.get_num_threads() == 6
