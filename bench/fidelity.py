@@ -155,7 +155,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         memory="50%" if is_resident else arguments["memory"],
         system="lru",
         segments=arguments["segments"],
-        codec=arguments["codec"],
+        codec="none" if is_resident else arguments["codec"],  # what nobody decodes is computed by all threads
         compressed=0,
     )
     measurement = Measurement(beside)

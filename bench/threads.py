@@ -22,7 +22,6 @@ from report import print_report
 
 import expertly
 from expertly.engine.api import handle
-from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
 
 
 def run_prompt(model: Any, dice: random.Random, length: int) -> dict[str, float]:
@@ -59,6 +58,7 @@ def main() -> None:
     engine, dice = handle(model).engine, random.Random(0)
     fewer = engine.threads
     assert fewer is not None
+    rule = fewer.max_tokens_per_expert
     works = {"a step": partial(run_steps, model, dice, args.steps)}
     works |= {f"{n} tokens": partial(run_prompt, model, dice, n) for n in map(int, args.prompts.split(","))}
     rows = []
@@ -79,7 +79,7 @@ def main() -> None:
             few, all_ = (statistics.median(run["seconds"] for run in seen[is_fewer]) for is_fewer in (True, False))
             rows.append(row | {"fewer_to_all": few / all_})
     expertly.unload(model)
-    print_report("threads", rows, vars(args) | {"max_tokens_per_expert": MAX_TOKENS_PER_EXPERT}, args.out)
+    print_report("threads", rows, vars(args) | {"max_tokens_per_expert": rule}, args.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import expertly
 from expertly.core.errors import TransferError
 from expertly.engine import compute_threads
+from expertly.engine.api import handle
 from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
 from expertly.engine.model_profile import measure_model
 from expertly.models.loading import experts_modules
@@ -72,11 +73,23 @@ def test_passes_leave_readers_their_processors(planes: Case) -> None:
 def test_a_prompt_that_computes_longer_than_it_decodes_has_all(planes: Case) -> None:
     with loaded(planes.store, system="lru", memory="50%") as model, torch.no_grad():
         config = model.config
-        most = MAX_TOKENS_PER_EXPERT * config.num_experts // config.num_experts_per_tok
+        threads = handle(model).engine.threads
+        assert threads is not None and threads.max_tokens_per_expert == pytest.approx(
+            MAX_TOKENS_PER_EXPERT / 2, rel=0.1
+        )
+        most = int(threads.max_tokens_per_expert * config.num_experts / config.num_experts_per_tok)
         seen = seen_by(model)
         for length in (most, most + 1):
             model(torch.ones(1, length, dtype=torch.long), use_cache=False)
         assert seen == [4, 6] and beside(model)["passes_with_fewer"] == 1
+
+
+@pytest.mark.parametrize(("system", "memory"), [("lru", "75%"), ("lru", "100%"), ("resident", "100%")])
+def test_where_hardly_anything_is_decoded_all_compute(system: str, memory: str, planes: Case) -> None:
+    with loaded(planes.store, system=system, memory=memory) as model:
+        seen = seen_by(model)
+        assert generate(model, planes.prompts) == planes.tokens
+        assert set(seen) == {6} and beside(model)["passes_with_fewer"] == 0
 
 
 @pytest.mark.parametrize("number", [1, 4])

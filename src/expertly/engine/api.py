@@ -161,7 +161,7 @@ def load(
             )
             opened.callback(executor.close)
         decodes_here = store.codec != "none" and len(targets) == 1 and target.type == "cpu"
-        engine = Engine(executor, ComputeThreads(geometry) if decodes_here else None)
+        engine = Engine(executor, ComputeThreads(geometry, budgets[0].memory_nbytes) if decodes_here else None)
         opened.pop_all()
 
     def close() -> None:

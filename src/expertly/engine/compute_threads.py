@@ -12,9 +12,13 @@ from expertly.core.cpus import granted_cpus
 from expertly.core.geometry import Geometry
 from expertly.engine.transfer import NUM_READERS
 
-MAX_TOKENS_PER_EXPERT = 100
-"""On average, in passes that leave readers processors. With more, computing takes longer than decoding does: threads
-that it lacks then cost more than those that wait for one another (docs/codec.md).
+LEAST_DECODED = 0.25
+"""Share of the experts that does not stay in memory: with less, decoding takes too little to leave it anything."""
+
+MAX_TOKENS_PER_EXPERT = 130
+"""On average, in passes that leave readers processors, where no expert stays in memory, and less in proportion. With
+more, computing takes longer than decoding does: threads that it lacks cost more than those that wait for one another
+(docs/codec.md).
 """
 
 
@@ -25,12 +29,14 @@ class ComputeThreads:
     what the decoder takes, so that two threads beside decoders on two processors are slower than one by itself.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, held_nbytes: int) -> None:
+        """`held_nbytes`: of experts that stay in memory, decoded."""
         self.num_beside = computing_threads(granted_cpus(), NUM_READERS)
         """Threads that compute beside decoders; torch's own number where that is less."""
         self.num_passes = 0
         """That ran with fewer threads than torch has."""
-        self.max_tokens_per_expert: float = MAX_TOKENS_PER_EXPERT
+        decoded = 1 - held_nbytes / geometry.nbytes
+        self.max_tokens_per_expert = MAX_TOKENS_PER_EXPERT * decoded if decoded > LEAST_DECODED else 0.0
         self._share = max(layer.top_k / layer.num_experts for layer in geometry.layers)
         self._before: int | None = None  # the threads of torch, while a pass runs with fewer
 
