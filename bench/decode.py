@@ -3,8 +3,9 @@
     python bench/decode.py STORE... [--rounds 5] [--out FILE]
 
 Each STORE is a packed one in codec planes. Frames of some of its experts are encoded again with each set of parameters
-and decoded by one thread, round by round in turns; the best round counts. `to_level_1` is the decoding speed over that
-of level 1; `zstd_gb_per_s` is decompressing alone, per byte of weights.
+and decoded by one thread, each to a place of its own, round by round in turns; the best round counts. `to_level_1` is
+the decoding speed over that of level 1, `to_numpy` over that with planes joined by NumPy; `zstd_gb_per_s` is
+decompressing alone, per byte of weights.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ def best_s(works: list[Callable[[], None]], rounds: int) -> list[float]:
     return best
 
 
-def decoding(frames: list[EncodedFrame], frame_nbytes: int, itemsize: int) -> Callable[[], None]:
+def decoding(
+    frames: list[EncodedFrame], frame_nbytes: int, itemsize: int, out: memoryview, is_compiled: bool = True
+) -> Callable[[], None]:
     index = index_of(frames, frame_nbytes, itemsize)
     stored = [memoryview(b"".join(frame.planes)) for frame in frames]
-    decoder, out = FrameDecoder(), memoryview(bytearray(frame_nbytes))
+    decoder = FrameDecoder(is_compiled)
 
     def work() -> None:
         for number, one in enumerate(stored):
-            decoder.decode(index, number, 0, one, out)
+            decoder.decode(index, number, 0, one, out[number * frame_nbytes : (number + 1) * frame_nbytes])
 
     return work
 
@@ -72,10 +75,12 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
         name: [frame for expert in experts for frame in FrameEncoder(frame_nbytes, layer.itemsize, one).encode(expert)]
         for name, one in named.items()
     }
-    works = [decoding(frames, frame_nbytes, layer.itemsize) for frames in encoded.values()]
-    works += [decompressing(frames, frame_nbytes // layer.itemsize) for frames in encoded.values()]
-    seconds = best_s(works, rounds)
     total = len(next(iter(encoded.values()))) * frame_nbytes
+    out = memoryview(bytearray(total))
+    works = [decoding(frames, frame_nbytes, layer.itemsize, out) for frames in encoded.values()]
+    works += [decompressing(frames, frame_nbytes // layer.itemsize) for frames in encoded.values()]
+    works += [decoding(frames, frame_nbytes, layer.itemsize, out, is_compiled=False) for frames in encoded.values()]
+    seconds = best_s(works, rounds)
     return [
         {
             "store": folder.name,
@@ -85,6 +90,7 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
             "gb_per_s": total / seconds[number] / 1e9,
             "zstd_gb_per_s": total / seconds[number + len(encoded)] / 1e9,
             "to_level_1": seconds[0] / seconds[number],
+            "to_numpy": seconds[number + 2 * len(encoded)] / seconds[number],
         }
         for number, (name, frames) in enumerate(encoded.items())
     ]

@@ -147,6 +147,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
+    from expertly.engine.api import handle
     from expertly.engine.model_profile import Measurement
 
     is_resident = arguments["memory"] == "100%"
@@ -178,6 +179,11 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 measure_costs(measurement.tasks_of_a_token())
         profile = measurement.profile()
         link, costs = median_costs(measured, profile.link)
+        if costs is not None:
+            from expertly.sim.fit_decoding import fit_decoding
+
+            alone = costs.all_nbytes_per_s
+            costs = fit_decoding(profile.layers, link, costs, profile.compute, handle(beside).store.geometry(1))
         for system, runs in ran.items():
             row = {"system": system} | {key: arguments[key] for key in ("memory", "segments", "codec", "compressed")}
             row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
@@ -188,7 +194,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 row["simulated_bytes_disk"] = coded.read_nbytes
                 row["simulated_held_share"] = coded.held_nbytes / coded.decoded_nbytes
                 row["ratio_on_disk"], row["decode_gb_per_s"] = costs.ratio, costs.all_nbytes_per_s / 1e9
-                row["read_processors"] = costs.read_processors
+                row["alone_gb_per_s"], row["read_processors"] = alone / 1e9, costs.read_processors
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
             row["link_gb_per_s"] = link.nbytes_per_s / 1e9
             rows.append(row)

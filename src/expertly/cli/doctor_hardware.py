@@ -10,6 +10,7 @@ from expertly.cli.arguments import positive_int
 from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.core.profile import DeviceProfile, MachineProfile
+from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 
 READ_NBYTES = 4 << 20
@@ -64,6 +65,8 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     if disk is not None:  # how long its pieces take has decoding in it, which the simulator adds
         where = "link" if hardware.disk is None else "disk"
         about.append(f"[codec] and [{where}] are this model's; [compute] is for traces of it alone.")
+        if hardware.disk is None and costs is not None:  # computing takes the processors that decode
+            costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
         return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
     return hardware.with_model(measured.link, measured.compute), about

@@ -21,6 +21,7 @@ from expertly.engine.recording import record
 from expertly.engine.saved_predictor import find_weights
 from expertly.engine.saved_reuse import reuse_models
 from expertly.policies.learned import LearnedWeights
+from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.reuse_learning import teach
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
@@ -121,4 +122,6 @@ class Player:
         if store.codec == "none":
             return measured.link, measured.compute, None
         disk, costs = store_costs(store)
+        if self._model.device.type == "cpu":
+            costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
         return disk, measured.compute, costs

@@ -42,6 +42,15 @@ class CodecCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTime:
+    """What the experts of layers with one number of wholly absent experts took, in decode steps of one token."""
+
+    num_absent: int
+    total_ns: int  # the median
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredCompute:
     """What one model's passes cost on one machine, beside its transfers. All its MoE layers are of one geometry.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertly.core.costs import Link
+from expertly.core.costs import LayerTime, Link
 from expertly.engine.link_profile import nonnegative_fit
 
 _LEAST_SAMPLES = 3
@@ -46,6 +46,19 @@ class LayerCosts:
     link: Link
 
 
+def layer_times(samples: Iterable[LayerSample]) -> tuple[LayerTime, ...]:
+    """By rising number of absent experts; those that were seen too rarely are left out."""
+    seen = _by_absent(samples)
+    return tuple(LayerTime(n, round(statistics.median(one.total_ns for one in of)), len(of)) for n, of in seen.items())
+
+
+def _by_absent(samples: Iterable[LayerSample]) -> dict[int, list[LayerSample]]:
+    by_absent: dict[int, list[LayerSample]] = defaultdict(list)
+    for sample in samples:
+        by_absent[sample.num_absent].append(sample)
+    return {n: found for n, found in sorted(by_absent.items()) if len(found) >= _LEAST_SAMPLES}
+
+
 def fit_layers(
     samples: Iterable[LayerSample], top_k: int, expert_ns: int, expert_nbytes: int, fallback: Link
 ) -> LayerCosts:
@@ -53,10 +66,7 @@ def fit_layers(
 
     Where too few layers loaded anything, nothing is charged for it and the link is `fallback`.
     """
-    by_absent: dict[int, list[LayerSample]] = defaultdict(list)
-    for sample in samples:
-        by_absent[sample.num_absent].append(sample)
-    seen = {n: found for n, found in sorted(by_absent.items()) if len(found) >= _LEAST_SAMPLES}
+    seen = _by_absent(samples)
     busy = {n: statistics.median(sample.busy_ns for sample in found) for n, found in seen.items()}
     total = {n: statistics.median(sample.total_ns for sample in found) for n, found in seen.items()}
     resident = round(busy[0]) if 0 in busy else None

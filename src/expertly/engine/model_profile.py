@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from expertly.core.costs import Link, MeasuredCompute
+from expertly.core.costs import LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Piece
 from expertly.engine.api import handle
 from expertly.engine.compute import LayerCompute, PartialExpert
-from expertly.engine.layer_profile import LayerSample, fit_layers, samples_of
+from expertly.engine.layer_profile import LayerSample, fit_layers, layer_times, samples_of
 from expertly.engine.link_profile import fit_link
 from expertly.engine.part_profile import cuts, parts_and_part
 from expertly.engine.playing import forward
@@ -42,6 +42,7 @@ class ModelProfile:
 
     link: Link
     compute: MeasuredCompute
+    layers: tuple[LayerTime, ...] = ()  # of decode steps of one token, from which the costs of loading come
 
 
 def measure_model(model: Any, seconds: float = 20.0, tokens: Sequence[int] = TOKENS) -> ModelProfile:
@@ -157,7 +158,7 @@ class Measurement:
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
         )
-        return ModelProfile(costs.link, compute)
+        return ModelProfile(costs.link, compute, layer_times(self._layers_run))
 
     # -- whole passes ------------------------------------------------------------------------------------------
 

@@ -90,14 +90,15 @@ class FrameEncoder:
 class FrameDecoder:
     """Makes weights of frames again. It has buffers of its own: one a thread, never shared between threads.
 
-    zstd and NumPy let go of the interpreter lock while they work.
+    zstd, NumPy and what is compiled let go of the interpreter lock while they work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_compiled: bool = True) -> None:
+        """`is_compiled`: planes are joined by what was compiled, where that is there; else by NumPy."""
         self._decompressor = zstandard.ZstdDecompressor()
         self._planes: list[NDArray[np.uint8]] = []  # decompressed into, and used again: new memory costs a third more
         self._halves: list[NDArray[np.uint16]] = []  # of weights of four bytes, where NumPy joins them
-        self._compiled = compiled_join()
+        self._compiled = compiled_join() if is_compiled else None
 
     @staticmethod
     def scratch_nbytes(frame_nbytes: int, num_planes: int) -> int:

@@ -10,6 +10,7 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine import api
 from expertly.engine.measure_codec import store_costs
 from expertly.engine.model_profile import ModelProfile, measure_model
+from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 from expertly.store.packed import PackedStore
 
@@ -42,6 +43,9 @@ def measure_hardware(
         hardware = hardware.with_model(measured.link, measured.compute)
         if disk is not None and api.handle(model).store.codec != "none":  # how long its pieces took has decoding in it
             hardware = hardware.with_disk(disk)
+            if not is_hosted and costs is not None:
+                geometry = stores["planes"].geometry(1)
+                costs = fit_decoding(measured.layers, disk, costs, measured.compute, geometry)
     return replace(hardware, name="this machine", codec=costs), about
 
 
