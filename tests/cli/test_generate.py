@@ -98,6 +98,7 @@ def test_compressed_experts_say_what_they_save_and_cost(model: Path, expected: s
     (line,) = (line for line in out.splitlines() if line.startswith("[codec planes: it was asked for | stored in "))
     for words in ("compressed in memory 40.0%, ", "decoded ", " of processor time", "of these without a read", "read "):
         assert words in line
+    assert "threads that compute beside decoders: " in line
     assert generate(model, *arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected

@@ -251,7 +251,8 @@ def _storage_line(result: dict[str, Any]) -> str:
         ]
     if result["compute_threads"] is not None:
         threads = result["compute_threads"]
-        parts.append(f"{threads['beside_decoders']} threads compute beside: {threads['passes_with_fewer']} passes")
+        number, passes = threads["beside_decoders"], threads["passes_with_fewer"]
+        parts.append(f"threads that compute beside decoders: {number}, in {passes} passes")
     return "[" + " | ".join([*parts, f"read {format_nbytes(result['bytes_disk'])}"]) + "]"
 
 
