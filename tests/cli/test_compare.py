@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from expertly.cli.main import main
-from expertly.compare import engine_runs, worker
+from expertly.compare import engine_runs
 from expertly.compare.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.trace.reader import Trace
 from tests.compare.html import Found, read
@@ -56,19 +52,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     assert ran.returncode == 0, ran.stderr
     results = json.loads((out / "results.json").read_text())
     return Done(out, ran.stdout, results, read((out / "report.html").read_text()))
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Workers of commands that this process runs come of one that has imported what they need, which is most of what so
-    small a comparison takes. Those of the commands that are processes of their own begin as a user's do.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["expertly.compare.player"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
-        yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def test_everything_is_in_the_folder(done: Done) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from expertly.cli.main import main
-from expertly.compare import folder, worker
+from expertly.compare import folder
 from expertly.compare.worker import Worker
 from expertly.core.errors import ConfigError
 from expertly.sim.study import Study
@@ -33,17 +29,6 @@ def trace(tmp_path: Path) -> Path:
     """Two requests of a prompt of 4 tokens and 10 steps, sizes known."""
     passes = random_passes(0, LAYERS, 10, prompt=4, num_requests=2)
     return make_trace(tmp_path / "given", passes, LAYERS, num_requests=2, is_full=True).folder
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Workers of one that has imported what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["expertly.compare.player"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
-        yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def failing_at(patch: pytest.MonkeyPatch, memory: str, error: BaseException) -> None:
