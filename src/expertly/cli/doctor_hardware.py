@@ -45,7 +45,8 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     hardware = machine_hardware(profile)
     about = [
         f"Measured by `expertly doctor` on {profile.cpu}, {profile.num_cpus} CPUs, {profile.created}.",
-        "launch_ns, layer_ns and iteration_ns are assumed; the rest of what is outside [compute] is measured.",
+        "launch_ns, layer_ns and iteration_ns are assumed, as is that reading takes no processor from decoding; the "
+        "rest of what is outside [compute] is measured.",
     ]
     if args.model is None:
         return hardware, about
@@ -64,7 +65,7 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
         api.unload(model)
     if disk is not None:  # how long its pieces take has decoding in it, which the simulator adds
         where = "link" if hardware.disk is None else "disk"
-        about.append(f"[codec] and [{where}] are this model's; [compute] is for traces of it alone.")
+        about.append(f"[codec], all measured, and [{where}] are this model's; [compute] is for traces of it alone.")
         if hardware.disk is None and costs is not None:  # computing takes the processors that decode
             costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
         return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
