@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import expertly
+from expertly.compare import player as compare_player
 from expertly.compare.player import Player
 from expertly.compare.playing import PlayedRequest
+from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
 from expertly.engine.api import handle
 from expertly.engine.saved_reuse import reuse_models
@@ -83,3 +85,15 @@ def test_a_model_without_a_tokenizer_is_refused(player: Player, tmp_path: Path) 
     load(player, make_checkpoint("qwen3_moe", tmp_path / "bare", seed=6), "lru")
     with pytest.raises(ConfigError, match="has no tokenizer"):
         player.tokens(["a"], 6)
+
+
+def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(
+    player: Player, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
+    monkeypatch.setattr(compare_player, "store_costs", lambda store: (disk, alone))
+    player.load({"model": str(model), "memory": "50%", "system": "lru", "codec": "planes", "compressed": 0})
+    player.measure(True)
+    link, _, costs = player.profile()
+    assert link == disk and costs is not None and costs.ratio == 0.7
+    assert 0 < costs.decode_nbytes_per_s < 0.9e12

@@ -11,6 +11,7 @@ import torch
 
 import expertly
 from expertly.cli.main import main
+from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.engine import machine, measure, measure_roofline
@@ -20,6 +21,7 @@ from expertly.models.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
+from tests.engine.test_compressed import compressed_case
 from tests.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.alone
@@ -147,6 +149,19 @@ def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, c
     assert hardware.compute is not None
     geometry = Geometry((hardware.compute.layer,) * 3, 2)
     assert compute_model(hardware, geometry, None).dense_ns(0, 1) == hardware.compute.dense_ns[0]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host decodes for an accelerator beside nothing")
+@pytest.mark.usefixtures("quick")
+def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = compressed_case(cases["mixtral"], tmp_path / "store")
+    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
+    monkeypatch.setattr("expertly.engine.measure_codec.store_costs", lambda store: (disk, alone))
+    path = tmp_path / "here.toml"
+    assert main(["doctor", "--hardware-out", str(path), "--model", str(case.store), "--memory", "60%"]) == 0
+    hardware = Hardware.read(str(path))
+    assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
+    assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,18 @@ def test_reading_takes_no_more_than_the_processors_that_decode(tmp_path: Path) -
     assert 0 <= sample().read_processors(2, [path], seconds=0.1) <= 2
 
 
+def test_what_decoding_loses_beside_reads_is_what_reading_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that decode, and four that read beside them: three quarters of the rate are left."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(
+        codec_rates, "_rates", lambda work, num, seconds: [4.0, 4.0] if num == 2 else [3.0, 3.0, *[9.0] * (num - 2)]
+    )
+    assert sample().read_processors(2, [path]) == 0.5
+
+
 def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
     with tiny_disk(tmp_path) as disk:
         with pytest.raises(StoreError, match="the disk is full"):

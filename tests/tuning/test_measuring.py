@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import expertly
+from expertly.core.costs import CodecCosts, Link
 from expertly.engine import api
 from expertly.sim.hardware import Hardware
+from expertly.tuning import measuring
 from expertly.tuning.measuring import measure_hardware
 from tests.families import make_checkpoint
 
@@ -41,6 +43,16 @@ def test_a_compressed_store_has_the_rate_of_its_disk(model: Path) -> None:
     hardware, _ = measured(model, "50%", codec="planes")
     assert hardware.codec is not None and 0 < hardware.codec.ratio < 2
     assert 0 < hardware.link.nbytes_per_s < float("inf")
+
+
+def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
+    monkeypatch.setattr(measuring, "store_costs", lambda store: (disk, alone))
+    hardware, _ = measured(model, "50%", codec="planes")
+    assert hardware.link == disk and hardware.codec is not None
+    assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12 and hardware.codec.ratio == 0.7
 
 
 def test_where_they_cannot_be_measured_the_machine_is(model: Path) -> None:
