@@ -91,7 +91,7 @@ def serve(arguments: dict[str, Any]) -> None:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
+    from expertly.api import handle
     from expertly.engine.process import peak_rss_nbytes
     from expertly.store.codec_rates import disk_rate_of
 
@@ -134,7 +134,7 @@ def serve(arguments: dict[str, Any]) -> None:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a configuration."""
     from expertly.core.amounts import parse_memory
-    from expertly.models.packing import pack_cached
+    from expertly.model.packing import pack_cached
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 

@@ -20,15 +20,15 @@ from typing import Any
 
 from report import print_report
 
-from expertly.control.compressed_share import MEASURED
 from expertly.core.codecs import CodecRates, choose_codec
 from expertly.core.geometry import LayerGeometry
+from expertly.scheduler.compressed_share import MEASURED
+from expertly.scheduler.presets import get_system
 from expertly.sim import storage
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.sim.storage import Storage
 from expertly.sim.study import Memory, Study
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 
 SMALL_NBYTES = 1 << 20

@@ -4,7 +4,7 @@
 
 All times are of the processor. `statistics_us`: mean of what one token adds to the statistics of a layer, in the order
 in which a decode step visits them (bound at E = 256, K = 8: 30 us; every 64th token counts what 64 have shown, hence
-`p50_us` and `p99_us`); `without_order_us`: of a token without a prediction; `rates_ms`: reading them. In a controller
+`p50_us` and `p99_us`); `without_order_us`: of a token without a prediction; `rates_ms`: reading them. In a scheduler
 (bound: 30 us): what a layer takes in one that gathers (`with_us`), beyond one that does not and decides the same.
 `configure_s`: one configuration, from rates to plan (bound at L = 61, E = 256, P = 16: 2 s). `gap`: exposed time above
 the least over all allocations, found by trying them all, of seeded small cases (bound: a median of 5 %), and that of
@@ -28,15 +28,15 @@ import numpy as np
 import numpy.typing as npt
 from report import print_report
 
-from expertly.control.budget import split_budget
-from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.forecast import Forecaster
 from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.moepic.timing import Timing
-from expertly.systems import get_system
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.presets import get_system
+from expertly.scheduler.scheduler import Scheduler
 
 WARM_UP = 50
 BOUND_US, BOUND_S, BOUND_GAP = 30.0, 2.0, 0.05
@@ -95,8 +95,8 @@ def statistics_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
     return row | {"within_bound": row["statistics_us"] <= BOUND_US}
 
 
-def controller_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[str, Any]:
-    """What gathering adds in a controller that predicts, loads, evicts and computes: of two that decide alike, one
+def scheduler_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[str, Any]:
+    """What gathering adds in a scheduler that predicts, loads, evicts and computes: of two that decide alike, one
     gathers; each token runs in both, first in one, then in the other.
     """
     dice = np.random.default_rng(2)
@@ -106,12 +106,12 @@ def controller_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
     orders = [np.argsort(-scores, axis=1, kind="stable").tolist() for _, scores in routed]
     scores = np.linspace(1.0, 0.0, experts).tolist()
     ones, decode = [1] * top_k, [True] * top_k
-    controllers = []
+    schedulers = []
     for system in (get_system("moepic"), replace(get_system("moepic"), allocation="split")):
-        controllers.append(system.controller(shape, system.budget(shape, split_budget(shape, shape.nbytes // 4))))
-    assert controllers[0].allocation.is_online and not controllers[1].allocation.is_online
+        schedulers.append(system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 4))))
+    assert schedulers[0].allocation.is_online and not schedulers[1].allocation.is_online
 
-    def run(control: Controller, token: int) -> int:
+    def run(control: Scheduler, token: int) -> int:
         start = time.thread_time_ns()
         for layer in range(layers):
             router = RouterRan(layer, needed[layer][token], ones, decode, 1)
@@ -121,13 +121,13 @@ def controller_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
             if coming < WARM_UP + tokens:
                 control.predict(Prediction(following, orders[following][coming], scores, 1))
             waiting = [*step.ready, *step.loads]
-            for piece in step.loads:
-                control.loaded(piece)
+            for span in step.loads:
+                control.loaded(span)
             while waiting:
                 more = control.computed(waiting.pop())
                 if more is not None:
-                    for piece in more.loads:
-                        control.loaded(piece)
+                    for span in more.loads:
+                        control.loaded(span)
                     waiting += more.loads
             control.end_layer()
         return time.thread_time_ns() - start
@@ -135,21 +135,21 @@ def controller_cost(layers: int, experts: int, top_k: int, tokens: int) -> dict[
     spent: tuple[list[int], list[int]] = ([], [])
     for token in range(WARM_UP + tokens):
         for number in (0, 1) if token % 2 else (1, 0):
-            spent[number].append(run(controllers[number], token))
+            spent[number].append(run(schedulers[number], token))
     with_us, without_us = (statistics.mean(times[WARM_UP:]) / 1e3 / layers for times in spent)
-    row: dict[str, Any] = {"what": "statistics in a controller", "layers": layers, "experts": experts, "top_k": top_k}
+    row: dict[str, Any] = {"what": "statistics in a scheduler", "layers": layers, "experts": experts, "top_k": top_k}
     row |= {"with_us": with_us, "without_us": without_us, "statistics_us": with_us - without_us}
     return row | {"within_bound": row["statistics_us"] <= BOUND_US}
 
 
 def configuration_cost(
-    layers: int, experts: int, top_k: int, segments: int, share: float, load_ns: int, piece_ns: int = 0
+    layers: int, experts: int, top_k: int, segments: int, share: float, load_ns: int, span_ns: int = 0
 ) -> dict[str, Any]:
     """One attention and one MoE module of 100 us each: `load_ns` says how slow the link is."""
     dice = np.random.default_rng(1)
     rates = [gathered(dice, 300, experts, top_k) for _ in range(layers)]
     shape = shape_of(layers, experts, top_k, segments)
-    timing = Timing.of(shape, 100_000, 100_000, load_ns, 200_000, piece_ns, piece_ns)
+    timing = Timing.of(shape, 100_000, 100_000, load_ns, 200_000, span_ns, span_ns)
     kept = int(share * layers * experts * segments)
     times = []
     for _ in range(3):
@@ -164,7 +164,7 @@ def configuration_cost(
         "segments": segments,
         "kept": f"{share:.3g} of all",
         "load_us": load_ns / 1e3,
-        "piece_us": piece_ns / 1e3,
+        "span_us": span_ns / 1e3,
         "configure_s": statistics.median(times),
         "moves": found.num_moves,
         "layers_split": sum(0 < one.kept_segments < segments for one in found.plan.layers),
@@ -185,7 +185,7 @@ def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]
             yield (first, *rest)
 
 
-def small_case(seed: int, piece_ns: int) -> dict[str, float]:
+def small_case(seed: int, span_ns: int) -> dict[str, float]:
     """Exposed nanoseconds of the start, of equal budgets, of the configurator and at best."""
     dice = np.random.default_rng(seed)
     layers, experts, segments = 3, int(dice.integers(4, 7)), int(dice.choice([1, 2, 4]))
@@ -194,7 +194,7 @@ def small_case(seed: int, piece_ns: int) -> dict[str, float]:
     shape = shape_of(layers, experts, top_k, segments)
     load_ns = 100_000
     attention_ns, moe_ns, head_ns = (int(load_ns * dice.uniform(0.1, 1.0)) for _ in range(3))
-    timing = Timing.of(shape, attention_ns, moe_ns, load_ns, head_ns, piece_ns)
+    timing = Timing.of(shape, attention_ns, moe_ns, load_ns, head_ns, span_ns)
     kept = int(dice.integers(layers, layers * experts * segments // 2 + 1))
     found = configure(shape, [kept], rates, timing)
     forecaster, near, least = Forecaster(shape, rates, timing), None, float("inf")
@@ -209,18 +209,18 @@ def small_case(seed: int, piece_ns: int) -> dict[str, float]:
     }
 
 
-def gaps(cases: int, piece_ns: int) -> dict[str, Any]:
+def gaps(cases: int, span_ns: int) -> dict[str, Any]:
     """Over the first so many seeds whose least is above 0: where nothing need be waited for, no share can be said."""
     waits: list[dict[str, float]] = []
     missed = seed = 0
     while len(waits) < cases:
-        case = small_case(seed, piece_ns)
+        case = small_case(seed, span_ns)
         if case["least"] > 0:
             waits.append(case)
         else:
             missed += case["found"] > 0
         seed += 1
-    row: dict[str, Any] = {"what": "gap", "layers": 3, "cases": cases, "piece_us": piece_ns / 1e3}
+    row: dict[str, Any] = {"what": "gap", "layers": 3, "cases": cases, "span_us": span_ns / 1e3}
     for name in ("found", "uniform", "start"):
         over = sorted(case[name] / case["least"] - 1 for case in waits)
         row[f"{name}_median"], row[f"{name}_p95"] = statistics.median(over), over[int(0.95 * len(over))]
@@ -236,12 +236,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100)
     args = parser.parse_args()
     rows = [statistics_cost(26, 64, 6, args.tokens), statistics_cost(61, 256, 8, args.tokens)]
-    rows += [controller_cost(26, 32, 4, args.tokens), controller_cost(26, 256, 8, args.tokens)]
+    rows += [scheduler_cost(26, 32, 4, args.tokens), scheduler_cost(26, 256, 8, args.tokens)]
     rows += [configuration_cost(26, 64, 6, 4, 0.25, 300_000)]
     rows += [configuration_cost(61, 256, 8, 16, share, 300_000) for share in (0.1, 0.25, 0.5)]
     rows += [configuration_cost(61, 256, 8, 16, 0.25, load_ns) for load_ns in (30_000, 1_000_000)]
     rows += [configuration_cost(61, 256, 8, 16, share, 300_000, 10_000) for share in (0.1, 0.25, 0.5)]
-    rows += [gaps(args.cases, piece_ns) for piece_ns in (0, 15_000)]
+    rows += [gaps(args.cases, span_ns) for span_ns in (0, 15_000)]
     print_report("configurator", rows, vars(args))
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from report import print_report
 
-from expertly.control.budget import split_budget
-from expertly.control.controller import Controller
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.systems import SYSTEMS
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.scheduler import Scheduler
 
 LAYERS, EXPERTS, TOP_K, SEGMENTS = 26, 64, 8, 4
 
@@ -45,7 +45,7 @@ def routing(num_tokens: int) -> list[list[list[int]]]:
     return tokens
 
 
-def absent(control: Controller, layer: int, wanted: list[int]) -> list[int]:
+def absent(control: Scheduler, layer: int, wanted: list[int]) -> list[int]:
     """K experts of a layer that are not resident, `wanted` first."""
     first = control.geometry.first_expert_id(layer)
     order = [*wanted, *(e for e in range(EXPERTS) if e not in wanted)]
@@ -57,7 +57,7 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
     shape = Geometry(tuple(LayerGeometry(EXPERTS, TOP_K, 64, 64, 3, 2) for _ in range(LAYERS)), SEGMENTS)
     parts = SYSTEMS[system]
     budget = split_budget(shape, int(shape.nbytes * share))
-    control = parts.controller(shape, budget)
+    control = parts.scheduler(shape, budget)
     hit_us, miss_us, misses = [], [], []
     ones, decode = [1] * TOP_K, [True] * TOP_K
     for number, layers in enumerate(tokens):
@@ -65,13 +65,13 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
             router = RouterRan(layer, absent(control, layer, experts) if all_miss else experts, ones, decode, 1)
             start = time.perf_counter_ns()
             step = control.begin_layer(router)
-            for piece in step.ready:
-                control.computed(piece)
+            for span in step.ready:
+                control.computed(span)
             loading = list(step.loads)
             while loading:
-                piece = loading.pop()
-                control.loaded(piece)
-                following = control.computed(piece)
+                span = loading.pop()
+                control.loaded(span)
+                following = control.computed(span)
                 if following is not None:
                     loading += following.loads
             control.end_layer()
@@ -80,7 +80,7 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
                 continue  # fills the cache
             if step.loads:
                 miss_us.append(elapsed)
-                misses.append(len({piece.expert for piece in step.loads}))
+                misses.append(len({span.expert for span in step.loads}))
             else:
                 hit_us.append(elapsed)
     return {

@@ -49,10 +49,10 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
-    from expertly.engine.measure import measure_disk
     from expertly.engine.reads import MIN_READ_NBYTES
     from expertly.engine.transfer import NUM_READERS
-    from expertly.models.packing import pack_cached
+    from expertly.hardware.measure import measure_disk
+    from expertly.model.packing import pack_cached
 
     store = pack_cached(arguments["model"], None, codec="none")
     files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]

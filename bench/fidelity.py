@@ -45,7 +45,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
     import torch
 
     import expertly
-    from expertly.engine.recording import record
+    from expertly.lab.recording import record
 
     shutil.rmtree(folder, ignore_errors=True)  # of a run that is repeated
     model, _ = expertly.load(
@@ -86,8 +86,8 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
 
 def codec_costs(arguments: dict[str, Any]) -> Any:
     """The disk under the compressed store, and what its frames cost; None where nothing is compressed."""
-    from expertly.engine.measure_codec import store_costs
-    from expertly.models.packing import pack_cached
+    from expertly.hardware.measure_codec import store_costs
+    from expertly.model.packing import pack_cached
 
     if arguments["codec"] == "none":
         return None
@@ -115,11 +115,11 @@ def simulate(
     """Seconds of a decode step of the second request: of both requests, less those of the first alone; and what was
     read and decoded.
     """
+    from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.sim.storage import Storage
     from expertly.sim.study import Memory, Study
-    from expertly.systems import get_system
     from expertly.trace.reader import Trace
 
     trace = Trace.open(folder)
@@ -147,8 +147,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
-    from expertly.engine.model_profile import Measurement
+    from expertly.api import handle
+    from expertly.lab.model_profile import Measurement
 
     is_resident = arguments["memory"] == "100%"
     beside, _ = expertly.load(
@@ -216,7 +216,7 @@ def main() -> None:
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
 
-    from expertly.models.packing import pack_cached
+    from expertly.model.packing import pack_cached
 
     for codec in dict.fromkeys(("none", args.codec)):
         pack_cached(str(model), None, codec=codec)

@@ -43,10 +43,10 @@ GATES = ("confidence", "measured")
 def simulated(args: argparse.Namespace, name: str, geometry: str | None) -> list[dict[str, Any]]:
     """A row a machine and family."""
     from expertly.cli.trace_geometry import trace_geometry
+    from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.sim.study import Memory, Study
-    from expertly.systems import get_system
     from expertly.trace.reader import Trace
 
     trace = Trace.open(Path(name))

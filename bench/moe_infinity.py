@@ -26,10 +26,10 @@ from typing import Any
 from fmoe import Bench
 from report import print_report
 
+from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Study
-from expertly.sim.workload import Span
-from expertly.systems import get_system
+from expertly.sim.workload import RowRange
 
 COUNTS = "fmoe:prediction=counts:eviction=lfu"
 STUDIES = ("compare", "matches", "distance", "width", "capacity", "recovery")
@@ -72,7 +72,7 @@ class Studies(Bench):
             if half < 2 * WINDOW:
                 continue
             others = [request for request in requests if str(request.category) != category]
-            spans = [[Span(one.number, one.first_row, one.num_rows) for one in part] for part in (others, own)]
+            spans = [[RowRange(one.number, one.first_row, one.num_rows) for one in part] for part in (others, own)]
             after = self.hits(Schedule(spans[0], spans[1][half:]))
             known = self.hits(Schedule([*spans[0], *spans[1][:half]], spans[1][half:]))
             below = [at for at, (ours, theirs) in enumerate(zip(after, known, strict=True)) if ours < theirs - SLACK]

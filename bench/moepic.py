@@ -38,14 +38,15 @@ import numpy as np
 import numpy.typing as npt
 from report import print_report
 
-from expertly.core.messages import Piece
-from expertly.learned.study import study as train
-from expertly.learned.train import TrainOptions
+from expertly.core.messages import Span
+from expertly.lab.study import study as train
+from expertly.lab.train import TrainOptions
 from expertly.policies.eviction import MakeEviction
 from expertly.policies.eviction.lcp import LCP
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.geometry_file import read_geometry
 from expertly.sim.hardware import Hardware
@@ -53,8 +54,6 @@ from expertly.sim.routing_rates import rates_of_trace
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory, Study
-from expertly.sim.workload import Span
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 
 SPLIT = (7, 3)
@@ -89,7 +88,7 @@ WITHOUT = {
     "LCP: random": "moepic:eviction=random",
     "configurator": "moepic:allocation=split",
     "all three": "moepic:allocation=split:eviction=random:prediction=random",
-    "cost of pieces and timed start": "moepic:pieces=no:start=half",
+    "cost of spans and timed start": "moepic:pieces=no:start=half",
 }
 IN_MEMORY = ("mixtral-offloading", "adapmoe", "moe-infinity", "lru", "moepic")
 TARGETS = (0.25, 0.5, 0.75)  # of the way from resident's TPOT to lru's
@@ -118,7 +117,7 @@ class Passes:
             self.computing.append(self._computing)
             self._computing = 0
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None: ...
+    def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None: ...
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None: ...
 
@@ -324,7 +323,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2500)
     parser.add_argument("--hardware", default="rtx3090")
     parser.add_argument("--geometry")
-    parser.add_argument("--launch-us", type=float, help="to start one piece of an expert, instead of the profile's")
+    parser.add_argument("--launch-us", type=float, help="to start one span of an expert, instead of the profile's")
     parser.add_argument("--layer-us", type=float, help="to start a layer without its experts, instead of the profile's")
     parser.add_argument("--targets-ms", help="TPOTs to find memory for, with commas between")
     parser.add_argument("--seed", type=int, default=0)

@@ -84,7 +84,7 @@ def main() -> None:
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
 
-    from expertly.models.packing import pack_cached
+    from expertly.model.packing import pack_cached
 
     pack_cached(str(model), None)
     text = "The old man looked at the sea and said that he would go out again in the morning, with the boy, as before."

@@ -25,7 +25,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     from expertly.engine.process import peak_rss_nbytes
 
     if arguments["what"] == "pack":
-        from expertly.models.packing import pack
+        from expertly.model.packing import pack
 
         store = pack(Path(arguments["model"]), Path(arguments["out"]))
         return {
@@ -37,7 +37,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
+    from expertly.api import handle
     from expertly.engine.memory import kv_cache_nbytes
 
     model, tokenizer = expertly.load(

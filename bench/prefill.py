@@ -23,7 +23,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
+    from expertly.api import handle
 
     model, _ = expertly.load(
         arguments["model"],
@@ -32,7 +32,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         segments=arguments["segments"],
         device="cpu",
     )
-    controller = handle(model).engine.controller
+    scheduler = handle(model).engine.scheduler
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (1, arguments["tokens"] + 64), generator=torch.Generator().manual_seed(0))
 
@@ -47,13 +47,13 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         cache = model(ids[:, :16], use_cache=True).past_key_values
         decode(cache, 16, 48)
-        kept = [dict(cache.kept) for cache in controller.caches]
+        kept = [dict(cache.kept) for cache in scheduler.caches]
         before = phase("prefill")
         start = time.perf_counter()
         model(ids[:, 64:], use_cache=True)
         seconds = time.perf_counter() - start
         after = phase("prefill")
-        still = [dict(cache.kept) for cache in controller.caches]
+        still = [dict(cache.kept) for cache in scheduler.caches]
     needed = after["demanded_bytes"] - before["demanded_bytes"]
     absent = needed - (after["hit_bytes"] - before["hit_bytes"])
     loaded = after["bytes_loaded"] - before["bytes_loaded"]

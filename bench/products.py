@@ -25,10 +25,10 @@ from report import print_report
 from transformers.integrations.moe import _default_apply_gate
 
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute
 from expertly.engine.instructions import keep_off_trapped_instructions
-from expertly.models.linear import FewTokensLinear
+from expertly.model.linear import FewTokensLinear
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
 CPU = torch.device("cpu")
@@ -58,16 +58,16 @@ def experts_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num
     compute = LayerCompute(module, geometry, 1, rows, kernels=choose_kernels(CPU, kernels))
     x = torch.randn(num_tokens, args.hidden, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
     out = torch.empty(args.top_k, args.hidden, dtype=rows.dtype)
-    pieces = [Piece(0, expert, 0, 1, expert) for expert in range(num_experts)]
+    spans = [Span(0, expert, 0, 1, expert) for expert in range(num_experts)]
 
     def run() -> None:
         if num_tokens == 1 and compute.is_native(x):
             for start in range(0, num_experts, args.top_k):
-                some = pieces[start : start + args.top_k]
+                some = spans[start : start + args.top_k]
                 compute.together(x, some, range(len(some)), out)
         else:
-            for piece in pieces:
-                compute.whole(x, piece, torch.empty(num_tokens, args.hidden, dtype=rows.dtype))
+            for span in spans:
+                compute.whole(x, span, torch.empty(num_tokens, args.hidden, dtype=rows.dtype))
 
     return run
 

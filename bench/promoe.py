@@ -19,8 +19,8 @@ from typing import Any
 from report import print_report
 
 from expertly.cli.arguments import distances
-from expertly.learned.study import study
-from expertly.learned.train import TrainOptions
+from expertly.lab.study import study
+from expertly.lab.train import TrainOptions
 from expertly.trace.reader import Trace
 
 SPLIT = (7, 3)

@@ -45,11 +45,11 @@ def reads(prefill: dict[str, Any]) -> float | None:
 
 def simulated(args: argparse.Namespace, weights: Any, trace: Any, schedule: Any) -> list[dict[str, Any]]:
     """A row a technique."""
-    from expertly.control.counters import PhaseCounters
+    from expertly.scheduler.counters import PhaseCounters
+    from expertly.scheduler.presets import get_system
     from expertly.sim.geometry_file import read_geometry
     from expertly.sim.hardware import Hardware
     from expertly.sim.study import Memory, Study
-    from expertly.systems import get_system
 
     sizes = read_geometry(args.geometry)
     study = Study(
@@ -61,7 +61,7 @@ def simulated(args: argparse.Namespace, weights: Any, trace: Any, schedule: Any)
         budget = Memory(args.memory).budget(study.geometry_of(system))
         simulator = study.simulate(system, budget)
         phases = {phase: PhaseCounters() for phase in PHASES}
-        for counters in simulator.controller.counters:
+        for counters in simulator.scheduler.counters:
             phases["prefill"].add(counters.prefill)
             phases["decode"].add(counters.decode)
         prefill, decode = phases["prefill"], phases["decode"]
@@ -96,7 +96,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
-    from expertly.learned.file import PredictorFile, save_predictor
+    from expertly.policies.learned_file import PredictorFile, save_predictor
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 
@@ -179,11 +179,11 @@ def run_request(model: Any, ids: list[int], num_prompt: int) -> dict[str, float]
 
 
 def main() -> None:
-    from expertly.learned.file import save_predictor
-    from expertly.learned.study import study
-    from expertly.learned.train import TrainOptions
+    from expertly.lab.study import study
+    from expertly.lab.train import TrainOptions
+    from expertly.policies.learned_file import save_predictor
+    from expertly.scheduler.presets import get_system
     from expertly.sim.schedule import Selection, make_schedule
-    from expertly.systems import get_system
     from expertly.trace.reader import Trace
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

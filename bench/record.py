@@ -20,7 +20,7 @@ import torch
 from report import print_report
 
 import expertly
-from expertly.engine.recording import record
+from expertly.lab.recording import record
 
 SYSTEMS = {"resident": "100%", "lru": "50%"}
 MODES = ("off", "on", "full")

@@ -23,7 +23,7 @@ from report import print_report
 def run(system: str, memory: str, maps: str, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
     """What decoding them takes, and from how many tokens it had learned before and after."""
     import expertly
-    from expertly.engine.playing import feed
+    from expertly.lab.playing import feed
 
     model, _ = expertly.load(None, system=system, memory=memory, maps=maps, codec="none", device="cpu")
     for tokens, num_prompt in requests:

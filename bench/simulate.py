@@ -19,7 +19,7 @@ from typing import Any
 from common import child, child_arguments
 from report import print_report
 
-from expertly.systems import SYSTEMS
+from expertly.scheduler.presets import SYSTEMS
 from expertly.trace import synth
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6

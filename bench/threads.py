@@ -21,7 +21,7 @@ from common import inflated_model, quietly
 from report import print_report
 
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 
 
 def run_prompt(model: Any, dice: random.Random, length: int) -> dict[str, float]:

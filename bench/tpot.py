@@ -70,8 +70,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
-    from expertly.engine.api import handle
-    from expertly.engine.model_profile import Measurement
+    from expertly.api import handle
+    from expertly.lab.model_profile import Measurement
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.sim.training import histories
     from expertly.trace.reader import Trace
@@ -131,16 +131,16 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
     """Simulated TPOT of every system on this machine over the same requests."""
     from dataclasses import replace
 
+    from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware, PredictorCosts
     from expertly.sim.schedule import Schedule
     from expertly.sim.study import Memory, Study
-    from expertly.sim.workload import Span
-    from expertly.systems import get_system
+    from expertly.sim.workload import RowRange
 
     spans = []
     for span in schedule.test[: arguments["requests"]]:
         num_prompt = int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
-        spans.append(Span(span.request, span.first_row, min(span.num_rows, num_prompt + arguments["tokens"])))
+        spans.append(RowRange(span.request, span.first_row, min(span.num_rows, num_prompt + arguments["tokens"])))
     schedule = Schedule(schedule.training, [spans[0], *spans])  # the first one warms the caches up
     hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
     hardware = replace(hardware, predictor=PredictorCosts())

@@ -27,14 +27,14 @@ import numpy as np
 from report import print_report
 
 from expertly.core.errors import ExpertlyError
-from expertly.learned.file import PredictorFile
+from expertly.policies.learned_file import PredictorFile
 from expertly.reproduce.moe_infinity.recovery import requests_back
+from expertly.scheduler.presets import get_system, runnable_systems
 from expertly.sim.geometry_file import read_geometry
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Memory, Study
-from expertly.sim.workload import Span
-from expertly.systems import get_system, runnable_systems
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.requests import TraceRequest
 from expertly.trace.writer import TraceWriter
@@ -117,7 +117,7 @@ class Change:
 
     def _hits(self, system: str, requests: Sequence[TraceRequest]) -> list[float | None]:
         """The hit rate of each request's decode."""
-        schedule = Schedule([], [Span(one.number, one.first_row, one.num_rows) for one in requests])
+        schedule = Schedule([], [RowRange(one.number, one.first_row, one.num_rows) for one in requests])
         study = Study(
             self._trace,
             schedule,

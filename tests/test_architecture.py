@@ -1,10 +1,11 @@
-"""The import directions and size limits of the code, read from its syntax trees."""
+"""Which room of the package may import which, read from the syntax trees; class names mean one thing."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,58 +14,35 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "src" / "expertly"
-MAX_LINES = 400
 
-# What each part of the package may import of the others.
-CONTROL = {"core", "policies", "control"}
-BELOW_SIM = {*CONTROL, "choices", "decisions", "parts", "plans", "systems", "trace"}
-ALLOWED: dict[str, set[str]] = {
-    "core": set(),
-    "data": {"core"},
-    "policies": {"core"},
-    "control": {"core", "policies"},
-    "parts": {"core", "policies", "control"},
-    "systems": {"core", "policies", "control", "parts"},
-    "decisions": {"core", "policies", "control", "parts", "systems"},
-    "plans": {"core", "policies", "control", "parts"},
-    "choices": {"core", "policies", "control", "parts", "systems"},
-    "testing": {"core", "policies"},
-    "trace": {"core"},
-    "maps": {"core", "policies"},
-    "learned": {"core", "policies", "maps", "sim", "trace"},
-    "sim": BELOW_SIM,
-    "store": {"core", "data"},
-    "native": {"core"},
-    "models": {"core", "data", "native", "store"},
-    "engine": {*BELOW_SIM, "data", "learned", "maps", "models", "native", "store"},
-    "serve": {*CONTROL, "data", "engine", "models", "parts", "store", "systems", "trace"},
-    "compare": {*BELOW_SIM, "data", "engine", "learned", "models", "sim", "store", "__init__"},
-    "reproduce": {*BELOW_SIM, "data", "learned", "maps", "sim"},
-    "tuning": {*BELOW_SIM, "data", "engine", "learned", "maps", "models", "sim", "store"},
-    "cli": {
-        *BELOW_SIM,
-        *(
-            "compare",
-            "data",
-            "engine",
-            "learned",
-            "maps",
-            "models",
-            "reproduce",
-            "serve",
-            "sim",
-            "store",
-            "tuning",
-            "__init__",
-        ),
-    },
-    "__main__": {"cli"},
-    "__init__": {"engine"},
-}
-PURE = {*BELOW_SIM, "data", "maps", "sim", "testing"}
+ROOMS = (
+    "core",
+    "data",
+    "native",
+    "policies",
+    "testing",
+    "scheduler",
+    "trace",
+    "store",
+    "model",
+    "sim",
+    "engine",
+    "hardware",
+    "options",
+    "api",
+    "serve",
+    "lab",
+    "compare",
+    "reproduce",
+    "tuning",
+    "cli",
+    "__main__",
+)
+"""From the lowest to the highest: a room imports only rooms below it (docs/architecture.md)."""
+APART = {"engine": {"sim"}, "store": {"scheduler", "trace"}, "model": {"scheduler", "trace"}, "sim": {"store", "model"}}
+"""Rooms below that a room does without: engine and simulator are two drivers of one scheduler."""
+PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim", "reproduce")
 """Importable, and all of it usable, without torch."""
-TRAINING = {"learned/train.py", "learned/study.py"}
-"""What of `learned` needs torch: simulating with trained weights does not."""
 
 
 def modules() -> list[Path]:
@@ -76,7 +54,7 @@ def part_of(path: Path) -> str:
 
 
 def is_pure(path: Path) -> bool:
-    return part_of(path) in PURE | {"learned"} and path.relative_to(PACKAGE).as_posix() not in TRAINING
+    return part_of(path) in PURE
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -112,20 +90,31 @@ def is_of(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def test_every_part_has_its_rule():
-    assert {part_of(path) for path in modules()} <= ALLOWED.keys()
+def test_every_room_has_its_place():
+    assert {part_of(path) for path in modules()} <= {*ROOMS, "__init__"}
 
 
 def test_import_directions():
     def is_wrong(path: Path, name: str) -> bool:
         if not is_of(name, "expertly"):
             return False
-        target = [*name.split("."), "__init__"][1]
+        room, target = part_of(path), [*name.split("."), "__init__"][1]
+        if room == target or room == "__init__":
+            return False
         if not (PACKAGE / target).is_dir() and not (PACKAGE / f"{target}.py").is_file():
-            target = "__init__"  # from expertly import load
-        return target != part_of(path) and target not in ALLOWED[part_of(path)]
+            target = "api"  # from expertly import load
+        return ROOMS.index(target) >= ROOMS.index(room) or target in APART.get(room, ())
 
     assert violations(is_wrong) == []
+
+
+def test_class_names_are_unique():
+    places = defaultdict(list)
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def reached_from(part: str) -> set[str]:
@@ -143,12 +132,12 @@ def reached_from(part: str) -> set[str]:
 
 
 def test_engine_and_simulator_do_not_reach_each_other():
-    assert "control" in reached_from("engine") & reached_from("sim")
+    assert "scheduler" in reached_from("engine") & reached_from("sim")
     assert "sim" not in reached_from("engine") and "engine" not in reached_from("sim")
 
 
-def test_only_models_imports_transformers():
-    assert violations(lambda path, name: is_of(name, "transformers") and part_of(path) != "models") == []
+def test_only_model_imports_transformers():
+    assert violations(lambda path, name: is_of(name, "transformers") and part_of(path) != "model") == []
 
 
 def test_pure_parts_never_import_torch():
@@ -174,12 +163,6 @@ def test_only_backends_use_torch_cuda():
         ]
         found += [f"{path.relative_to(REPOSITORY)}:{line}" for line in uses if not is_backend]
     assert found == []
-
-
-def test_no_file_is_too_long():
-    files = [path for folder in ("src", "tests", "tools", "bench") for path in (REPOSITORY / folder).rglob("*.py")]
-    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_every_package_says_what_lives_there():

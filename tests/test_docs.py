@@ -11,10 +11,10 @@ import pytest
 
 from expertly.cli.main import build_parser
 from expertly.core.errors import ConfigError
-from expertly.parts import PARTS
 from expertly.policies.options import option_names, option_text
 from expertly.policies.predictor import PREDICTORS
-from expertly.systems import AUTO_SYSTEM, SYSTEMS, get_system
+from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
+from expertly.scheduler.system import PARTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")])

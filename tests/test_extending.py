@@ -181,6 +181,6 @@ def test_nothing_outside_is_read_before_it_is_asked_for(folder: Path, installed:
     simulate = ("expertly", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
     done = call(folder, *simulate, path=installed)
     assert done.returncode == 0 and "loud was read" not in done.stdout
-    code = "import expertly, expertly.systems, expertly.sim.study, expertly.testing"
+    code = "import expertly, expertly.scheduler.presets, expertly.sim.study, expertly.testing"
     assert call(folder, "python", "-c", code, path=installed).stdout == ""
     assert call(folder, "expertly", "systems", path=installed).stdout.startswith("loud was read\n")

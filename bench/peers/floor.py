@@ -11,7 +11,7 @@ def record_routing(model: Path, requests: list[dict[str, Any]], folder: Path) ->
     import torch
 
     import expertly
-    from expertly.engine.recording import record
+    from expertly.lab.recording import record
 
     loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", maps="off", device="cpu")
     try:
@@ -33,22 +33,22 @@ class Floor:
         from expertly.sim.hardware import Hardware
         from expertly.sim.schedule import Schedule
         from expertly.sim.study import Study
-        from expertly.sim.workload import Span
+        from expertly.sim.workload import RowRange
         from expertly.trace.reader import Trace
 
         trace = Trace.open(folder)
-        spans = [Span(None, 0, trace.num_rows)]
+        spans = [RowRange(None, 0, trace.num_rows)]
         self._study = Study(trace, Schedule([], spans), Hardware.read("infinite"), tuple(layers), None, segments=1)
         self._found: dict[int, float] = {}
 
     def nbytes_a_token(self, memory_nbytes: int) -> float:
         """Of decode, over all requests, the cache empty at first."""
         if memory_nbytes not in self._found:
+            from expertly.scheduler.presets import get_system
             from expertly.sim.study import Memory
-            from expertly.systems import get_system
 
             budget = Memory(str(memory_nbytes)).budget(self._study.geometry)
             simulator = self._study.simulate(get_system("belady-global"), budget)
-            loaded = sum(one.decode.loaded_nbytes for one in simulator.controller.counters)
+            loaded = sum(one.decode.loaded_nbytes for one in simulator.scheduler.counters)
             self._found[memory_nbytes] = loaded / simulator.metrics.num_decode_iterations
         return self._found[memory_nbytes]

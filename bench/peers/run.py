@@ -93,7 +93,7 @@ class Bench:
     def __init__(
         self, args: argparse.Namespace, model: Path, requests: list[dict[str, Any]], context: int, scratch: Path
     ) -> None:
-        from expertly.models.packing import pack_cached
+        from expertly.model.packing import pack_cached
 
         self._args, self._model, self._requests = args, model, requests
         self._context, self._scratch = context, scratch

@@ -27,7 +27,7 @@ class Expertly(TorchPeer):
 
     def facts(self) -> dict[str, Any]:
         import expertly
-        from expertly.engine.api import handle
+        from expertly.api import handle
 
         stats = expertly.stats(self._model).as_dict()
         decode = stats["phases"]["decode"]

@@ -1,6 +1,6 @@
 """Run Mixture-of-Experts language models whose experts do not fit in memory, without changing one output token.
 
-`load`, `stats` and `unload` come from `expertly.engine.api` when they are first asked for: `import expertly` alone
+`load`, `stats` and `unload` come from `expertly.api` when they are first asked for: `import expertly` alone
 imports neither torch nor transformers.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expertly.engine.api import load, stats, unload
+    from expertly.api import load, stats, unload
 
 __version__ = "0.1.0"
 
@@ -18,7 +18,7 @@ __all__ = ["__version__", "load", "stats", "unload"]
 
 def __getattr__(name: str) -> Any:
     if name in ("load", "stats", "unload"):
-        from expertly.engine import api
+        from expertly import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

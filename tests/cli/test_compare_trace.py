@@ -10,8 +10,8 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry
-from expertly.plans import save_plan
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
+from expertly.scheduler.plans import save_plan
 from expertly.trace.schema import TraceLayer
 from tests.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized

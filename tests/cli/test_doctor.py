@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from expertly.core.profile import MachineProfile
-from expertly.engine import machine, measure
+from expertly.hardware import machine, measure
+from expertly.hardware.profile import MachineProfile
 
 MIB = 1 << 20
 

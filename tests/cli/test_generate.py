@@ -166,7 +166,7 @@ def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "nowhere" in err and "Traceback" not in err
 
 
-def test_a_prompt_from_stdin_and_text_that_comes_piece_by_piece(model: Path, expected: str):
+def test_a_prompt_from_stdin_and_text_that_comes_span_by_span(model: Path, expected: str):
     command = [sys.executable, "-m", "expertly", "generate", str(model), "--memory", "50%", "--max-new-tokens", "20"]
     process = subprocess.Popen(
         [*command, "--prompt", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -174,13 +174,13 @@ def test_a_prompt_from_stdin_and_text_that_comes_piece_by_piece(model: Path, exp
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(PROMPT.encode())
     process.stdin.close()
-    pieces = []
-    while piece := os.read(process.stdout.fileno(), 65536):
-        pieces.append(piece)
+    spans = []
+    while span := os.read(process.stdout.fileno(), 65536):
+        spans.append(span)
     assert process.wait(60) == 0
     assert process.stderr is not None and process.stderr.read() == b"", "progress and advice are for terminals"
-    assert b"".join(pieces).decode().startswith(expected)
-    assert len(pieces) > 1
+    assert b"".join(spans).decode().startswith(expected)
+    assert len(spans) > 1
 
 
 @pytest.mark.slow

@@ -13,18 +13,18 @@ import pytest
 from expertly.cli.main import main
 from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.maps.coverage import mean_similarities
-from expertly.maps.file import load_maps, save_maps
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
 from expertly.policies.maps.store import NONE, MapShape
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.state.coverage import mean_similarities
+from expertly.policies.state.file import load_maps, save_maps
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.families import make_checkpoint
-from tests.maps.builders import IDENTITY, assert_same, make_store
+from tests.policies.state.builders import IDENTITY, assert_same, make_store
 from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))

@@ -10,16 +10,16 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.maps.file import save_maps
-from expertly.maps.matrices_file import load_matrices, save_matrices
 from expertly.policies.matrices.collection import Matrices
 from expertly.policies.predictor.eam import EAM
+from expertly.policies.state.file import save_maps
+from expertly.policies.state.matrices_file import load_matrices, save_matrices
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from tests.cli.test_maps import LAYERS, LENGTHS, make_trace, printed, refused
-from tests.maps.builders import IDENTITY, make_store
-from tests.maps.test_matrices_file import assert_same_matrices, make_matrices
+from tests.policies.state.builders import IDENTITY, make_store
+from tests.policies.state.test_matrices_file import assert_same_matrices, make_matrices
 
 
 @pytest.fixture

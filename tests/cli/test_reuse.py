@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from tests.maps.builders import IDENTITY, SHAPE, make_store
-from tests.maps.reuse import learned
+from tests.policies.state.builders import IDENTITY, SHAPE, make_store
+from tests.policies.state.reuse import learned
 
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from expertly.maps.reuse_file import save_reuse
+    from expertly.policies.state.reuse_file import save_reuse
 
     path = tmp_path / "a.reuse"
     about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
@@ -81,7 +81,7 @@ def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_other_commands_say_what_they_take(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from expertly.maps.file import save_maps
+    from expertly.policies.state.file import save_maps
 
     maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), file.read_bytes()
     save_maps(maps, make_store(), IDENTITY)

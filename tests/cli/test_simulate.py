@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import expertly
-from expertly import systems
 from expertly.cli.main import main
+from expertly.scheduler import presets as systems
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.sim.drive import make_trace, random_passes, sized

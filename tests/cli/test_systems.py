@@ -4,7 +4,7 @@ import json
 import re
 
 from expertly.cli.main import main
-from expertly.systems import SYSTEMS, get_system
+from expertly.scheduler.presets import SYSTEMS, get_system
 
 
 def test_lists_every_system_with_its_parts(capsys):

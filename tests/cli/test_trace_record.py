@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from expertly.maps.file import load_maps
+from expertly.policies.state.file import load_maps
 from expertly.trace.reader import Trace
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 

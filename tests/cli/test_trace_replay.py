@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from tests.test_decisions import record
+from tests.scheduler.test_decisions import record
 
 
 def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

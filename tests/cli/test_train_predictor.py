@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.learned.file import PredictorFile
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
+from expertly.policies.learned_file import PredictorFile
 from expertly.store.cache import learned_beside
 from tests.families import make_checkpoint
-from tests.learned.planted import planted_trace
+from tests.lab.planted import planted_trace
 from tests.test_architecture import run_without_torch
 from tests.weights import random_weights
 
@@ -193,7 +193,7 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
 def test_weights_of_another_model_are_refused_by_simulate(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from expertly.learned.file import save_predictor
+    from expertly.policies.learned_file import save_predictor
     from expertly.trace.schema import TraceLayer
 
     save_predictor(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})

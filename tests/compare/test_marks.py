@@ -9,7 +9,7 @@ import pytest
 from expertly.compare.marks import NUM_COLOURS, legend, marks_of
 from expertly.compare.settings import BOUNDS, default_systems
 from expertly.compare.style import STYLE
-from expertly.systems import runnable_systems
+from expertly.scheduler.presets import runnable_systems
 
 
 @pytest.mark.parametrize("systems", [default_systems().split(","), runnable_systems()], ids=["usual", "all"])

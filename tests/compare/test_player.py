@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import expertly
+from expertly.api import handle
 from expertly.compare import player as compare_player
 from expertly.compare.player import Player
 from expertly.compare.playing import PlayedRequest
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
-from expertly.engine.api import handle
 from expertly.engine.saved_reuse import reuse_models
 from expertly.sim.schedule import Selection
 from expertly.trace.reader import Trace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertly.models.packing import pack
+from expertly.model.packing import pack
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
 

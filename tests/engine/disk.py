@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 
 Read = tuple[int, int]
 """(layer, expert) of one read."""
@@ -47,12 +47,11 @@ class Disk:
 
         return SimpleNamespace(path=path, read_into=read_into, close=lambda: None)
 
-    def content(self, piece: Piece) -> bytes:
-        """The bytes of a piece."""
-        nbytes = self.geometry.segment_nbytes(piece.layer)
+    def content(self, span: Span) -> bytes:
+        """The bytes of a span."""
+        nbytes = self.geometry.segment_nbytes(span.layer)
         return b"".join(
-            bytes([self._byte(piece.layer, piece.expert, piece.segment + i)]) * nbytes
-            for i in range(piece.num_segments)
+            bytes([self._byte(span.layer, span.expert, span.segment + i)]) * nbytes for i in range(span.num_segments)
         )
 
     def let_end(self, *reads: Read) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.compressed_pool import CompressedPool
 from expertly.engine.transfer import Readers
 from expertly.store.manifest import Manifest
@@ -42,12 +42,12 @@ def write_store(folder: Path, layers: tuple[LayerGeometry, ...] = LAYERS) -> Pac
 
 
 class FrameBench:
-    """Readers over such a store, and a slot a piece to look at."""
+    """Readers over such a store, and a slot a span to look at."""
 
     def __init__(self, store: PackedStore, segments: int = 1, compressed_nbytes: int = 0) -> None:
         self.store = store
         self.geometry = Geometry(store.manifest.layers, segments)
-        self.slots: dict[Piece, bytearray] = {}
+        self.slots: dict[Span, bytearray] = {}
         self.readers = Readers(store, self.geometry, self._buffer, compressed_nbytes=compressed_nbytes)
 
     @property
@@ -56,30 +56,30 @@ class FrameBench:
         assert isinstance(pool, CompressedPool)
         return pool
 
-    def pieces(self, num_segments: int = 1) -> list[Piece]:
+    def spans(self, num_segments: int = 1) -> list[Span]:
         """All there are of so many neighbouring segments."""
         count = self.geometry.segments_per_expert
         return [
-            Piece(layer, expert, segment, num_segments, 0)
+            Span(layer, expert, segment, num_segments, 0)
             for layer, shape in enumerate(self.geometry.layers)
             for expert in range(shape.num_experts)
             for segment in range(0, count - num_segments + 1, num_segments)
         ]
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, spans: Sequence[Span]) -> None:
         """One after the other, and each is right."""
-        for piece in pieces:
-            self.readers.submit([piece])
+        for span in spans:
+            self.readers.submit([span])
             self.check(self.readers.wait())
 
-    def check(self, piece: Piece) -> None:
+    def check(self, span: Span) -> None:
         """Its slot holds what it must."""
-        nbytes = self.geometry.segment_nbytes(piece.layer)
-        whole = content(piece.layer, piece.expert, self.geometry.layers).tobytes()
-        begin = piece.segment * nbytes
-        assert self.slots.pop(piece) == whole[begin : begin + piece.num_segments * nbytes]
+        nbytes = self.geometry.segment_nbytes(span.layer)
+        whole = content(span.layer, span.expert, self.geometry.layers).tobytes()
+        begin = span.segment * nbytes
+        assert self.slots.pop(span) == whole[begin : begin + span.num_segments * nbytes]
 
-    def _buffer(self, piece: Piece) -> memoryview:
-        assert piece not in self.slots
-        self.slots[piece] = bytearray(piece.num_segments * self.geometry.segment_nbytes(piece.layer))
-        return memoryview(self.slots[piece])
+    def _buffer(self, span: Span) -> memoryview:
+        assert span not in self.slots
+        self.slots[span] = bytearray(span.num_segments * self.geometry.segment_nbytes(span.layer))
+        return memoryview(self.slots[span])

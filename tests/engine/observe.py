@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 
 COUNTS = ("hits", "partial_hits", "misses")
 
@@ -78,7 +78,7 @@ def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
     try:
         yield model
         for device in handle(model).engine.executor.devices:
-            device.controller.check()
+            device.scheduler.check()
     finally:
         expertly.unload(model)
 

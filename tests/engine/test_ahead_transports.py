@@ -1,4 +1,4 @@
-"""The engine's transports under a controller that loads ahead and whose every answer is checked: every byte computed
+"""The engine's transports under a scheduler that loads ahead and whose every answer is checked: every byte computed
 with is the expert's own, whatever is guessed, withdrawn, joined or fails.
 """
 
@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.control.budget import split_budget
-from expertly.control.channel import InlineChannel
-from expertly.control.loop import Ahead, run_layer
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine import reads
 from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.policies.eviction.lru import LRU
-from tests.control.ahead import CheckedController
-from tests.control.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.channel import InlineChannel
+from expertly.scheduler.loop import Ahead, run_layer
 from tests.engine.disk import Disk
 from tests.policies.futures import ListFuture
+from tests.scheduler.ahead import CheckedController
+from tests.scheduler.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,13 +111,13 @@ class WatchedBackend(TieredBackend):
         self.ahead: list[Mark] = []
         return self
 
-    def _copy(self, transfer: Any, source: Piece) -> None:
+    def _copy(self, transfer: Any, source: Span) -> None:
         streams = self._streams
         before = [mark for mark in self.ahead if not streams.has_run(mark)]
         assert len(before) <= 1, "one segment ahead is on the stream at a time"
         if transfer.is_ahead:
             assert not before and all(map(streams.has_run, self.demands)), "nothing begins beside a demand"
-            assert all(map(streams.has_run, self._readers_of(transfer.piece))), "it would wait for kernels"
+            assert all(map(streams.has_run, self._readers_of(transfer.span))), "it would wait for kernels"
         super()._copy(transfer, source)
         (self.ahead if transfer.is_ahead else self.demands).append(transfer.mark)
 
@@ -138,13 +138,13 @@ class Counted:
         self._backend = backend
         self.num_ahead = self.num_withdrawn = 0
 
-    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
-        self.num_ahead += len(pieces)
-        self._backend.submit_ahead(pieces)
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
+        self.num_ahead += len(spans)
+        self._backend.submit_ahead(spans)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         gone = self._backend.withdraw(layer, experts)
-        assert all(piece.layer == layer and (experts is None or piece.expert in experts) for piece in gone)
+        assert all(span.layer == layer and (experts is None or span.expert in experts) for span in gone)
         self.num_withdrawn += len(gone)
         return gone
 
@@ -191,11 +191,11 @@ def soak(
     loads = Ahead(control, transport, InlineChannel(guesses))
     num_failed = 0
 
-    def compute(piece: Piece) -> None:
-        neurons = shape.neurons_per_segment(piece.layer)
-        rows = backend.rows(piece.layer)[piece.slot * neurons : (piece.slot + piece.num_segments) * neurons]
-        assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(piece)
-        backend.used(piece)
+    def compute(span: Span) -> None:
+        neurons = shape.neurons_per_segment(span.layer)
+        rows = backend.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
+        assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
+        backend.used(span)
 
     for step, router in enumerate(routers):
         future.step = guesses.step = step
@@ -210,8 +210,8 @@ def soak(
     control.counts_agree()
     if not failures:
         loaded = sum(phase.loaded_nbytes for one in control.counters for phase in (one.decode, one.prefill))
-        coming = [piece for pieces in control.speculation.in_flight.values() for piece in pieces]
-        coming_nbytes = sum(shape.segment_nbytes(piece.layer) for piece in coming)
+        coming = [span for spans in control.speculation.in_flight.values() for span in spans]
+        coming_nbytes = sum(shape.segment_nbytes(span.layer) for span in coming)
         moved = backend.stats()
         if kind == "cpu":
             assert moved["disk_nbytes"] == loaded

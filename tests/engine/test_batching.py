@@ -10,8 +10,8 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import expertly
+from expertly.api import handle
 from expertly.core.iteration import IterationInfo
-from expertly.engine.api import handle
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, counts, loaded, recording
 from tests.families import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import device_loading
-from expertly.engine.api import handle
 from expertly.engine.memory import kv_cache_nbytes, working_nbytes
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, counts, loaded

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import ConfigError
-from expertly.engine.api import handle
-from expertly.engine.recording import record
-from expertly.models.routers import find_routers
+from expertly.lab.recording import record
+from expertly.model.routers import find_routers
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT
 from tests.engine import predictors

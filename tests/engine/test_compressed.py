@@ -9,19 +9,20 @@ import pytest
 import torch
 
 import expertly
+from expertly import api
+from expertly.api import handle
 from expertly.core.codecs import CodecChoice
 from expertly.core.costs import CodecCosts
 from expertly.core.errors import BudgetError, ConfigError, TransferError
 from expertly.core.placement import Placement
-from expertly.engine import api, division
-from expertly.engine.api import handle
+from expertly.engine import division
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.division import Division, Request, divide
-from expertly.models.packing import pack
+from expertly.model.packing import pack
+from expertly.scheduler.presets import get_system
 from expertly.store.packed import PackedStore
 from expertly.store.planes import planes_name
 from expertly.store.reader import ExpertFile
-from expertly.systems import get_system
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines
 from tests.engine.observe import loaded, prediction
@@ -230,7 +231,7 @@ def test_load_packs_as_it_is_told(cases: Cases, tmp_path: Path, monkeypatch: pyt
             assert stats["codec"]["name"] == codec and stats["codec"]["why"] == "it was asked for"
             assert (stats["bytes_decoded"] > 0) == (stats["bytes_loaded"] > 0 and codec == "planes")
             assert handle(model).store.folder.name.endswith("-planes") == (codec == "planes")
-    monkeypatch.setattr("expertly.models.packing._choose", lambda *args: CodecChoice("planes", "it is the faster one"))
+    monkeypatch.setattr("expertly.model.packing._choose", lambda *args: CodecChoice("planes", "it is the faster one"))
     with loaded(case.folder) as model:
         assert stats_of(model)["codec"] | {"ratio": 0} == {"name": "planes", "why": "it is the faster one", "ratio": 0}
 
@@ -255,7 +256,7 @@ def test_damage_fails_the_request_and_the_next_one_works(compressed: str | int, 
         for _ in range(2):
             with pytest.raises(TransferError, match=rf"{path.name}: frame 0 of expert \d: checksum"):
                 generate(model, case.prompts)
-            handle(model).engine.controller.check()
+            handle(model).engine.scheduler.check()
         path.write_bytes(whole)
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens

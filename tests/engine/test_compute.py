@@ -1,4 +1,4 @@
-"""Each MoE layer on the reference's own inputs and routing (docs/conventions.md): pieces, precisions, odd shapes."""
+"""Each MoE layer on the reference's own inputs and routing (docs/conventions.md): spans, precisions, odd shapes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.iteration import IterationInfo
-from expertly.engine.api import handle
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of
@@ -62,7 +62,7 @@ def test_a_layer_on_the_references_inputs(
     with loaded(case.folder, dtype=name, segments=segments, memory="45%") as model:
         if layout.endswith("fragmented"):
             scatter(model)
-        num_pieces = watch_pieces(model)
+        num_spans = watch_spans(model)
         for call in calls:
             actual = run(model, call)
             assert call.output is not None
@@ -70,13 +70,13 @@ def test_a_layer_on_the_references_inputs(
             error = relative_error(actual, call.output)
             assert error < TOLERANCE[dtype], f"{family} layer {call.layer}, {len(call.index)} tokens: {error:.2e}"
         if layout.endswith("fragmented"):
-            assert num_pieces["part"] > 2 * num_pieces["whole"], "experts really are in pieces"
-        handle(model).engine.controller.check()
+            assert num_spans["part"] > 2 * num_spans["whole"], "experts really are in spans"
+        handle(model).engine.scheduler.check()
 
 
 def scatter(model: Any) -> None:
     """Reverse the places of loose slots: an expert's segments never lie side by side again."""
-    for pool in handle(model).engine.controller.residency.pools:
+    for pool in handle(model).engine.scheduler.residency.pools:
         take, loose = pool.take, pool._loose
         pool.take_frame = lambda: None  # type: ignore[method-assign]
 
@@ -88,15 +88,15 @@ def scatter(model: Any) -> None:
         pool.take = backwards  # type: ignore[method-assign]
 
 
-def watch_pieces(model: Any) -> dict[str, int]:
-    """Counts of pieces computed, whole experts and parts."""
+def watch_spans(model: Any) -> dict[str, int]:
+    """Counts of spans computed, whole experts and parts."""
     seen = {"whole": 0, "part": 0}
     engine = handle(model).engine
     used = engine.backend.used
 
-    def watch(piece: Any) -> None:
-        seen["whole" if piece.num_segments == engine.controller.geometry.segments_per_expert else "part"] += 1
-        used(piece)
+    def watch(span: Any) -> None:
+        seen["whole" if span.num_segments == engine.scheduler.geometry.segments_per_expert else "part"] += 1
+        used(span)
 
     engine.backend.used = watch  # type: ignore[method-assign]
     return seen

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 from expertly.native.kernels import VARIABLE, Kernels
 from expertly.native.library import MAX_TOKENS, libraries
 from tests.engine.conftest import Cases

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import TransferError
 from expertly.engine import compute_threads
-from expertly.engine.api import handle
 from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
-from expertly.engine.model_profile import measure_model
-from expertly.models.loading import experts_modules
+from expertly.lab.model_profile import measure_model
+from expertly.model.loading import experts_modules
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce

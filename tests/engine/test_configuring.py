@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.control.budget import split_budget
+from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
 from expertly.engine.configuring import Configuring
 from expertly.engine.step_times import StepTimes
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.statistics import LayerRates
-from expertly.systems import get_system
-from tests.control.drive import run_layer
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.decisions import replay_file
+from expertly.scheduler.presets import get_system
 from tests.engine.conftest import Cases
 from tests.families import generate
+from tests.scheduler.drive import run_layer
 
 SHAPE = Geometry((LayerGeometry(8, 2, 4, 16, 3, 2),) * 2, 4)
 
@@ -50,8 +50,8 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
     def begin_iteration(info: Any) -> None:
         settled(model)
         begin(info)
-        engine.controller.check()
-        seen.add((tuple(engine.controller.keeper.shares), tuple(engine.controller.keeper.tops)))
+        engine.scheduler.check()
+        seen.add((tuple(engine.scheduler.keeper.shares), tuple(engine.scheduler.keeper.tops)))
 
     engine.begin_iteration = begin_iteration
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:
 def configuring(job: Callable[[Any], Any]) -> Configuring:
     """Of a model that has been run for a while; what is due is this job."""
     system = get_system("moepic")
-    control = system.controller(SHAPE, system.budget(SHAPE, split_budget(SHAPE, SHAPE.nbytes // 2)))
+    control = system.scheduler(SHAPE, system.budget(SHAPE, split_budget(SHAPE, SHAPE.nbytes // 2)))
     for layer in range(2):
         run_layer(control, layer, [0, 1])
     found = Configuring(control)
@@ -99,15 +99,15 @@ def test_a_pass_does_not_wait_for_it_and_nothing_is_worked_out_twice() -> None:
         return configure(SHAPE, [20], [LayerRates.alike(8)] * 2, timing)
 
     found = configuring(job)
-    shares = list(found._controller.keeper.shares)
+    shares = list(found._scheduler.keeper.shares)
     for _ in range(3):
         found.begin_iteration()
-    assert found._controller.keeper.shares == shares and len(asked) == 1
+    assert found._scheduler.keeper.shares == shares and len(asked) == 1
     going.set()
     assert found._thread is not None
     found._thread.join()
     found.begin_iteration()
-    assert found._controller.allocation.facts()["configurations"] == 1 and found._thread is None
+    assert found._scheduler.allocation.facts()["configurations"] == 1 and found._thread is None
     found.close()
 
 
@@ -141,8 +141,8 @@ def test_times_of_a_step_are_what_lies_between() -> None:
     assert timing.piece_ns == timing.ask_ns == (0, 0), "nobody saw any"
 
 
-def test_a_piece_costs_what_does_not_depend_on_its_size() -> None:
-    """Layer 0: 30 ns a piece and 10 a segment. Layer 1: one size, and too few of another."""
+def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
+    """Layer 0: 30 ns a span and 10 a segment. Layer 1: one size, and too few of another."""
     times = StepTimes(SHAPE)
     for begin in (0, 100):
         times.begin(begin)

@@ -12,21 +12,22 @@ import torch
 import zstandard
 
 import expertly
+from expertly import api
 from expertly.core.codecs import DecodingRates
 from expertly.core.errors import BudgetError, ConfigError, TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.engine import api, division
+from expertly.engine import division
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.device_decode import Unpacker
 from expertly.engine.division import Division, Request, divide
 from expertly.engine.frame_extents import SegmentFrames
-from expertly.engine.measure_codec import OnDevice
 from expertly.engine.nvcomp_decoder import NvcompDecoder, why_not
 from expertly.engine.stored_reads import StoredSlots
-from expertly.models.packing import pack
+from expertly.hardware.measure_codec import OnDevice
+from expertly.model.packing import pack
+from expertly.scheduler.presets import get_system
 from expertly.store.packed import PackedStore
 from expertly.store.planes import planes_name
-from expertly.systems import get_system
 from tests.engine.conftest import Case, Cases
 from tests.engine.frames import LAYERS, content, write_store
 from tests.engine.observe import loaded
@@ -173,7 +174,7 @@ def test_loading_ahead_changes_no_token(segments: int, planes: Case, monkeypatch
         for _ in range(2):
             assert generate(model, planes.prompts) == planes.tokens
         engine = api.handle(model).engine
-        assert sum(counters.decode.prefetched for counters in engine.controller.counters) > 0
+        assert sum(counters.decode.prefetched for counters in engine.scheduler.counters) > 0
         machine.backends[0].tier.check()
 
 
@@ -189,7 +190,7 @@ def test_damage_is_refused_before_the_device_sees_it(
         for _ in range(2):
             with pytest.raises(TransferError, match=rf"{path.name}: frame 0 of expert \d: checksum"):
                 generate(model, case.prompts)
-            api.handle(model).engine.controller.check()
+            api.handle(model).engine.scheduler.check()
             machine.backends[0].tier.check()
         path.write_bytes(whole)
         for _ in range(2):

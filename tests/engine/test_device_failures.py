@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import EngineClosedError, TransferError
 from expertly.engine import workers
-from expertly.engine.api import handle
 from expertly.engine.workers import Workers
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
@@ -34,8 +34,8 @@ TWO = "cpu:0,cpu:1"
 
 def check_nothing_moves(model: Any) -> None:
     for device in handle(model).engine.executor.devices:
-        device.controller.check()
-        assert not any(device.controller.residency.loading)
+        device.scheduler.check()
+        assert not any(device.scheduler.residency.loading)
         assert device.backend.poll() is None
 
 

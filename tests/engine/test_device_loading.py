@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import device_loading
-from expertly.engine.api import handle
 from expertly.engine.device_choice import choose_devices
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, reader_threads

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import expertly
+from expertly import api
+from expertly.api import handle
 from expertly.core.errors import ConfigError, EngineClosedError
-from expertly.engine import api, backends
-from expertly.engine.api import handle
+from expertly.engine import backends
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.device_group import DeviceGroup
 from expertly.store.reader import ExpertFile

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import expertly
-from expertly.decisions import replay_file
+from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.observe import counts, loaded
 from tests.families import generate, load_reference, make_prompts

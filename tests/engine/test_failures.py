@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.engine.api import handle
 from expertly.engine.engine import Engine
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(60)
 
 def check_nothing_moves(model: Any) -> None:
     engine = handle(model).engine
-    engine.controller.check()
-    assert not any(engine.controller.residency.loading)
+    engine.scheduler.check()
+    assert not any(engine.scheduler.residency.loading)
     assert engine.backend.poll() is None  # type: ignore[attr-defined]
 
 
@@ -224,7 +224,7 @@ def run_cli(*args: str, code: str) -> Any:
 
 TRUNCATE_AFTER_LOAD = """
 import os, sys
-from expertly.engine import api
+from expertly import api
 load = api.load
 def load_and_truncate(*args, **kwargs):
     model, tokenizer = load(*args, **kwargs)
@@ -243,7 +243,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_line_says_which_file_failed_and_exits_2(speaking: Path, tmp_path: Path) -> None:
-    from expertly.models.packing import pack
+    from expertly.model.packing import pack
 
     store = pack(speaking, tmp_path / "store").folder
     arguments = ("--prompt", "hello", "--memory", "25%", "--device", "cpu", "--json")
@@ -260,7 +260,7 @@ def test_the_command_line_refuses_a_store_that_was_truncated_before(
     speaking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from expertly.cli.main import main
-    from expertly.models.packing import pack
+    from expertly.model.packing import pack
 
     store = pack(speaking, tmp_path / "store").folder
     os.truncate(store / experts_name(2), 5000)
@@ -274,7 +274,7 @@ def test_closing_while_reads_are_in_flight(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     model, _ = expertly.load(str(case.store), memory="50%", device="cpu")
     engine: Engine = handle(model).engine
-    engine.backend.submit(engine.controller.preload(0, 1))
+    engine.backend.submit(engine.scheduler.preload(0, 1))
     expertly.unload(model)
     with pytest.raises(EngineClosedError):
         generate(model, case.prompts)

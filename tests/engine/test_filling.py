@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
+from expertly.api import handle
+from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.families import generate
 
@@ -30,7 +30,7 @@ def test_what_is_kept_is_filled_while_nothing_else_is_read_and_is_decided_again(
             if device.configuring._thread is not None:
                 device.configuring._thread.join()
         begin(info)
-        engine.controller.check()
+        engine.scheduler.check()
 
     engine.begin_iteration = begin_iteration
     for _ in range(3):

@@ -24,7 +24,7 @@ def make_big_store(folder: Path, num_layers: int = 6, num_experts: int = 16) -> 
     """A store of 3 MiB experts, quickly: 48 MiB a layer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from expertly.models.packing import pack
+    from expertly.model.packing import pack
 
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=128, hidden_size=512, moe_intermediate_size=512, intermediate_size=64, head_dim=16,
@@ -82,7 +82,7 @@ model, _ = expertly.load(sys.argv[1], memory="25%", segments=int(sys.argv[2]), d
 ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
 model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
 stats = expertly.stats(model).as_dict()
-from expertly.engine.api import handle
+from expertly.api import handle
 print(peak_rss_nbytes() - before, handle(model).store.dense_nbytes, stats["memory_bytes"], stats["expert_bytes"])
 """
 
@@ -99,7 +99,7 @@ BESIDE = """
 import sys, torch
 torch.set_num_threads(1)
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 from expertly.engine.process import peak_rss_nbytes
 from tests.engine.observe import rss_nbytes
 model, _ = expertly.load(memory="25%", device="cpu", codec="none")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import BudgetError, ConfigError, TransferError
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine import frame_reads
 from expertly.engine.sources import make_source
 from expertly.store.frames import FrameDecoder
@@ -68,33 +68,33 @@ class Reads:
 
 @pytest.mark.parametrize("compressed_nbytes", [0, EVERYTHING // 20, EVERYTHING])
 @pytest.mark.parametrize("segments", [1, 2, 4, 8, 11, 16])
-def test_every_piece_of_every_expert(segments: int, compressed_nbytes: int, make: MakeBench) -> None:
+def test_every_span_of_every_expert(segments: int, compressed_nbytes: int, make: MakeBench) -> None:
     bench = make(segments, compressed_nbytes)
     for num_segments in {1, segments, max(1, segments // 2)}:
         for _ in range(2):
-            bench.load(bench.pieces(num_segments))
+            bench.load(bench.spans(num_segments))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_a_piece_is_one_read_of_the_pages_that_its_frames_lie_in(
+def test_a_span_is_one_read_of_the_pages_that_its_frames_lie_in(
     segments: int, make: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = Reads(monkeypatch)
     bench = make(segments)
-    pieces = [piece for piece in bench.pieces() if piece.layer < 2]
-    bench.load(pieces)
-    assert len(reads.done) == len(pieces)
+    spans = [span for span in bench.spans() if span.layer < 2]
+    bench.load(spans)
+    assert len(reads.done) == len(spans)
     assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in reads.done)
     stats = bench.readers.stats()
     stored = sum(index.stored_nbytes for index in bench.store.frames[:2])
-    assert stored <= stats["disk_nbytes"] == sum(nbytes for _, nbytes in reads.done) <= stored + 2 * 4096 * len(pieces)
+    assert stored <= stats["disk_nbytes"] == sum(nbytes for _, nbytes in reads.done) <= stored + 2 * 4096 * len(spans)
     assert stats["decoded_nbytes"] == sum(layer.nbytes for layer in LAYERS[:2]) and stats["decode_ns"] > 0
     assert stats["buffered_nbytes"] == (0 if ExpertFile(bench.store.frames[0].path).is_direct else stats["disk_nbytes"])
 
 
 def test_a_segment_of_half_a_frame_decodes_the_whole(make: MakeBench) -> None:
     bench = make(8)
-    bench.load([piece for piece in bench.pieces() if piece.layer == 0])
+    bench.load([span for span in bench.spans() if span.layer == 0])
     assert bench.readers.stats()["decoded_nbytes"] == 2 * LAYERS[0].nbytes
 
 
@@ -108,7 +108,7 @@ def test_readers_share_an_expert_and_decode_at_the_same_time(make: MakeBench, mo
 
     monkeypatch.setattr(frame_reads, "MIN_DECODE_NBYTES", 1)
     monkeypatch.setattr(FrameDecoder, "decode", meet)
-    make().load([Piece(0, 2, 0, 1, 0)])
+    make().load([Span(0, 2, 0, 1, 0)])
 
 
 @pytest.mark.parametrize("compressed_nbytes", [0, EVERYTHING])
@@ -118,9 +118,9 @@ def test_what_no_scratch_would_hold_is_cut_at_frames(
     monkeypatch.setattr(frame_reads, "MAX_SCRATCH_NBYTES", 4096)  # so one frame and its pages
     reads = Reads(monkeypatch)
     bench = make(1, compressed_nbytes)
-    bench.load(bench.pieces())
+    bench.load(bench.spans())
     assert max(nbytes for _, nbytes in reads.done) <= 5 * 4096 + 4096
-    assert len(reads.done) > len(bench.pieces())
+    assert len(reads.done) > len(bench.spans())
 
 
 # -- what stays compressed -------------------------------------------------------------------------------------------
@@ -129,11 +129,11 @@ def test_what_no_scratch_would_hold_is_cut_at_frames(
 @pytest.mark.parametrize("segments", [1, 4, 11])
 def test_what_stays_is_not_read_again(segments: int, make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(segments, EVERYTHING)
-    bench.load(bench.pieces())
+    bench.load(bench.spans())
     read = bench.readers.stats()["disk_nbytes"]
     assert bench.readers.stats()["compressed_hit_nbytes"] == 0
     reads = Reads(monkeypatch)
-    bench.load(bench.pieces(segments))
+    bench.load(bench.spans(segments))
     assert not reads.done
     stats = bench.readers.stats()
     assert stats["disk_nbytes"] == read and stats["compressed_hit_nbytes"] == bench.store.experts_nbytes
@@ -143,10 +143,10 @@ def test_its_memory_is_what_was_given(make: MakeBench) -> None:
     nbytes = LAYERS[0].expert_nbytes * 4
     bench = make(1, nbytes)
     for _ in range(3):
-        bench.load(bench.pieces())
+        bench.load(bench.spans())
     assert 0 < bench.readers.compressed_nbytes <= nbytes
     assert sum(map(len, bench.pool._memory)) <= nbytes
-    held = sum(bench.pool.tier.holds(*piece[:3]) for piece in bench.pieces())
+    held = sum(bench.pool.tier.holds(*span[:3]) for span in bench.spans())
     assert held == sum(bench.pool.tier.slots_per_class)
     assert 0 < bench.readers.stats()["compressed_hit_nbytes"] < 2 * bench.store.experts_nbytes
 
@@ -162,11 +162,11 @@ def test_what_is_withdrawn_does_not_stay(make: MakeBench, monkeypatch: pytest.Mo
         return read_into(*args)
 
     monkeypatch.setattr(ExpertFile, "read_into", wait_and_read)
-    bench.readers.submit([Piece(0, 0, 0, 1, 0)])
+    bench.readers.submit([Span(0, 0, 0, 1, 0)])
     assert reading.wait(20)
-    bench.readers.submit_ahead([Piece(0, 1, 0, 1, 1), Piece(1, 1, 0, 1, 2)])
+    bench.readers.submit_ahead([Span(0, 1, 0, 1, 1), Span(1, 1, 0, 1, 2)])
     gone = bench.readers.withdraw(0)
-    assert gone == [Piece(0, 1, 0, 1, 1)]
+    assert gone == [Span(0, 1, 0, 1, 1)]
     may_read.set()
     for _ in range(2):
         bench.check(bench.readers.wait())
@@ -201,7 +201,7 @@ def test_a_damaged_frame_is_told_and_never_decoded(compressed_nbytes: int, own: 
     offset, nbytes = index.frame_extent(1, 2)
     flip(index.path, offset + nbytes // 2)
     bench = make(1, compressed_nbytes, own)
-    readers, wanted = bench.readers, Piece(0, 1, 0, 1, 0)
+    readers, wanted = bench.readers, Span(0, 1, 0, 1, 0)
     for _ in range(2):
         readers.submit([wanted])
         with pytest.raises(TransferError, match=r"experts-00000.planes: frame 2 of expert 1: checksum"):
@@ -209,14 +209,14 @@ def test_a_damaged_frame_is_told_and_never_decoded(compressed_nbytes: int, own: 
         slot = bench.slots.pop(wanted)
         assert not any(slot[2 * index.frame_nbytes : 3 * index.frame_nbytes])
         readers.drain()
-    bench.load([piece for piece in bench.pieces() if piece[:2] != (0, 1)])
+    bench.load([span for span in bench.spans() if span[:2] != (0, 1)])
     flip(index.path, offset + nbytes // 2)
     bench.load([wanted])
 
 
 def test_damage_in_memory_is_told_and_read_again_from_disk(make: MakeBench) -> None:
     bench = make(1, EVERYTHING)
-    wanted = Piece(0, 3, 0, 1, 0)
+    wanted = Span(0, 3, 0, 1, 0)
     bench.load([wanted])
     held = bench.pool.begin(0, 3, 0)
     assert held is not None and held.is_filled
@@ -240,7 +240,7 @@ def test_a_failed_read_leaves_no_copy(make: MakeBench, monkeypatch: pytest.Monke
         return read_into(file, offset, buffers)
 
     monkeypatch.setattr(ExpertFile, "read_into", read)
-    wanted = Piece(0, 0, 0, 4, 0)  # its first segment is read, the others are not
+    wanted = Span(0, 0, 0, 4, 0)  # its first segment is read, the others are not
     bench.readers.submit([wanted])
     with pytest.raises(TransferError, match="gone"):
         bench.readers.wait()
@@ -253,25 +253,25 @@ def test_a_failed_read_leaves_no_copy(make: MakeBench, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_soak(segments: int, make: MakeBench) -> None:
-    """Whatever races with what, every piece comes once or is withdrawn, with its own bytes."""
+    """Whatever races with what, every span comes once or is withdrawn, with its own bytes."""
     bench = make(segments, EVERYTHING // 30)
     readers, dice = bench.readers, random.Random(segments)
-    pieces = bench.pieces()
-    in_flight: set[Piece] = set()
-    ahead: set[Piece] = set()
+    spans = bench.spans()
+    in_flight: set[Span] = set()
+    ahead: set[Span] = set()
     counts = {"arrived": 0, "withdrawn": 0, "drained": 0}
 
-    def arrived(piece: Piece) -> None:
-        bench.check(piece)
-        in_flight.remove(piece)
-        ahead.discard(piece)
+    def arrived(span: Span) -> None:
+        bench.check(span)
+        in_flight.remove(span)
+        ahead.discard(span)
         counts["arrived"] += 1
 
     end = time.perf_counter() + 1.0
     while time.perf_counter() < end:
         what = dice.random()
         if what < 0.4:
-            new = [one for one in dice.sample(pieces, 3) if one not in in_flight]
+            new = [one for one in dice.sample(spans, 3) if one not in in_flight]
             in_flight.update(new)
             if dice.random() < 0.5:
                 readers.submit(new)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import ConfigError
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
+from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, prediction
 from tests.families import generate
@@ -30,7 +30,7 @@ SPECS = (
 def test_both_ways_give_the_tokens_of_the_reference(system: str, matcher: str, cases: Cases) -> None:
     case = cases["mixtral"]
     with loaded(case.store, system=f"{system}:gate=measured", memory="50%", matcher=matcher) as model:
-        gate = handle(model).engine.controller.gate
+        gate = handle(model).engine.scheduler.gate
         assert gate is not None
         tokens, ways = 0, set()
         while len(ways) < 2:
@@ -48,7 +48,7 @@ def test_what_a_gate_decides_is_decided_again(cases: Cases, tmp_path: Path) -> N
     case, file = cases["mixtral"], tmp_path / "decisions"
     system = "lru:prediction=lookahead:gate=measured"
     with loaded(case.store, system=system, memory="50%", decisions=file) as model:
-        gate = handle(model).engine.controller.gate
+        gate = handle(model).engine.scheduler.gate
         assert gate is not None
         for _ in range(100):
             generate(model, case.prompts)
@@ -65,7 +65,7 @@ def test_each_device_has_a_gate_and_all_hear_of_every_pass(cases: Cases) -> None
     with loaded(
         case.store, system="lru:prediction=lookahead:gate=measured", memory="60%", devices="cpu:0,cpu:1"
     ) as model:
-        gates = [device.controller.gate for device in handle(model).engine.executor.devices]
+        gates = [device.scheduler.gate for device in handle(model).engine.executor.devices]
         for _ in range(100):
             assert generate(model, case.prompts) == case.tokens
             if any(gate is not None and not gate.is_open for gate in gates):
@@ -88,7 +88,7 @@ def test_while_it_is_off_the_model_shows_nothing(cases: Cases) -> None:
     case, shown = cases["mixtral"], {True: 0, False: 0}
     with loaded(case.store, system="lru:prediction=lookahead:gate=measured", memory="50%", matcher="inline") as model:
         engine = handle(model).engine
-        gate, collector = engine.controller.gate, engine.prefetching.collector
+        gate, collector = engine.scheduler.gate, engine.prefetching.collector
         passes, routed = {True: 0, False: 0}, collector.routed
 
         def watched(*args: Any) -> Any:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import expertly
-from expertly.engine.api import handle
-from expertly.engine.measure_codec import decoding_rates
+from expertly.api import handle
 from expertly.engine.nvcomp_decoder import why_not
-from expertly.models.packing import pack
+from expertly.hardware.measure_codec import decoding_rates
+from expertly.model.packing import pack
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, generate, load_reference, logits_of
 
@@ -34,7 +34,7 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
             torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5, msg=label)
             moved = handle(model).engine.backend.stats()
             assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"] > 0, label
-            handle(model).engine.controller.check()
+            handle(model).engine.scheduler.check()
             expertly.unload(model)
 
 
@@ -139,10 +139,10 @@ def test_loading_ahead_changes_no_token(segments: int, cases: Cases) -> None:
         for _ in range(2):
             assert generate(model, case.prompts, 40) == tokens, f"{memory} host {host_memory}"
         engine = handle(model).engine
-        decode = [counters.decode for counters in engine.controller.counters]
+        decode = [counters.decode for counters in engine.scheduler.counters]
         assert sum(phase.prefetched for phase in decode) > 0
         assert engine.backend.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
-        engine.controller.check()
+        engine.scheduler.check()
         expertly.unload(model)
 
 
@@ -167,5 +167,5 @@ def test_several_devices_change_no_token(devices: str, segments: int, cases: Cas
                     torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
             for device in handle(model).engine.executor.devices:
                 assert device.backend.stats()["copied_nbytes"] > 0
-                device.controller.check()
+                device.scheduler.check()
             expertly.unload(model)

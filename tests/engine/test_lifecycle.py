@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import (
     BudgetError,
     CheckpointError,
@@ -26,9 +27,8 @@ from expertly.core.errors import (
     ModelUseError,
     StoreError,
 )
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
 from expertly.engine.sources import make_source
+from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
@@ -182,8 +182,8 @@ import expertly
 model, _ = expertly.load(sys.argv[1], memory="50%", device="cpu")
 ids = torch.tensor([[5, 6, 7]])
 if sys.argv[2] == "flight":
-    engine = expertly.engine.api.handle(model).engine
-    engine.backend.submit(engine.controller.preload(0, 1))
+    engine = expertly.api.handle(model).engine
+    engine.backend.submit(engine.scheduler.preload(0, 1))
 else:
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
 if sys.argv[2] == "raise":
@@ -251,7 +251,7 @@ def test_no_cuda_device_is_said(cases: Cases) -> None:
 
 
 def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly.engine import api
+    from expertly import api
 
     store = cases["qwen3_moe"].store
 

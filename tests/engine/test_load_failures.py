@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.control.journal import JournaledController
+from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.engine import api
+from expertly.scheduler.journal import JournaledScheduler
 from tests.engine.conftest import Cases
 from tests.engine.observe import open_files, reader_threads
 
@@ -21,7 +21,7 @@ def raising(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(JournaledController, "start_journal"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
+    [(JournaledScheduler, "start_journal"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import BudgetError
-from expertly.engine.api import handle
 from expertly.native.kernels import VARIABLE
 from expertly.native.library import libraries
 from tests.engine.conftest import Cases
@@ -40,7 +40,7 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
                 stats = expertly.stats(model).as_dict()
                 decode = stats["phases"]["decode"]
                 assert decode["hits"] + decode["partial_hits"] + decode["misses"] > 0, label
-                handle(model).engine.controller.check()
+                handle(model).engine.scheduler.check()
                 if memory == "100%":
                     assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded at most once"
                 else:

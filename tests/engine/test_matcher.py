@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.control.backlog import Backlog
-from expertly.control.channel import Channel, InlineChannel, Seen
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.engine.matcher import ThreadChannel
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog
+from expertly.scheduler.channel import Channel, InlineChannel, Seen
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import StoreError
-from expertly.decisions import replay_file
 from expertly.engine import prediction as prediction_module
-from expertly.engine.api import handle
-from expertly.maps.matrices_file import MatricesFile, load_matrices
 from expertly.policies.eviction.eam import EAMEviction
+from expertly.policies.state.matrices_file import MatricesFile, load_matrices
+from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads
@@ -79,8 +79,8 @@ def test_what_goes_is_what_the_matrices_say(cases: Cases) -> None:
     with loaded(case.store, system=SYSTEM, memory="50%", matcher="inline") as model:
         for _ in range(3):
             generate(model, case.prompts[:1])
-        controller = handle(model).engine.controller
-        policy = controller.caches[0].policy
+        scheduler = handle(model).engine.scheduler
+        policy = scheduler.caches[0].policy
         assert isinstance(policy, EAMEviction) and policy._has_outlook
         assert policy._likely.any() and of_phases(model, "evicted_bytes") > 0
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine import backends, numa, reads
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.numa import MemoryNode, node_of_cpu_device, node_of_pci_device
@@ -90,8 +90,8 @@ def run_on(node: MemoryNode | None, monkeypatch: pytest.MonkeyPatch) -> CpuBacke
     monkeypatch.setattr(reads, "ExpertFile", disk.open)
     disk.let_all_end()
     backend = CpuBackend(disk, disk.geometry, [3], torch.bfloat16, node)
-    backend.submit([Piece(1, 5, 0, 1, 2)])
-    assert backend.wait() == Piece(1, 5, 0, 1, 2)
+    backend.submit([Span(1, 5, 0, 1, 2)])
+    assert backend.wait() == Span(1, 5, 0, 1, 2)
     return backend
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import ConfigError, TransferError
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
+from expertly.scheduler.decisions import replay_file
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
@@ -261,7 +261,7 @@ def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest
         with pytest.raises(ValueError, match="the predictor gave up"):
             for _ in range(5):
                 generate(model, case.prompts)
-        handle(model).engine.controller.check()
+        handle(model).engine.scheduler.check()
         predicted = of_phases(model, "predicted")
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens, "it goes on without predictions"
@@ -280,9 +280,9 @@ def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monke
         with pytest.raises(TransferError, match=r"experts-\d+\.safetensors.*Input/output error"):
             for _ in range(20):
                 generate(model, case.prompts)
-        controller = handle(model).engine.controller
-        controller.check()
-        assert not any(controller.residency.loading)
+        scheduler = handle(model).engine.scheduler
+        scheduler.check()
+        assert not any(scheduler.residency.loading)
         assert generate(model, case.prompts) == case.tokens
         assert_loaded_ahead(model)
 
@@ -311,7 +311,7 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
     interrupt_at_lines(
         cases["qwen3_moe"],
         range(3, 9000, 1307),
-        lambda model: handle(model).engine.controller.check(),
+        lambda model: handle(model).engine.scheduler.check(),
         **settings,
     )
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
-from expertly.parts import ACCEPTED, OF_PREDICTION, System
-from expertly.systems import SYSTEMS, get_system, runnable_systems
+from expertly.scheduler.decisions import replay_file
+from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
+from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, System
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.families import generate, load_reference, make_prompts

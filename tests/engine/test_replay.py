@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import expertly
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
-from expertly.models.loading import experts_modules
-from expertly.systems import SYSTEMS, runnable_systems
+from expertly.api import handle
+from expertly.model.loading import experts_modules
+from expertly.scheduler.decisions import replay_file
+from expertly.scheduler.presets import SYSTEMS, runnable_systems
 from tests.engine.conftest import Cases
 from tests.families import HIDDEN_SIZE, NUM_EXPERTS, VOCAB_SIZE
 

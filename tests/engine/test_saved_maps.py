@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import prediction as prediction_module
-from expertly.engine.api import handle
-from expertly.maps.file import MapsFile, load_maps, save_maps
 from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.state.file import MapsFile, load_maps, save_maps
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction, reader_threads, run_python
@@ -42,7 +42,7 @@ def test_auto_is_beside_the_store_and_is_found_again(own: tuple[Case, Path]) -> 
         rows = 2 * 11 + sum(map(len, case.prompts))
         assert (stats["maps_read"], stats["history"], stats["maps_file"]) == (rows, "warm", str(path))
         assert stats["predictor"]["maps"] == stats["maps_read"]
-        geometry = handle(model).engine.controller.geometry
+        geometry = handle(model).engine.scheduler.geometry
         identity = handle(model).store.manifest.identity
     assert load_maps(path, identity, MapShape.of(geometry)).num_maps == rows
     generation = path.stat().st_mtime_ns

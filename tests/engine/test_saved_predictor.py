@@ -12,10 +12,10 @@ import torch
 import expertly
 from expertly.core.errors import ConfigError, StoreError
 from expertly.data import demo_predictor
-from expertly.engine.recording import record
-from expertly.learned.file import PredictorFile, save_predictor
-from expertly.learned.study import study
-from expertly.learned.train import TrainOptions
+from expertly.lab.recording import record
+from expertly.lab.study import study
+from expertly.lab.train import TrainOptions
+from expertly.policies.learned_file import PredictorFile, save_predictor
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 from expertly.trace.reader import Trace

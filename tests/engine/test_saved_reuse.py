@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 import expertly
+from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError, StoreError
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
 from expertly.engine.saved_reuse import reuse_models
-from expertly.maps.reuse_file import ReuseFile, save_reuse
 from expertly.policies.maps.store import MapShape
 from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.state.reuse_file import ReuseFile, save_reuse
+from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
-from tests.control.drive import geometry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads
 from tests.families import generate
+from tests.scheduler.drive import geometry
 from tests.store.mounts import tiny_disk
 
 pytestmark = pytest.mark.timeout(120)

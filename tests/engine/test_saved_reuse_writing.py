@@ -13,15 +13,15 @@ import expertly
 from expertly.core.errors import StoreError
 from expertly.engine import saved_reuse as saved_reuse_module
 from expertly.engine.saved_reuse import SavedReuse
-from expertly.maps.reuse_file import ReuseFile, save_reuse
 from expertly.policies.maps.store import MapShape
 from expertly.policies.reuse.layer import LayerReuse
 from expertly.policies.reuse.model import ReuseModel
-from tests.control.drive import geometry, one_token
+from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.engine.test_saved_reuse import NUM_TOKENS, learn, of_reuse
 from tests.families import generate
+from tests.scheduler.drive import geometry, one_token
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import expertly
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
-from expertly.models.loading import experts_modules
+from expertly.api import handle
+from expertly.model.loading import experts_modules
+from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.families import HIDDEN_SIZE, NUM_EXPERTS, generate, make_prompts
@@ -40,7 +40,7 @@ def test_shares_move_to_the_layer_that_misses_and_are_replayed(segments: int, ca
         evicted = [expertly.stats(model).phase("decode", layer).evicted_nbytes for layer in range(3)]
         misses = expertly.stats(model).phase("decode", 1).misses
         feed(model, 260)
-        handle(model).engine.controller.check()
+        handle(model).engine.scheduler.check()
         stats = expertly.stats(model).as_dict()
         after = stats["allocation"]
         assert sum(after["experts"]) == sum(before["experts"]) and after["experts"][1] > before["experts"][1]
@@ -60,7 +60,7 @@ def test_tokens_are_the_references(system: str, family: str, memory: str, segmen
     case = cases[family]
     with loaded(case.store, memory=memory, system=system, segments=segments) as model:
         assert generate(model, case.prompts) == case.tokens
-        handle(model).engine.controller.check()
+        handle(model).engine.scheduler.check()
 
 
 def test_with_nothing_kept_every_need_is_a_miss_or_was_loaded_ahead(cases: Cases) -> None:
@@ -71,9 +71,9 @@ def test_with_nothing_kept_every_need_is_a_miss_or_was_loaded_ahead(cases: Cases
         with loaded(case.store, memory="50%", system=name, **matcher) as model:
             generate(model, prompt, 20)
             counted[name] = expertly.stats(model).phase("decode")
-            controller = handle(model).engine.controller
-            coming = {*controller.speculation.waiting, *controller.speculation.in_flight}
-            held = [r | w for r, w in zip(controller.residency.resident, controller.residency.loading, strict=True)]
+            scheduler = handle(model).engine.scheduler
+            coming = {*scheduler.speculation.waiting, *scheduler.speculation.in_flight}
+            held = [r | w for r, w in zip(scheduler.residency.resident, scheduler.residency.loading, strict=True)]
             assert {eid for eid, mask in enumerate(held) if mask} <= coming
             stats = expertly.stats(model).as_dict()
             assert stats["kept_bytes"] == 0 and stats["ring_bytes"] == stats["memory_bytes"]

@@ -9,11 +9,11 @@ from expertly.core.errors import StoreError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, History, Routed
 from expertly.engine.sharing import Sharing
-from expertly.maps.sharing import digests_of
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from tests.control.drive import geometry
+from expertly.policies.state.sharing import digests_of
 from tests.policies.maps.reference import random_scores, top
+from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 6
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.test_prediction import assert_loaded_ahead
@@ -55,15 +55,15 @@ def test_what_was_loaded_for_the_next_token_waits_for_it(cases: Cases) -> None:
     """Between two passes it is there or comes; it is in time, or for nothing, when the first layer has run."""
     case = cases["qwen3_moe"]
     with loaded(case.store, system=NEXT_TOKEN, memory="60%", matcher="inline") as model:
-        controller = handle(model).engine.controller
-        first_layer = range(controller.geometry.layers[0].num_experts)
+        scheduler = handle(model).engine.scheduler
+        first_layer = range(scheduler.geometry.layers[0].num_experts)
         waited = []
 
         def between(*args: Any) -> None:
-            waiting = controller.speculation.waiting
+            waiting = scheduler.speculation.waiting
             assert set(waiting) <= set(first_layer), "every other layer has run"
             waited.append(len(waiting))
-            controller.check()
+            scheduler.check()
 
         hook = model.register_forward_hook(between)
         generate(model, case.prompts[:1], 12)
@@ -84,7 +84,7 @@ def test_a_decoder_goes_round_and_an_encoder_does_not(cases: Cases) -> None:
         assert stats["prediction"]["predictions_late"] == 0
         layers = [layer["prefill"]["predicted"] + layer["decode"]["predicted"] for layer in stats["layers"]]
         assert layers[0] == 0 < layers[1], "the encoder's first layer, never"
-        top_k = handle(model).engine.controller.geometry.layers[2].top_k
+        top_k = handle(model).engine.scheduler.geometry.layers[2].top_k
         expected = [top_k * (len(passes) - 1), top_k * len(passes)]
         assert len(passes) > 4 and layers[2:] == expected, "of each token but the first, of each"
 
@@ -110,7 +110,7 @@ def test_a_request_that_fails_after_its_last_layer_leaves_nothing_behind(cases: 
             with pytest.raises(RuntimeError, match="stop"):
                 generate(model, case.prompts)
             hook.remove()
-            handle(model).engine.controller.check()
+            handle(model).engine.scheduler.check()
             assert generate(model, case.prompts) == case.tokens
         assert_loaded_ahead(model)
     assert not reader_threads()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.engine.api import handle
+from expertly.api import handle
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Cases
 from tests.engine.observe import COUNTS, loaded, recording
@@ -96,9 +96,9 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, cases: Cases)
         assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["phases"].values())
         assert result["stall_s"] == pytest.approx(sum(one["stall_s"] for one in result["phases"].values()))
         assert result["kept_bytes"] + result["ring_bytes"] == result["memory_bytes"] <= 0.4 * result["expert_bytes"]
-        controller = handle(model).engine.controller
-        segment = result["expert_bytes"] // sum(layer.num_experts * 4 for layer in controller.geometry.layers)
-        loaded_kept = sum(mask.bit_count() for mask in controller.residency.resident) * segment
+        scheduler = handle(model).engine.scheduler
+        segment = result["expert_bytes"] // sum(layer.num_experts * 4 for layer in scheduler.geometry.layers)
+        loaded_kept = sum(mask.bit_count() for mask in scheduler.residency.resident) * segment
         assert loaded_kept <= result["kept_bytes"]
 
 
@@ -119,9 +119,9 @@ def test_an_evicted_byte_was_loaded_and_what_is_kept_was_not_evicted(cases: Case
     with loaded(case.store, system="lru", memory="50%") as model:
         generate(model, case.prompts)
         stats = expertly.stats(model).as_dict()
-        controller = handle(model).engine.controller
-        expert_nbytes = controller.geometry.layers[0].expert_nbytes
-        kept = sum(1 for mask in controller.residency.resident if mask) * expert_nbytes
+        scheduler = handle(model).engine.scheduler
+        expert_nbytes = scheduler.geometry.layers[0].expert_nbytes
+        kept = sum(1 for mask in scheduler.residency.resident if mask) * expert_nbytes
         evicted = stats["phases"]["decode"]["evicted_bytes"]
         assert evicted > 0
         assert kept + evicted <= stats["bytes_loaded"], "the rest went through the ring"

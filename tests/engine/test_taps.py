@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from expertly.control.channel import InlineChannel
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement
 from expertly.engine.taps import Taps
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.channel import InlineChannel
 
 SHAPE = Geometry((LayerGeometry(6, 2, 8, 4, 3, 2),) * 3)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import expertly
-from expertly.control.budget import split_budget
+from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.engine import api
 from expertly.engine.backend_tiered import TieredBackend
+from expertly.scheduler.budget import split_budget
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.observe import open_files, reader_threads
@@ -108,8 +108,8 @@ def test_loading_ahead_changes_no_token(
     for _ in range(2):
         assert generate(model, case.prompts) == case.tokens
     engine = api.handle(model).engine
-    assert sum(counters.decode.prefetched for counters in engine.controller.counters) > 0
-    engine.controller.check()
+    assert sum(counters.decode.prefetched for counters in engine.scheduler.counters) > 0
+    engine.scheduler.check()
     expertly.unload(model)
 
 
@@ -145,10 +145,10 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
     last_use: dict[int, int] = {}  # slot -> mark of the kernels that read it last and have not been waited for
     mark_used = backend.used
 
-    def used(piece: Any) -> None:
+    def used(span: Any) -> None:
         check()  # the copies queued before this use
-        mark_used(piece)
-        last_use.update(dict.fromkeys(range(piece.slot, piece.slot + piece.num_segments), streams.num_uses))
+        mark_used(span)
+        last_use.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), streams.num_uses))
 
     def check() -> None:
         nonlocal num_reused
@@ -162,8 +162,8 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
 
     submit = backend.submit
 
-    def submit_and_check(pieces: Any) -> None:
-        submit(pieces)
+    def submit_and_check(spans: Any) -> None:
+        submit(spans)
         check()
 
     monkeypatch.setattr(backend, "used", used)

@@ -10,7 +10,7 @@ import torch
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine import reads
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.reads import MIN_READ_NBYTES
@@ -76,7 +76,7 @@ class Bench:
     """A backend of 3 layers of 8 experts, one segment each, whose host tier has room for `num_host` of all of them."""
 
     def __init__(self, num_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        nbytes = 4 * MIN_READ_NBYTES  # one piece ahead occupies all readers
+        nbytes = 4 * MIN_READ_NBYTES  # one span ahead occupies all readers
         layer = LayerGeometry(NUM_EXPERTS, 1, 2048, nbytes // 4096, 2, 1)
         shape = Geometry((layer,) * 3)
         self.disk, self.streams = Disk(shape), ManualStreams()
@@ -87,27 +87,27 @@ class Bench:
         self.readers = self.backend.tier.readers
 
     def arrived(self, count: int) -> None:
-        """Wait until the readers have handed over so many more pieces, and let the backend see them."""
+        """Wait until the readers have handed over so many more spans, and let the backend see them."""
         while count:
             self.backend._read(self.readers.wait())
             count -= 1
         self.backend._begin_ahead()
 
-    def in_host(self, pieces: Sequence[Piece]) -> None:
+    def in_host(self, spans: Sequence[Span]) -> None:
         """Bring these into the host tier, and to the device."""
         self.disk.let_all_end()
-        self.backend.submit(pieces)
-        for _ in pieces:
+        self.backend.submit(spans)
+        for _ in spans:
             self.check(self.backend.wait())
         self.disk.hold()
         self.disk.begun.clear()
 
-    def check(self, piece: Piece | None) -> Piece:
-        assert piece is not None
-        rows = self.backend.rows(piece.layer)
-        neurons = self.disk.geometry.neurons_per_segment(piece.layer)
-        assert bytes(rows[piece.slot * neurons : (piece.slot + 1) * neurons].numpy()) == self.disk.content(piece)
-        return piece
+    def check(self, span: Span | None) -> Span:
+        assert span is not None
+        rows = self.backend.rows(span.layer)
+        neurons = self.disk.geometry.neurons_per_segment(span.layer)
+        assert bytes(rows[span.slot * neurons : (span.slot + 1) * neurons].numpy()) == self.disk.content(span)
+        return span
 
 
 MakeBench = Callable[[int], Bench]
@@ -128,19 +128,19 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
         bench.backend.close()
 
 
-def piece(expert: int, layer: int = 0, slot: int | None = None) -> Piece:
-    return Piece(layer, expert, 0, 1, layer * NUM_EXPERTS + expert if slot is None else slot)
+def span(expert: int, layer: int = 0, slot: int | None = None) -> Span:
+    return Span(layer, expert, 0, 1, layer * NUM_EXPERTS + expert if slot is None else slot)
 
 
-def again(expert: int, layer: int = 0) -> Piece:
+def again(expert: int, layer: int = 0) -> Span:
     """The same expert into another slot."""
-    return piece(expert, layer, 24 + expert)
+    return span(expert, layer, 24 + expert)
 
 
 def test_one_copy_ahead_is_on_the_stream_and_none_beside_a_demand(make: MakeBench) -> None:
     bench = make(24)
     backend, streams = bench.backend, bench.streams
-    bench.in_host([piece(i) for i in range(5)])
+    bench.in_host([span(i) for i in range(5)])
     backend.submit_ahead([again(0), again(1), again(2)])
     assert len(streams.queue) == 1 and backend.poll() is None
     backend.submit([again(3)])
@@ -160,9 +160,9 @@ def test_one_copy_ahead_is_on_the_stream_and_none_beside_a_demand(make: MakeBenc
 
 
 def test_a_demand_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> None:
-    """`wait` hands a piece out when its copy is queued; what is ahead waits until it has been made."""
+    """`wait` hands a span out when its copy is queued; what is ahead waits until it has been made."""
     bench = make(24)
-    bench.in_host([piece(i) for i in range(4)])
+    bench.in_host([span(i) for i in range(4)])
     hold = bench.streams.hold_compute
     bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
     bench.backend.submit([again(0)])
@@ -178,9 +178,9 @@ def test_a_demand_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> 
 
 def test_a_copy_ahead_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -> None:
     bench = make(24)
-    bench.in_host([piece(0), piece(1)])
-    bench.backend.used(piece(1))
-    target = piece(0, slot=piece(1).slot)
+    bench.in_host([span(0), span(1)])
+    bench.backend.used(span(1))
+    target = span(0, slot=span(1).slot)
     bench.backend.submit_ahead([target])
     assert not bench.streams.queue, "a kernel reads the slot"
     bench.backend.submit([again(0)])
@@ -194,38 +194,38 @@ def test_a_copy_ahead_does_not_make_the_stream_wait_for_kernels(make: MakeBench)
 def test_what_is_neither_read_nor_copied_is_withdrawn_wherever_it_waits(make: MakeBench) -> None:
     bench = make(24)
     backend, disk, streams = bench.backend, bench.disk, bench.streams
-    bench.in_host([piece(0), piece(1)])
-    backend.submit_ahead([again(0), again(1), piece(2), piece(3), piece(4, layer=1)])
+    bench.in_host([span(0), span(1)])
+    backend.submit_ahead([again(0), again(1), span(2), span(3), span(4, layer=1)])
     assert len(streams.queue) == 1
     disk.until_begun(4)  # 2 is being read, 3 is not
-    assert backend.withdraw(0) == [again(1), piece(3)]
-    backend.submit([piece(3)])  # the layer needs it, and waits for 0 and 2, too
+    assert backend.withdraw(0) == [again(1), span(3)]
+    backend.submit([span(3)])  # the layer needs it, and waits for 0 and 2, too
     assert bench.check(backend.wait()) == again(0)
     disk.let_all_end()
-    assert {bench.check(backend.wait()) for _ in range(2)} == {piece(2), piece(3)}
+    assert {bench.check(backend.wait()) for _ in range(2)} == {span(2), span(3)}
     bench.arrived(1)
     streams.let(1)
-    assert bench.check(backend.poll()) == piece(4, layer=1)
+    assert bench.check(backend.poll()) == span(4, layer=1)
     assert disk.begun == [(0, 2)] * 4 + [(0, 3)] * 4 + [(1, 4)] * 4
     backend.tier.check()
     moved = backend.stats()
     assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
 
 
-def test_the_pieces_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: MakeBench) -> None:
+def test_the_spans_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: MakeBench) -> None:
     bench = make(24)
     backend, disk, streams = bench.backend, bench.disk, bench.streams
-    bench.in_host([piece(0), piece(1)])
-    backend.submit_ahead([again(0), again(1), piece(2), piece(3), piece(4)])
+    bench.in_host([span(0), span(1)])
+    backend.submit_ahead([again(0), again(1), span(2), span(3), span(4)])
     disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
-    assert backend.withdraw(0, [1, 2, 4]) == [again(1), piece(4)]
+    assert backend.withdraw(0, [1, 2, 4]) == [again(1), span(4)]
     disk.let_all_end()
-    assert bench.check(backend.wait()) == piece(2), "it is a demand now, and goes before the others"
+    assert bench.check(backend.wait()) == span(2), "it is a demand now, and goes before the others"
     bench.arrived(1)
     streams.let(len(streams.queue))
     assert bench.check(backend.poll()) == again(0)
     streams.let(len(streams.queue))
-    assert bench.check(backend.poll()) == piece(3)
+    assert bench.check(backend.poll()) == span(3)
     assert backend.poll() is None and not streams.queue
     backend.tier.check()
 
@@ -233,8 +233,8 @@ def test_the_pieces_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: M
 def test_a_begun_read_of_the_running_layer_is_copied_as_a_demand_is(make: MakeBench) -> None:
     bench = make(24)
     backend, disk = bench.backend, bench.disk
-    bench.in_host([piece(0)])
-    backend.submit_ahead([piece(2)])
+    bench.in_host([span(0)])
+    backend.submit_ahead([span(2)])
     disk.until_begun(4)
     assert backend.withdraw(0) == []
     bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
@@ -243,16 +243,16 @@ def test_a_begun_read_of_the_running_layer_is_copied_as_a_demand_is(make: MakeBe
     disk.let_all_end()
     bench.arrived(1)
     assert len(bench.streams.queue) == 2, "its copy is queued though a demand moves"
-    assert backend.wait() == piece(2)
+    assert backend.wait() == span(2)
 
 
 def test_a_demand_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBench) -> None:
     bench = make(3)
     backend, disk = bench.backend, bench.disk
-    guesses = [piece(i, layer=1) for i in range(3)]
+    guesses = [span(i, layer=1) for i in range(3)]
     backend.submit_ahead(guesses)
     disk.until_begun(4)
-    backend.submit([piece(0), piece(1), piece(2)])
+    backend.submit([span(0), span(1), span(2)])
     disk.let_end(*[(1, 0)] * 4)
     assert disk.until_begun(8)[4:] == [(0, 0)] * 4
     disk.let_all_end()
@@ -264,23 +264,23 @@ def test_a_demand_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBe
             seen.append(bench.check(arrived))
         elif backend._waiting:
             bench.arrived(1)
-    assert sorted(seen) == sorted([*guesses, piece(0), piece(1), piece(2)]), "and the guesses come all the same"
+    assert sorted(seen) == sorted([*guesses, span(0), span(1), span(2)]), "and the guesses come all the same"
     backend.tier.check()
 
 
 def test_what_a_demand_evicts_from_the_host_before_it_is_copied_is_read_again(make: MakeBench) -> None:
     bench = make(3)
     backend, streams = bench.backend, bench.streams
-    bench.in_host([piece(0), piece(1), piece(2)])
+    bench.in_host([span(0), span(1), span(2)])
     streams.num_copies += 1  # something occupies the stream
     backend._demand_mark = streams.mark_copy()
     backend.submit_ahead([again(0)])
     assert not streams.queue
     streams.num_copies -= 1
     bench.disk.let_all_end()
-    backend.submit([piece(i, layer=1) for i in range(3)])
+    backend.submit([span(i, layer=1) for i in range(3)])
     for i in range(3):
-        assert bench.check(backend.wait()) == piece(i, layer=1)
+        assert bench.check(backend.wait()) == span(i, layer=1)
     seen = None
     for _ in range(1000):
         streams.synchronize()
@@ -295,31 +295,31 @@ def test_what_a_demand_evicts_from_the_host_before_it_is_copied_is_read_again(ma
 def test_guesses_evict_neither_each_other_from_the_host_nor_what_is_being_copied(make: MakeBench) -> None:
     bench = make(3)
     backend, streams = bench.backend, bench.streams
-    bench.in_host([piece(0), piece(1), piece(2)])
-    backend.submit_ahead([again(0), again(1), again(2), piece(5), piece(6)])
+    bench.in_host([span(0), span(1), span(2)])
+    backend.submit_ahead([again(0), again(1), again(2), span(5), span(6)])
     assert len(streams.queue) == 1, "one is copied, two wait for the stream, two for room: nothing waits for the device"
     assert all(backend.tier.find(again(i)) for i in range(3)) and not bench.disk.begun
     bench.disk.let_all_end()
-    assert {bench.check(backend.wait()) for _ in range(5)} == {again(0), again(1), again(2), piece(5), piece(6)}
+    assert {bench.check(backend.wait()) for _ in range(5)} == {again(0), again(1), again(2), span(5), span(6)}
     backend.tier.check()
 
 
 def test_waiting_ends_when_only_guesses_are_in_flight(make: MakeBench) -> None:
     bench = make(24)
-    bench.in_host([piece(0), piece(1)])
-    bench.backend.submit_ahead([again(0), again(1), piece(2), piece(3)])
+    bench.in_host([span(0), span(1)])
+    bench.backend.submit_ahead([again(0), again(1), span(2), span(3)])
     bench.disk.let_all_end()
     seen = {bench.check(bench.backend.wait()) for _ in range(4)}
-    assert seen == {again(0), again(1), piece(2), piece(3)}
+    assert seen == {again(0), again(1), span(2), span(3)}
 
 
 def test_a_failed_read_ahead_is_raised_and_drain_forgets_the_rest(make: MakeBench) -> None:
     bench = make(24)
     backend = bench.backend
-    bench.in_host([piece(0), piece(1)])
+    bench.in_host([span(0), span(1)])
     bench.disk.let_all_end()
     bench.disk.fails = lambda layer, expert: expert == 5
-    backend.submit_ahead([again(0), again(1), piece(5), piece(6)])
+    backend.submit_ahead([again(0), again(1), span(5), span(6)])
     with pytest.raises(TransferError, match="expert 5"):
         for _ in range(4):
             backend.wait()
@@ -327,5 +327,5 @@ def test_a_failed_read_ahead_is_raised_and_drain_forgets_the_rest(make: MakeBenc
     assert backend.poll() is None and not bench.streams.queue and backend.withdraw(0) == []
     backend.tier.check()
     bench.disk.fails = lambda layer, expert: False
-    backend.submit([piece(5)])
-    assert bench.check(backend.wait()) == piece(5)
+    backend.submit([span(5)])
+    assert bench.check(backend.wait()) == span(5)

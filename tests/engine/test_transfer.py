@@ -14,7 +14,7 @@ import pytest
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine import reads
 from expertly.engine.reads import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
@@ -34,11 +34,11 @@ class Bench:
         self.slots = [bytearray(expert_nbytes) for _ in range(64)]
         self.readers = Readers(self.disk, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers)
 
-    def wait(self, count: int) -> list[Piece]:
-        pieces = sorted(self.readers.wait() for _ in range(count))
-        for piece in pieces:
-            assert self.slots[piece.slot] == self.disk.content(piece)
-        return pieces
+    def wait(self, count: int) -> list[Span]:
+        spans = sorted(self.readers.wait() for _ in range(count))
+        for span in spans:
+            assert self.slots[span.slot] == self.disk.content(span)
+        return spans
 
 
 MakeBench = Callable[..., Bench]
@@ -58,33 +58,33 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
         bench.readers.close()
 
 
-def piece(expert: int, layer: int = 0) -> Piece:
-    return Piece(layer, expert, 0, 1, expert)
+def span(expert: int, layer: int = 0) -> Span:
+    return Span(layer, expert, 0, 1, expert)
 
 
-def test_a_large_piece_ahead_goes_alone_and_a_demand_comes_right_after_it(make: MakeBench) -> None:
+def test_a_large_span_ahead_goes_alone_and_a_demand_comes_right_after_it(make: MakeBench) -> None:
     bench = make(LARGE)
-    bench.readers.submit_ahead([piece(1), piece(2), piece(3)])
+    bench.readers.submit_ahead([span(1), span(2), span(3)])
     assert bench.disk.until_begun(4) == [(0, 1)] * 4, "cut over the four readers; the next one waits"
-    bench.readers.submit([piece(9)])
+    bench.readers.submit([span(9)])
     bench.disk.let_end(*[(0, 1)] * 4)
     assert bench.disk.until_begun(8)[4:] == [(0, 9)] * 4, "the demand overtakes 2 and 3"
-    assert bench.wait(1) == [piece(1)]
+    assert bench.wait(1) == [span(1)]
     bench.disk.let_end(*[(0, 9)] * 3)
     assert len(bench.disk.until_begun(8)) == 8, "nothing begins while a part of the demand is being read"
     bench.disk.let_end((0, 9))
     assert bench.disk.until_begun(12)[8:] == [(0, 2)] * 4, "then the queue goes on where it was"
-    assert bench.wait(1) == [piece(9)]
+    assert bench.wait(1) == [span(9)]
     bench.disk.let_all_end()
-    assert bench.wait(2) == [piece(2), piece(3)]
+    assert bench.wait(2) == [span(2), span(3)]
     assert not bench.readers.num_in_flight
 
 
 def test_what_has_begun_ends_before_the_demands(make: MakeBench) -> None:
     bench = make(3 * MIN_READ_NBYTES, num_readers=2)  # two parts each
-    bench.readers.submit_ahead([piece(1), piece(2)])
+    bench.readers.submit_ahead([span(1), span(2)])
     bench.disk.until_begun(2)
-    bench.readers.submit([piece(8), piece(9)])
+    bench.readers.submit([span(8), span(9)])
     bench.disk.let_all_end()
     bench.wait(4)
     assert bench.disk.begun[:2] == [(0, 1)] * 2
@@ -92,13 +92,13 @@ def test_what_has_begun_ends_before_the_demands(make: MakeBench) -> None:
     assert bench.disk.begun[6:] == [(0, 2)] * 2
 
 
-def test_of_small_pieces_as_many_as_readers_are_under_way(make: MakeBench) -> None:
+def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> None:
     bench = make(SMALL)
-    bench.readers.submit_ahead([piece(i) for i in range(8)])
+    bench.readers.submit_ahead([span(i) for i in range(8)])
     assert sorted(bench.disk.until_begun(4)) == [(0, i) for i in range(4)]
     bench.disk.let_end((0, 2))
     assert bench.disk.until_begun(5)[4:] == [(0, 4)], "in the order in which they were submitted"
-    bench.readers.submit([piece(20), piece(21)])
+    bench.readers.submit([span(20), span(21)])
     bench.disk.let_end((0, 0), (0, 1))
     bench.wait(3)
     assert {read[1] for read in bench.disk.until_begun(6)[5:]} <= {20, 21}
@@ -113,37 +113,37 @@ def test_of_small_pieces_as_many_as_readers_are_under_way(make: MakeBench) -> No
 def test_withdrawn_is_what_no_reader_has_begun_of_the_layer(make: MakeBench) -> None:
     bench = make(LARGE)
     readers = bench.readers
-    readers.submit_ahead([piece(1), piece(2, layer=1), piece(3), piece(4), piece(5, layer=1)])
+    readers.submit_ahead([span(1), span(2, layer=1), span(3), span(4), span(5, layer=1)])
     bench.disk.until_begun(4)
     assert readers.asked_nbytes == 5 * LARGE
-    assert readers.withdraw(0) == [piece(3), piece(4)], "1 is under way"
+    assert readers.withdraw(0) == [span(3), span(4)], "1 is under way"
     assert readers.withdraw(0) == []
     assert readers.num_in_flight == 3 and readers.asked_nbytes == 3 * LARGE
     bench.disk.let_all_end()
-    assert bench.wait(3) == [piece(1), piece(2, layer=1), piece(5, layer=1)]
+    assert bench.wait(3) == [span(1), span(2, layer=1), span(5, layer=1)]
     assert bench.disk.begun == [(0, 1)] * 4 + [(1, 2)] * 4 + [(1, 5)] * 4
     assert readers.buffered_nbytes == readers.asked_nbytes == 3 * LARGE
     assert readers.poll() is None
 
 
-def test_the_pieces_of_one_expert_are_withdrawn_alone(make: MakeBench) -> None:
+def test_the_spans_of_one_expert_are_withdrawn_alone(make: MakeBench) -> None:
     bench = make(LARGE)
     readers = bench.readers
-    readers.submit_ahead([piece(1), piece(2), piece(3), piece(3, layer=1)])
+    readers.submit_ahead([span(1), span(2), span(3), span(3, layer=1)])
     bench.disk.until_begun(4)
-    assert readers.withdraw(0, [1, 3]) == [piece(3)], "1 is under way, and the other 3 is another layer's"
+    assert readers.withdraw(0, [1, 3]) == [span(3)], "1 is under way, and the other 3 is another layer's"
     bench.disk.let_all_end()
-    assert bench.wait(3) == [piece(1), piece(2), piece(3, layer=1)]
+    assert bench.wait(3) == [span(1), span(2), span(3, layer=1)]
     assert bench.disk.begun == [(0, 1)] * 4 + [(0, 2)] * 4 + [(1, 3)] * 4
 
 
 def test_what_was_withdrawn_may_be_demanded(make: MakeBench) -> None:
     bench = make(LARGE)
-    bench.readers.submit_ahead([piece(1), piece(2)])
+    bench.readers.submit_ahead([span(1), span(2)])
     bench.disk.until_begun(4)
     bench.readers.submit(bench.readers.withdraw(0))
     bench.disk.let_all_end()
-    assert bench.wait(2) == [piece(1), piece(2)]
+    assert bench.wait(2) == [span(1), span(2)]
     assert len(bench.disk.begun) == 8, "once each"
 
 
@@ -151,8 +151,8 @@ def test_a_failed_read_ahead_is_raised_and_the_others_come(make: MakeBench) -> N
     bench = make(SMALL)
     bench.disk.let_all_end()
     bench.disk.fails = lambda layer, expert: expert == 1
-    bench.readers.submit_ahead([piece(0), piece(1), piece(2)])
-    bench.readers.submit([piece(3)])
+    bench.readers.submit_ahead([span(0), span(1), span(2)])
+    bench.readers.submit([span(3)])
     seen: list[int] = []
     for _ in range(4):
         try:
@@ -161,44 +161,44 @@ def test_a_failed_read_ahead_is_raised_and_the_others_come(make: MakeBench) -> N
             assert "expert 1" in str(error)
             seen.append(-1)
     assert sorted(seen) == [-1, 0, 2, 3]
-    bench.readers.submit_ahead([piece(5)])
-    assert bench.wait(1) == [piece(5)], "the readers live on"
+    bench.readers.submit_ahead([span(5)])
+    assert bench.wait(1) == [span(5)], "the readers live on"
 
 
 def test_a_failed_demand_does_not_freeze_the_queue(make: MakeBench) -> None:
     bench = make(SMALL)
     bench.disk.fails = lambda layer, expert: expert == 9
-    bench.readers.submit([piece(9)])
+    bench.readers.submit([span(9)])
     bench.disk.until_begun(1)
-    bench.readers.submit_ahead([piece(1)])
+    bench.readers.submit_ahead([span(1)])
     bench.disk.let_all_end()
     with pytest.raises(TransferError):
         bench.readers.wait()
-    assert bench.wait(1) == [piece(1)]
+    assert bench.wait(1) == [span(1)]
 
 
 def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     bench = make(LARGE)
-    bench.readers.submit_ahead([piece(i) for i in range(40)])
+    bench.readers.submit_ahead([span(i) for i in range(40)])
     bench.disk.until_begun(4)
-    bench.readers.submit([piece(50)])
+    bench.readers.submit([span(50)])
     threading.Timer(0.05, bench.disk.let_all_end).start()
     bench.readers.drain()
     assert set(bench.disk.begun) == {(0, 0), (0, 50)}
     assert bench.disk.num_ended == len(bench.disk.begun), "nothing is being read any more"
     assert bench.readers.num_in_flight == 0 and bench.readers.poll() is None
     assert bench.readers.asked_nbytes == 2 * LARGE
-    bench.readers.submit_ahead([piece(3)])
-    bench.readers.submit([piece(4)])
+    bench.readers.submit_ahead([span(3)])
+    bench.readers.submit([span(4)])
     assert {one.expert for one in bench.wait(2)} == {3, 4}, "and it goes on"
 
 
 def test_close_ends_with_work_queued(make: MakeBench) -> None:
     bench = make(SMALL)
     before = threading.active_count()
-    bench.readers.submit_ahead([piece(i) for i in range(40)])
+    bench.readers.submit_ahead([span(i) for i in range(40)])
     bench.disk.until_begun(4)
-    bench.readers.submit([piece(i) for i in range(40, 50)])
+    bench.readers.submit([span(i) for i in range(40, 50)])
     bench.disk.let_all_end()
     bench.readers.close()
     bench.readers.close()
@@ -213,10 +213,10 @@ def test_a_queue_that_was_submitted_behind_demands_starts_by_itself(make: MakeBe
     bench = make(SMALL)
     bench.disk.let_all_end()
     for expert in range(300):
-        bench.readers.submit([piece(expert % 8)])
+        bench.readers.submit([span(expert % 8)])
         if expert % 3:
             time.sleep(random.Random(expert).random() * 2e-4)
-        bench.readers.submit_ahead([piece(expert % 8 + 8)])
+        bench.readers.submit_ahead([span(expert % 8 + 8)])
         bench.wait(2)
 
 
@@ -226,8 +226,8 @@ def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: M
     readers = bench.readers
 
     def use() -> None:
-        readers.submit_ahead([piece(1), piece(2, layer=1), piece(3)])
-        readers.submit([piece(4), piece(5)])
+        readers.submit_ahead([span(1), span(2, layer=1), span(3)])
+        readers.submit([span(4), span(5)])
         readers.withdraw(0)
         while readers.num_in_flight:
             readers.wait()
@@ -254,22 +254,22 @@ def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: M
         finally:
             sys.settrace(None)
         readers.drain()
-        readers.submit_ahead([piece(6)])
-        readers.submit([piece(7)])
+        readers.submit_ahead([span(6)])
+        readers.submit([span(7)])
         assert {one.expert for one in bench.wait(2)} == {6, 7}, f"line {at}"
     assert at > 50
 
 
 @pytest.mark.parametrize("expert_nbytes", [SMALL, 5 * MIN_READ_NBYTES // 2])
 def test_soak(expert_nbytes: int, make: MakeBench) -> None:
-    """Every piece comes once or is withdrawn, never both, with its own bytes, whatever races with what."""
+    """Every span comes once or is withdrawn, never both, with its own bytes, whatever races with what."""
     bench = make(expert_nbytes)
     bench.disk.let_all_end()
     readers, dice = bench.readers, random.Random(expert_nbytes)
-    free, in_flight, ahead = list(range(64)), set[Piece](), set[Piece]()
+    free, in_flight, ahead = list(range(64)), set[Span](), set[Span]()
     num_withdrawn, num_arrived = 0, 0
 
-    def arrived(one: Piece) -> None:
+    def arrived(one: Span) -> None:
         nonlocal num_arrived
         in_flight.remove(one)
         ahead.discard(one)
@@ -283,7 +283,7 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
         what = dice.random()
         if what < 0.4 and len(free) > 8:
             count = dice.randint(1, 6)
-            new = [Piece(dice.randrange(3), dice.randrange(1, 64), 0, 1, free.pop()) for _ in range(count)]
+            new = [Span(dice.randrange(3), dice.randrange(1, 64), 0, 1, free.pop()) for _ in range(count)]
             in_flight.update(new)
             if dice.random() < 0.4:
                 readers.submit(new)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import expertly
-from expertly.core.messages import Piece
-from expertly.decisions import replay_file
-from expertly.engine.api import handle
-from tests.control.drive import WAYS
+from expertly.api import handle
+from expertly.core.messages import Span
+from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.failing import interrupt_at_lines
 from tests.engine.observe import loaded
 from tests.engine.test_prediction import assert_loaded_ahead, of_phases, prediction
 from tests.families import generate, logits_of
+from tests.scheduler.drive import WAYS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,18 +27,18 @@ def demanded_together(model: Any) -> list[int]:
     """From now on: how many experts are demanded and not here, whenever some are demanded."""
     backend = handle(model).engine.backend
     submit, poll, wait = backend.submit, backend.poll, backend.wait
-    coming: dict[Piece, None] = {}
+    coming: dict[Span, None] = {}
     found: list[int] = []
 
-    def note(pieces: Iterable[Piece]) -> None:
-        asked = list(pieces)
+    def note(spans: Iterable[Span]) -> None:
+        asked = list(spans)
         coming.update(dict.fromkeys(asked))
-        found.append(len({(piece.layer, piece.expert) for piece in coming}))
+        found.append(len({(span.layer, span.expert) for span in coming}))
         submit(asked)
 
-    def arrived(piece: Piece | None) -> Any:
-        coming.pop(piece, None)  # type: ignore[arg-type]
-        return piece
+    def arrived(span: Span | None) -> Any:
+        coming.pop(span, None)  # type: ignore[arg-type]
+        return span
 
     backend.submit = note  # type: ignore[method-assign]
     backend.poll = lambda: arrived(poll())  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ def test_however_a_layer_runs_it_is_lossless(
         needed, in_time = of_phases(model, "prefetched_needed"), of_phases(model, "prefetched_in_time")
         if transfer == "synchronous":
             assert in_time == needed > 0, "no demand finds what it needs under way"
-            assert not handle(model).engine.controller.speculation.num_in_flight
+            assert not handle(model).engine.scheduler.speculation.num_in_flight
             assert expertly.stats(model).as_dict()["stall_s"] > 0
     header, replayed = replay_file(path)
     assert header["order"] == order and replayed.difference is None and replayed.num_layers > 0
@@ -86,7 +86,7 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
     interrupt_at_lines(
         cases["qwen3_moe"],
         range(3, 5000, 409),
-        lambda model: handle(model).engine.controller.check(),
+        lambda model: handle(model).engine.scheduler.check(),
         system=f"lru:prediction=lookahead:{way}",
         memory="50%",
         matcher="inline",

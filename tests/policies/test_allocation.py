@@ -9,7 +9,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from expertly.control.budget import allocate, check_shares, split_budget
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
@@ -20,7 +19,8 @@ from expertly.policies.allocation.stack import StackDistances
 from expertly.policies.allocation.uniform import Uniform, uniform_shares
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.known import Known, Usage
-from tests.control.drive import geometry
+from expertly.scheduler.budget import allocate, check_shares, split_budget
+from tests.scheduler.drive import geometry
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
 SHAPES = [geometry(4, 8, 2), geometry(3, 8, 2, 4), Geometry((SMALL, LARGE, LARGE, SMALL), 2)]

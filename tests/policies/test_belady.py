@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from expertly.control.budget import Budget, split_budget
-from expertly.control.controller import Controller
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
-from expertly.systems import SYSTEMS, runnable_systems
-from tests.control.drive import geometry, run_layer
+from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.presets import SYSTEMS, runnable_systems
+from expertly.scheduler.scheduler import Scheduler
 from tests.policies.futures import ListFuture
 from tests.policies.optimum import least_loads
+from tests.scheduler.drive import geometry, run_layer
 
 Demands = list[tuple[int, list[int]]]
 
@@ -25,7 +25,7 @@ def with_shares(shape: Geometry, shares: list[int], ring: int) -> Budget:
     return Budget(slots * shape.segment_nbytes(0), (ring,), (sum(shares),), tuple(shares))
 
 
-def played(control: Controller, future: ListFuture, decode: bool = True) -> int:
+def played(control: Scheduler, future: ListFuture, decode: bool = True) -> int:
     """Segments loaded over all demands of the future."""
     loaded = 0
     for step, (layer, experts) in enumerate(future.demands):
@@ -55,7 +55,7 @@ def test_whole_experts_load_the_least_that_is_possible(scope: str) -> None:
         shape = geometry(layers, experts, top_k)
         future = ListFuture(shape, some_demands(dice, layers, experts, 18 // layers, top_k))
         shares = [dice.randint(0, experts) for _ in range(layers)]
-        control = system.controller(shape, with_shares(shape, shares, top_k), Known(future=future))
+        control = system.scheduler(shape, with_shares(shape, shares, top_k), Known(future=future))
         ids = [frozenset(shape.expert_id(layer, e) for e in chosen) for layer, chosen in future.demands]
         every = range(shape.num_experts)
         if scope == "layer":
@@ -74,7 +74,7 @@ def test_segments_load_the_least_that_is_possible(scope: str) -> None:
         shape = geometry(layers, experts, top_k, segments=2)
         future = ListFuture(shape, some_demands(dice, layers, experts, 10 // layers, top_k))
         shares = [dice.randint(0, 2 * experts - 1) for _ in range(layers)]
-        control = system.controller(shape, with_shares(shape, shares, 2 * top_k), Known(future=future))
+        control = system.scheduler(shape, with_shares(shape, shares, 2 * top_k), Known(future=future))
         ids = [
             frozenset(2 * shape.expert_id(layer, e) + s for e in chosen for s in (0, 1))
             for layer, chosen in future.demands
@@ -92,7 +92,7 @@ def test_what_is_never_needed_again_passes_and_ties_go_to_the_lowest_id() -> Non
     """Two kept places, three needed: 2 and 0 are needed next, at once; then 1 and 2 never again."""
     shape = geometry(layers=1, experts=4, top_k=3)
     future = ListFuture(shape, [(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])
-    control = SYSTEMS["belady"].controller(shape, with_shares(shape, [2], 3), Known(future=future))
+    control = SYSTEMS["belady"].scheduler(shape, with_shares(shape, [2], 3), Known(future=future))
     assert list(run_layer(control, 0, [2, 1, 0]).loaded) == [2, 0, 1], "what is kept is loaded first"
     assert set(control.caches[0].kept) == {0, 2}
     future.step = 1
@@ -116,7 +116,7 @@ def test_no_system_loads_less_at_equal_slots(segments: int, kind: str) -> None:
         for name, system in SYSTEMS.items():
             if system.keeps_everything or system.prediction != "none":
                 continue
-            control = system.controller(shape, budget, Known(future=future))
+            control = system.scheduler(shape, budget, Known(future=future))
             loads[name] = played(control, future, decode=kind != "prefill")
             phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
             hits[name] = sum(phase.hit_nbytes for phase in phases)
@@ -133,7 +133,7 @@ def test_without_the_future_the_system_says_what_it_lacks(name: str) -> None:
     shape = geometry()
     budget = split_budget(shape, shape.nbytes // 2)
     with pytest.raises(ConfigError, match="needs to know the demands to come; only a simulation does"):
-        SYSTEMS[name].controller(shape, budget)
+        SYSTEMS[name].scheduler(shape, budget)
         SYSTEMS[name].predictor(shape)
     assert name not in runnable_systems()
 
@@ -142,7 +142,7 @@ def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
     shape = geometry()
     known = Known(future=ListFuture(shape, []))
     with pytest.raises(ConfigError, match=r"order='id'.*'belady'.*accepted: resident"):
-        SYSTEMS["belady"].controller(shape, split_budget(shape, shape.nbytes // 2), known, order="id")
+        SYSTEMS["belady"].scheduler(shape, split_budget(shape, shape.nbytes // 2), known, order="id")
 
 
 def test_the_registry_hands_out_what_is_known() -> None:

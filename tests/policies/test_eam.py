@@ -11,8 +11,8 @@ from expertly.core.observation import Began, History, Routed
 from expertly.policies.maps.store import MapShape
 from expertly.policies.matrices.collection import Matrices
 from expertly.policies.predictor.eam import EAM, EAMOptions
-from tests.control.drive import geometry
 from tests.policies.matrices.reference import NaiveCollection, choices, matrix_of
+from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K = 5, 7, 2
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expertly.policies.eviction.eam import EPSILON, EAMEviction
-from tests.control.drive import geometry
+from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=6, top_k=2)
 

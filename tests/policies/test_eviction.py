@@ -15,8 +15,8 @@ from expertly.policies.eviction.lru import LRU
 from expertly.policies.eviction.random import RandomEviction
 from expertly.policies.eviction.static import Static
 from expertly.testing import EVICTION_CHECKS
-from tests.control.drive import geometry
 from tests.policies.futures import KNOWN
+from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=16, experts=64)
 

@@ -15,8 +15,8 @@ from expertly.policies.maps.selection import select
 from expertly.policies.maps.store import MapShape, MapStore
 from expertly.policies.predictor import fmoe as fmoe_module
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from tests.control.drive import geometry
 from tests.policies.maps.reference import cosine, random_scores, top
+from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)

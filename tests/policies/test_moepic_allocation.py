@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.control.budget import split_budget
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
@@ -15,7 +14,8 @@ from expertly.policies.allocation.split import Split, SplitOptions
 from expertly.policies.allocation.uniform import uniform_shares
 from expertly.policies.moepic.statistics import LayerStatistics
 from expertly.policies.moepic.timing import Timing
-from tests.control.drive import geometry
+from expertly.scheduler.budget import split_budget
+from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=3, experts=8, top_k=2, segments=4)
 TIMES = Timing.of(SHAPE, 40, 40, 100, 40)
@@ -124,7 +124,7 @@ def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -
     assert found == due_at
 
 
-def test_before_anything_is_known_whole_experts_are_kept_where_pieces_cost_much() -> None:
+def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much() -> None:
     """And the paper's halves where they cost nothing, or nobody is to count that."""
     kept = {}
     for name, options, timing in (
@@ -144,17 +144,17 @@ def test_before_anything_is_known_whole_experts_are_kept_where_pieces_cost_much(
 
 
 def test_what_is_not_counted_changes_no_configuration() -> None:
-    for pieces in (True, False):
-        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=pieces))
+    for spans in (True, False):
+        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", spans=spans))
         allocation.begin(allocation.shares([49]))
         for token in range(30):
             tell(allocation, token)
         job = allocation.due()
         assert job is not None
         costs = Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)
-        assert (job(costs) == job(TIMES)) == (not pieces)
+        assert (job(costs) == job(TIMES)) == (not spans)
         tops = {layer.kept_segments for layer in job(costs).plan.layers}
-        assert (tops <= {0, 4}) == pieces
+        assert (tops <= {0, 4}) == spans
 
 
 def test_a_job_holds_what_was_seen_until_then() -> None:

@@ -14,7 +14,7 @@ from expertly.core.observation import Began, History, Routed
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.base import Predictor
-from tests.control.drive import geometry
+from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=6, top_k=2)
 

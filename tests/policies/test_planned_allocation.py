@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.control.budget import split_budget
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.known import Known
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.moepic.timing import Timing
-from expertly.systems import get_system
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
 
 GEOMETRY = shape_of(3)
@@ -39,12 +39,12 @@ def test_the_rest_is_the_rings_until_another_plan_keeps_it(name: str) -> None:
     system = get_system(f"lru:allocation={name}")
     given = system.budget(GEOMETRY, budget, KNOWN)
     assert (given.kept_slots, given.ring_slots) == (budget.kept_slots, budget.ring_slots) == ((28,), (8,))
-    controller = system.controller(GEOMETRY, given, KNOWN)
-    assert controller.keeper.shares == [6, 0, 12] and controller.keeper.ring == [36 - 18]
+    scheduler = system.scheduler(GEOMETRY, given, KNOWN)
+    assert scheduler.keeper.shares == [6, 0, 12] and scheduler.keeper.ring == [36 - 18]
     if name == "split":
         return  # it keeps to its plan
-    controller.configure(SplitPlan(GEOMETRY, (LayerSplit(4, 2, 8), LayerSplit(2, 4, 8), LayerSplit(3, 4, 12))))
-    assert controller.keeper.shares == [8, 8, 12] and controller.keeper.ring == [8], "all 28 that the memory keeps"
+    scheduler.configure(SplitPlan(GEOMETRY, (LayerSplit(4, 2, 8), LayerSplit(2, 4, 8), LayerSplit(3, 4, 12))))
+    assert scheduler.keeper.shares == [8, 8, 12] and scheduler.keeper.ring == [8], "all 28 that the memory keeps"
 
 
 def test_it_is_configured_anew_after_tau_tokens_within_the_plans_memory() -> None:

@@ -19,8 +19,8 @@ from expertly.testing import PREDICTOR_CHECKS, passes
 from expertly.testing.futures import some_future
 from expertly.testing.passes import SHAPE
 from expertly.testing.predictor import DISTANCES
-from tests.control.drive import geometry
 from tests.policies.futures import ListFuture
+from tests.scheduler.drive import geometry
 from tests.weights import random_weights
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
-from tests.control.drive import geometry
+from tests.scheduler.drive import geometry
 
 
 def naively(scores: np.ndarray, width: int) -> list[tuple[int, float]]:

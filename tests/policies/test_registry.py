@@ -12,7 +12,7 @@ from expertly.policies import registry
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
-from expertly.systems import SYSTEMS, get_system
+from expertly.scheduler.presets import SYSTEMS, get_system
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module that can be imported in this test alone."""
     name = f"outside_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
-        "from expertly.parts import System\n"
+        "from expertly.scheduler.system import System\n"
         "from expertly.policies.eviction import EVICTIONS, MakeEviction\n"
         "NUMBER = 7\nTEXT = 'seven'\n"
         "def PRIORITY(score, layers_to_go):\n    return score\n"

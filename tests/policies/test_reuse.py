@@ -12,8 +12,8 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.reuse import family
 from expertly.policies.known import Known
 from expertly.policies.reuse.model import ReuseModel
-from expertly.systems import SYSTEMS, get_system
-from tests.control.drive import controller, geometry, one_token, run_layer
+from expertly.scheduler.presets import SYSTEMS, get_system
+from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
 
 LAYERS, EXPERTS = 3, 16
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
@@ -39,7 +39,7 @@ def steps(num: int, seed: int) -> list[list[list[int]]]:
 
 def loads(system: str, routing: list[list[list[int]]], count_from: int, share: float = 0.35) -> int:
     """Experts loaded from that step on."""
-    control, num = controller(SHAPE, share, system), 0
+    control, num = scheduler(SHAPE, share, system), 0
     for step, layers in enumerate(routing):
         for layer, experts in enumerate(layers):
             ran = run_layer(control, layer, experts, check=step % 40 == 0)
@@ -60,13 +60,13 @@ def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
     for layers in steps(900, 0):
         for layer, experts in enumerate(layers):
             taught.observe(one_token(layer, experts))
-    budget = controller(SHAPE, 0.35, "expertly").budget
+    budget = scheduler(SHAPE, 0.35, "expertly").budget
     num = []
     for known in (Known(), Known(reuse=taught)):
-        control = SYSTEMS["expertly"].controller(SHAPE, budget, known)
+        control = SYSTEMS["expertly"].scheduler(SHAPE, budget, known)
         num.append(sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one)))
     assert num[1] < 0.95 * num[0]
-    control = SYSTEMS["expertly"].controller(SHAPE, budget, Known(reuse=taught))
+    control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(reuse=taught))
     again = sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one))
     assert again == num[1], "what is given is not changed"
 
@@ -121,7 +121,7 @@ def test_victims_are_those_of_sorting(seed: int) -> None:
 
 
 def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> None:
-    control = controller(SHAPE, 0.5, "expertly")
+    control = scheduler(SHAPE, 0.5, "expertly")
     for layers in steps(60, 1):
         for layer, experts in enumerate(layers):
             run_layer(control, layer, experts)

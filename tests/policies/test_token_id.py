@@ -11,9 +11,9 @@ from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.token_id import IdCounts
-from expertly.systems import get_system
-from tests.control.drive import geometry
+from expertly.scheduler.presets import get_system
 from tests.policies.test_observing_predictors import chose, said
+from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=3, experts=6, top_k=2)
 ALL = 1 << 30

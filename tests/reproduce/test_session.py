@@ -16,7 +16,7 @@ from expertly.reproduce.lab import CannotRun, Lab
 from expertly.reproduce.registry import EXPERIMENTS, select
 from expertly.reproduce.session import Session
 from expertly.reproduce.subject import Subject
-from expertly.systems import get_system
+from expertly.scheduler.presets import get_system
 from tests.reproduce.small import full_trace, imported_trace
 
 

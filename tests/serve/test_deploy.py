@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from expertly.cli.main import build_parser
-from expertly.maps.file import load_maps, save_maps
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
 from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.state.file import load_maps, save_maps
 from expertly.store.cache import learned_beside, remove_entry
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

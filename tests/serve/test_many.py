@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import expertly
-from expertly.models.stepping import Batch
+from expertly.model.stepping import Batch
 from tests.serve.conftest import Serving, greedy, greedy_end, room_for, served
 
 WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")
@@ -265,7 +265,7 @@ def test_a_model_that_cannot_begin_again_is_told_to_everybody(
 
 def break_next_pass(model: Any, error: BaseException, before: Any = lambda: None) -> None:
     """The engine fails once, after `before`."""
-    engine = expertly.engine.api.handle(model).engine  # type: ignore[attr-defined]
+    engine = expertly.api.handle(model).engine  # type: ignore[attr-defined]
     begin = engine.begin_iteration
 
     def fail(info: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.engine import api
+from expertly import api
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.serve.readings import Readings, compressed_here
 from tests.engine.test_tiered import LateStreams

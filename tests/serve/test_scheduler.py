@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import EngineClosedError
-from expertly.models.stepping import Entry
+from expertly.model.stepping import Entry
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Request
 from expertly.serve.sampling import Choice, Sampling
-from expertly.serve.scheduler import Room, Scheduler
+from expertly.serve.scheduler import RequestScheduler, Room
 
 END = 0
 
@@ -57,7 +57,7 @@ class Story:
     def __init__(self, **room: Any) -> None:
         self.steps, self.heard = Steps(), Heard()
         told = {"context": 64, "page_tokens": 8, "num_pages": 100, "max_running": 2, "max_queue": 2} | room
-        self.scheduler = Scheduler(Room(**told), self.heard)
+        self.scheduler = RequestScheduler(Room(**told), self.heard)
         self.scheduler.start(lambda sampler, failed: self.steps)
 
     def ask(self, prompt: int = 4, max_tokens: int = 4, texts: int = 1, stops: Sequence[str] = ()) -> Request:
@@ -342,4 +342,4 @@ def test_closing_ends_what_is_under_way() -> None:
             one.ask()
 
     run(story)
-    Scheduler(Room(64, 8, 100, 2, 2), Heard()).close()  # that never began
+    RequestScheduler(Room(64, 8, 100, 2, 2), Heard()).close()  # that never began

@@ -45,7 +45,7 @@ def whole(text: str, stops: list[str]) -> tuple[str, bool]:
     return (text[: min(places)], True) if places else (text, False)
 
 
-def test_stop_strings_in_any_pieces() -> None:
+def test_stop_strings_in_any_spans() -> None:
     draw = random.Random(3)
     for _ in range(2000):
         text = "".join(draw.choices("ab", k=draw.randint(0, 12)))

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
-from expertly.systems import SYSTEMS
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, TraceLayer, max_experts, max_top_k, trace_field
 from expertly.trace.writer import TraceWriter
@@ -29,8 +29,8 @@ Pass = tuple[int | Sequence[int], bool | Sequence[bool], Sequence[Any]]
 
 
 def toy(**changes: Any) -> Hardware:
-    """Weights stream at 1 byte/ns, the link brings 1 byte in 2 ns; computing costs 10 ns a piece, 100 a layer, 1000 a
-    pass; a piece occupies the link 3 ns longer and an idle one takes 7 to begin."""
+    """Weights stream at 1 byte/ns, the link brings 1 byte in 2 ns; computing costs 10 ns a span, 100 a layer, 1000 a
+    pass; a span occupies the link 3 ns longer and an idle one takes 7 to begin."""
     parts: dict[str, Any] = {
         "name": "toy",
         "memory_nbytes_per_s": 1e9,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.study import Memory
-from expertly.systems import SYSTEMS, get_system
 from expertly.trace.manifest import write_manifest
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_study, make_trace, random_passes, results, sized
@@ -31,8 +31,8 @@ def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: in
     study = make_study(trace, segments=segments, matcher="inline")
     budget = Memory(f"{kept}/layer", kept).budget(study.geometry)
     simulator = study.simulate(get_system(system), budget)
-    simulator.controller.check()
-    decode = [counters.decode for counters in simulator.controller.counters]
+    simulator.scheduler.check()
+    decode = [counters.decode for counters in simulator.scheduler.counters]
     assert sum(one.demands for one in decode) == 3 * 60 * 4 * 2, "every token, layer and choice was served"
     assert sum(one.predicted for one in decode) > 0
     if kept == 8:
@@ -68,10 +68,10 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
     study = make_study(make_trace(tmp_path / "trace", passes, LAYERS), matcher="inline")
     for name in ("brainstorm", "moe-infinity-lfu"):
         simulator = study.simulate(SYSTEMS[name], Memory("3/layer", 3).budget(study.geometry))
-        decode = [counters.decode for counters in simulator.controller.counters]
+        decode = [counters.decode for counters in simulator.scheduler.counters]
         assert sum(one.hits for one in decode) == 54 * 8 - 8, "all but the first time"
-        assert simulator.controller.caches[0] is simulator.controller.caches[3], "one cache over all layers"
-        kept = simulator.controller.caches[0].kept
+        assert simulator.scheduler.caches[0] is simulator.scheduler.caches[3], "one cache over all layers"
+        kept = simulator.scheduler.caches[0].kept
         assert {8 * layer + expert for layer in range(4) for expert in (0, 1)} <= set(kept)
 
 

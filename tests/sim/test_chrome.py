@@ -13,10 +13,10 @@ import pytest
 from expertly.core.costs import MeasuredCompute
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.chrome import ChromeTrace
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.study import Memory
-from expertly.systems import SYSTEMS
 from tests.sim.drive import make_study, make_trace, random_passes, sized, toy
 
 LAYERS = sized(2, 8, 2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from expertly.control.counters import PhaseCounters
 from expertly.core.errors import ConfigError
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Link, PredictorCosts
 from expertly.sim.simulator import Simulator
 from expertly.sim.study import Memory, Study
-from expertly.systems import SYSTEMS
 from expertly.trace import synth
 from expertly.trace.reader import Trace
 from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_passes, results, sized, toy
@@ -34,7 +34,7 @@ def ran(study: Study, system: str, memory: str) -> Simulator:
 
 def total(simulator: Simulator) -> PhaseCounters:
     counters = PhaseCounters()
-    for layer in simulator.controller.counters:
+    for layer in simulator.scheduler.counters:
         counters.add(layer.prefill)
         counters.add(layer.decode)
     return counters
@@ -201,7 +201,7 @@ def test_stalls_and_computing_are_all_the_time_there_is(system: str, segments: i
     simulator = ran(study, system, "100%" if system == "resident" else "30%")
     counters, metrics = total(simulator), simulator.metrics
     computing = metrics.busy_ns - metrics.stall_ns
-    if segments == 1:  # then an expert is one piece, whatever happens
+    if segments == 1:  # then an expert is one span, whatever happens
         passes = metrics.num_prefill_iterations + metrics.num_decode_iterations
         experts_ns = counters.demands * (layers[0].expert_nbytes + 10)  # read once a pass, however many its tokens
         assert computing == experts_ns + passes * (2 * 100 + 1000)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.control.budget import Budget
+from expertly.api import handle
 from expertly.core.costs import CodecCosts
 from expertly.core.geometry import Geometry
-from expertly.engine.api import handle
-from expertly.models.packing import pack
+from expertly.model.packing import pack
+from expertly.scheduler.budget import Budget
+from expertly.scheduler.presets import get_system
 from expertly.sim.coded import Coding
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.storage import Storage
 from expertly.sim.study import Study
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from tests.engine.observe import loaded
 from tests.families import HIDDEN_SIZE, make_checkpoint
@@ -66,7 +66,7 @@ def test_engine_and_simulator_hold_the_same_copies(
         make_instant(engine.backend)
         run_engine(model, tmp_path / "trace", full=True)
         names = COUNTED + OF_PREDICTIONS
-        expected = counted(engine.controller.counters, names)
+        expected = counted(engine.scheduler.counters, names)
         told = expertly.stats(model).as_dict()
         readers: Any = engine.backend
         pool = readers._readers._source._pool
@@ -76,24 +76,24 @@ def test_engine_and_simulator_hold_the_same_copies(
             trace,
             make_schedule(trace, Selection()),
             Hardware.read("infinite"),
-            engine.controller.geometry.layers,
+            engine.scheduler.geometry.layers,
             trace.manifest.dense,
             segments=segments,
             matcher="inline",
-            learned=random_weights(engine.controller.geometry.layers, HIDDEN_SIZE),
+            learned=random_weights(engine.scheduler.geometry.layers, HIDDEN_SIZE),
             storage=AsInTheEngine("planes", compressed, num_copies=num_copies),
         )
-        simulator = study.simulate(get_system(system), engine.controller.budget)
+        simulator = study.simulate(get_system(system), engine.scheduler.budget)
         simulator._link.busy_until_ns()  # begins what was asked for last, ahead of a token that did not come
         coded = simulator.coded
         assert coded is not None
-        assert counted(simulator.controller.counters, names) == expected
+        assert counted(simulator.scheduler.counters, names) == expected
         assert coded.held_nbytes == told["bytes_compressed_hit"]
         if pool is not None:
-            total = engine.controller.geometry.num_experts
-            where = [engine.controller.geometry.layer_of_expert(eid) for eid in range(total)]
+            total = engine.scheduler.geometry.num_experts
+            where = [engine.scheduler.geometry.layer_of_expert(eid) for eid in range(total)]
             keys = [
-                (layer, eid - engine.controller.geometry.first_expert_id(layer), segment)
+                (layer, eid - engine.scheduler.geometry.first_expert_id(layer), segment)
                 for eid, layer in enumerate(where)
                 for segment in range(segments)
             ]

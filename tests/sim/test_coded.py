@@ -10,7 +10,7 @@ import pytest
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.sim.coded import MIN_JOB_NBYTES, CodedDisk, Coding
 from expertly.sim.link import Clock, VirtualLink
 from tests.sim.drive import INFINITE, sized, toy
@@ -20,16 +20,16 @@ COSTS = CodecCosts(0.5, 0.25e9, 2)  # 80 ns a segment
 INSTANT = CodecCosts(0.5, float("inf"), 1)
 
 
-def piece(expert: int, layer: int = 0, segment: int = 0, num_segments: int = 1, slot: int = 0) -> Piece:
-    return Piece(layer, expert, segment, num_segments, slot)
+def span(expert: int, layer: int = 0, segment: int = 0, num_segments: int = 1, slot: int = 0) -> Span:
+    return Span(layer, expert, segment, num_segments, slot)
 
 
 class Watch:
     def __init__(self) -> None:
         self.moves: list[tuple[str, int, int, int]] = []
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
-        self.moves.append((where, piece.expert, begin_ns, end_ns))
+    def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
+        self.moves.append((where, span.expert, begin_ns, end_ns))
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
         raise AssertionError("taking costs nothing here")
@@ -51,7 +51,7 @@ def coded(link: VirtualLink) -> CodedDisk:
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_bound_by_the_link_loading_takes_the_stored_bytes(num: int) -> None:
     clock, link, _ = make(INSTANT)
-    link.submit([piece(e) for e in range(num)])
+    link.submit([span(e) for e in range(num)])
     assert [link.wait().expert for _ in range(num)] == list(range(num))
     assert clock.now_ns == link.stall_ns == 7 + num * (3 + 20)
     assert link.moved_nbytes == coded(link).decoded_nbytes == num * 20 and coded(link).read_nbytes == num * 10
@@ -60,8 +60,8 @@ def test_bound_by_the_link_loading_takes_the_stored_bytes(num: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_bound_by_decoding_loading_takes_the_rate_of_all_threads(threads: int) -> None:
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, threads), link=INFINITE)
-    link.submit([piece(e % 8, e // 8) for e in range(16)])
-    assert {link.wait() for _ in range(16)} == {piece(e % 8, e // 8) for e in range(16)}
+    link.submit([span(e % 8, e // 8) for e in range(16)])
+    assert {link.wait() for _ in range(16)} == {span(e % 8, e // 8) for e in range(16)}
     assert clock.now_ns == 16 * 80 // threads
 
 
@@ -70,19 +70,19 @@ def test_reading_and_decoding_overlap() -> None:
     processors.
     """
     clock, link, watch = make()
-    link.submit([piece(e) for e in range(3)])
+    link.submit([span(e) for e in range(3)])
     arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
     assert arrivals == [(0, 127), (1, 150), (2, 173)]
     assert watch.moves == [("link", 0, 7, 30), ("link", 1, 30, 53), ("link", 2, 53, 76)]
 
 
-def test_a_large_piece_is_decoded_by_several_threads_as_its_bytes_come() -> None:
+def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
     """Four parts, there at quarters of the read; one thread would take four times as long for each."""
     width = MIN_JOB_NBYTES
     geometry = Geometry(sized(1, 2, 1, width=width), 1)  # 4 parts of 256 KiB
     per_part = MIN_JOB_NBYTES * 4
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
-    link.submit([piece(0)])
+    link.submit([span(0)])
     link.wait()
     assert clock.now_ns == MIN_JOB_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
 
@@ -90,29 +90,29 @@ def test_a_large_piece_is_decoded_by_several_threads_as_its_bytes_come() -> None
 def test_what_the_tier_holds_is_not_read_and_may_overtake_what_is() -> None:
     clock, link, watch = make(tier_segments=2)
     for _ in range(2):
-        link.submit([piece(0)])
+        link.submit([span(0)])
         link.wait()
     assert len(watch.moves) == 1 and clock.now_ns == 110 + 80
     assert coded(link).held_nbytes == 20 and coded(link).read_nbytes == 10
     begin = clock.now_ns
-    link.submit([piece(1), piece(0)])
-    assert (link.wait(), clock.now_ns - begin) == (piece(0), 80)
-    assert (link.wait(), clock.now_ns - begin) == (piece(1), 110)
+    link.submit([span(1), span(0)])
+    assert (link.wait(), clock.now_ns - begin) == (span(0), 80)
+    assert (link.wait(), clock.now_ns - begin) == (span(1), 110)
 
 
-def test_of_a_piece_that_is_held_in_part_the_rest_is_read() -> None:
+def test_of_a_span_that_is_held_in_part_the_rest_is_read() -> None:
     clock, link, _ = make(tier_segments=2)
-    link.submit([piece(0)])
+    link.submit([span(0)])
     link.wait()
     begin = clock.now_ns
-    link.submit([piece(0, num_segments=2)])
-    assert link.wait() == piece(0, num_segments=2) and clock.now_ns - begin == 110
+    link.submit([span(0, num_segments=2)])
+    assert link.wait() == span(0, num_segments=2) and clock.now_ns - begin == 110
     assert (coded(link).read_nbytes, coded(link).held_nbytes, coded(link).decoded_nbytes) == (20, 20, 60)
 
 
 def test_a_tier_that_holds_everything_reads_each_segment_once() -> None:
     _, link, watch = make(tier_segments=32)
-    everything = [piece(e, layer, s) for layer in range(2) for e in range(8) for s in range(2)]
+    everything = [span(e, layer, s) for layer in range(2) for e in range(8) for s in range(2)]
     for _ in range(3):
         link.submit(everything)
         assert {link.wait() for _ in everything} == set(everything)
@@ -124,15 +124,15 @@ def test_a_tier_that_holds_everything_reads_each_segment_once() -> None:
 def test_withdrawn_is_what_is_neither_read_nor_decoded_yet() -> None:
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1), tier_segments=6)
     for expert in (0, 1):
-        link.submit([piece(expert)])
+        link.submit([span(expert)])
         link.wait()
     begin = clock.now_ns
-    link.submit_ahead([piece(2), piece(0), piece(3), piece(3, layer=1)])  # 0 is held; one for each reader
-    link.submit_ahead([piece(4), piece(1), piece(4, layer=1)])
+    link.submit_ahead([span(2), span(0), span(3), span(3, layer=1)])  # 0 is held; one for each reader
+    link.submit_ahead([span(4), span(1), span(4, layer=1)])
     clock.now_ns = begin + 8
-    assert set(link.withdraw(0)) == {piece(4), piece(1)}, "readers have the others"
+    assert set(link.withdraw(0)) == {span(4), span(1)}, "readers have the others"
     assert link.withdraw(0) == []
-    begun = [piece(2), piece(0), piece(3), piece(3, layer=1), piece(4, layer=1)]
+    begun = [span(2), span(0), span(3), span(3, layer=1), span(4, layer=1)]
     assert {link.wait() for _ in begun} == set(begun)
     assert clock.now_ns == pytest.approx(begin + 5 * 80, abs=2) and coded(link).num_waiting == 0
     tier = coded(link).tier
@@ -142,30 +142,30 @@ def test_withdrawn_is_what_is_neither_read_nor_decoded_yet() -> None:
 
 def test_demands_are_read_before_what_is_loaded_ahead() -> None:
     clock, link, _ = make()
-    link.submit_ahead([piece(e) for e in range(6)])  # a reader has each of the first four
+    link.submit_ahead([span(e) for e in range(6)])  # a reader has each of the first four
     clock.now_ns = 10
-    link.submit([piece(6), piece(7)])
+    link.submit([span(6), span(7)])
     assert [link.wait().expert for _ in range(8)] == [0, 1, 2, 3, 6, 7, 4, 5]
 
 
 def test_what_is_loaded_ahead_in_several_parts_begins_alone() -> None:
-    """Pieces of four parts: the second one waits until the first one is there, and is withdrawn before."""
+    """Spans of four parts: the second one waits until the first one is there, and is withdrawn before."""
     geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
-    link.submit_ahead([piece(0), piece(1)])
+    link.submit_ahead([span(0), span(1)])
     clock.now_ns = MIN_JOB_NBYTES * 4  # the first has been read
-    assert link.withdraw(0) == [piece(1)]
-    assert link.wait() == piece(0) and coded(link).num_waiting == 0
+    assert link.withdraw(0) == [span(1)]
+    assert link.wait() == span(0) and coded(link).num_waiting == 0
 
 
 def test_busy_until_is_when_the_slower_of_disk_and_threads_is_done() -> None:
     _, link, _ = make()
-    link.submit([piece(e) for e in range(4)])
+    link.submit([span(e) for e in range(4)])
     assert link.busy_until_ns() == 4 * 80 // 2
     link.wait()  # at 137; by then one processor was at work for 23 and two for 84
     assert link.busy_until_ns() == 137 + (4 * 80 - 23 - 2 * 84 + 1) // 2
     other, slow = make(link=Link(0.01e9, 7, 3))[:2]
-    slow.submit([piece(e) for e in range(4)])
+    slow.submit([span(e) for e in range(4)])
     assert slow.busy_until_ns() == other.now_ns + 4 * 1003
 
 
@@ -176,26 +176,26 @@ def test_busy_until_is_when_the_slower_of_disk_and_threads_is_done() -> None:
 def test_what_computes_takes_processors_from_decoding(slowdown: float, there: int) -> None:
     """For 60 two parts share the one processor, or one and a half, that computing leaves them."""
     clock, link, _ = make(link=INFINITE)
-    link.submit([piece(0), piece(1)])
+    link.submit([span(0), span(1)])
     link.computing(0, 60, slowdown)
     clock.now_ns = 60
-    assert {link.wait(), link.wait()} == {piece(0), piece(1)} and clock.now_ns == there
+    assert {link.wait(), link.wait()} == {span(0), span(1)} and clock.now_ns == there
     assert make(link=INFINITE)[1].poll() is None
 
 
 def test_where_computing_leaves_no_processor_decoding_waits() -> None:
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1, threads_beside=0), link=INFINITE)
-    link.submit([piece(0)])
+    link.submit([span(0)])
     for begin in (0, 30, 100):  # it decodes from 60 until 100, and from 110
         link.computing(begin, begin + (10 if begin == 100 else 30))
         clock.now_ns = begin + 30
-    assert link.wait() == piece(0) and clock.now_ns == 110 + 40
+    assert link.wait() == span(0) and clock.now_ns == 110 + 40
 
 
 def test_reading_takes_processors_from_decoding() -> None:
     """One of two, until 76: from 53 on the first two share one."""
     clock, link, _ = make(CodecCosts(0.5, 0.25e9, 2, read_processors=1.0))
-    link.submit([piece(e) for e in range(3)])
+    link.submit([span(e) for e in range(3)])
     arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
     assert arrivals == [(0, 145), (1, 168), (2, 179)]
 
@@ -205,24 +205,24 @@ def test_reading_takes_processors_from_decoding() -> None:
 
 def test_behind_a_host_tier_decoded_experts_go_over_the_link() -> None:
     clock, link, watch = make(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
-    link.submit([piece(5), piece(0)])
-    assert link.wait() == piece(0) and clock.now_ns == 50, "the host holds it"
-    assert link.wait() == piece(5) and clock.now_ns == 20 + 105 + 80 + 50
+    link.submit([span(5), span(0)])
+    assert link.wait() == span(0) and clock.now_ns == 50, "the host holds it"
+    assert link.wait() == span(5) and clock.now_ns == 20 + 105 + 80 + 50
     assert [move[:2] for move in watch.moves] == [("link", 0), ("disk", 5), ("link", 5)]
     assert link.moved_nbytes == 40 and coded(link).read_nbytes == 10
 
 
 def test_behind_a_host_tier_the_device_computes_and_takes_no_processor() -> None:
     clock, link, _ = make(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
-    link.submit([piece(5), piece(6), piece(7)])
+    link.submit([span(5), span(6), span(7)])
     link.computing(0, 1000)
-    assert link.wait() == piece(5) and clock.now_ns < 1000
+    assert link.wait() == span(5) and clock.now_ns < 1000
 
 
 def test_the_tier_takes_its_memory_of_the_host_tier() -> None:
     _, link, watch = make(tier_segments=4, disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
     for expert in (0, 1, 2, 1):  # two segments stay decoded, those of expert 0 at first
-        link.submit([piece(expert, num_segments=2)])
+        link.submit([span(expert, num_segments=2)])
         link.wait()
     reads = [expert for where, expert, _, _ in watch.moves if where == "disk"]
     assert reads == [1, 2], "0 was there at the beginning, and 1 was held as it is stored when it came again"
@@ -230,15 +230,15 @@ def test_the_tier_takes_its_memory_of_the_host_tier() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pieces_arrive_once_in_time_order_whatever_is_asked_for(seed: int) -> None:
+def test_spans_arrive_once_in_time_order_whatever_is_asked_for(seed: int) -> None:
     dice = random.Random(seed)
     hosted = {"disk": Link(0.1e9, 20, 5), "host_memory_nbytes": 8 * 20} if seed % 2 else {}
     clock, link, watch = make(CodecCosts(0.5, 0.25e9, 1 + seed % 3), tier_segments=6 * (seed // 4), **hosted)
-    waiting: list[Piece] = []
+    waiting: list[Span] = []
     last = 0
     for number in range(400):
         free = [(la, e) for la in range(2) for e in range(8) if not any(w[:2] == (la, e) for w in waiting)]
-        new = [piece(e, la, 0, dice.choice((1, 2)), number) for la, e in dice.sample(free, min(2, len(free)))]
+        new = [span(e, la, 0, dice.choice((1, 2)), number) for la, e in dice.sample(free, min(2, len(free)))]
         (link.submit if dice.random() < 0.5 else link.submit_ahead)(new)
         waiting += new
         clock.now_ns += dice.randrange(90)

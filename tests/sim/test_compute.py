@@ -36,8 +36,8 @@ MEASURED = MeasuredCompute(
 
 def test_a_roofline_of_one_token_is_the_weights_read():
     model = compute_model(MACHINE, Geometry((LAYER,) * 2, 4), DenseShape(1_000_000, 2_000_000))
-    assert model.piece_ns(0, 1, 4) == 6_000_000 + 7  # 3 MB at 1 GB/s, half of it reached
-    assert model.piece_ns(1, 1, 1) == 1_500_000 + 7
+    assert model.span_ns(0, 1, 4) == 6_000_000 + 7  # 3 MB at 1 GB/s, half of it reached
+    assert model.span_ns(1, 1, 1) == 1_500_000 + 7
     assert model.dense_ns(0, 1) == 2_000_000 + 11
     assert model.head_ns(1) == 4_000_000 + 13
     assert model.submit_ns == model.load_ns(0, 1) == 0 and model.slowdown_while_loading == 1
@@ -45,15 +45,15 @@ def test_a_roofline_of_one_token_is_the_weights_read():
 
 def test_a_roofline_of_many_tokens_is_the_operations():
     model = compute_model(MACHINE, Geometry((LAYER,)), DenseShape(1_000_000, 2_000_000))
-    assert model.piece_ns(0, 5, 1) == model.piece_ns(0, 1, 1), "below the ridge, 10 tokens here"
-    assert model.piece_ns(0, 100, 1) == 60_000_000 + 7  # 2 * 100 * 1.5e6 operations at 1e10, half of it reached
+    assert model.span_ns(0, 5, 1) == model.span_ns(0, 1, 1), "below the ridge, 10 tokens here"
+    assert model.span_ns(0, 100, 1) == 60_000_000 + 7  # 2 * 100 * 1.5e6 operations at 1e10, half of it reached
     assert model.dense_ns(0, 100) == 20_000_000 + 11
 
 
 def test_an_expert_of_only_pads_is_computed_all_the_same():
     for hardware in (MACHINE, replace(MACHINE, compute=MEASURED)):
         model = compute_model(hardware, Geometry((LAYER,) * 2), None)
-        assert model.piece_ns(0, 0, 1) == model.piece_ns(0, 1, 1)
+        assert model.span_ns(0, 0, 1) == model.span_ns(0, 1, 1)
 
 
 def test_without_the_dense_part_a_layer_costs_its_fixed_time():
@@ -64,15 +64,15 @@ def test_without_the_dense_part_a_layer_costs_its_fixed_time():
 def test_layers_of_two_shapes():
     small = replace(LAYER, intermediate_size=250)
     model = compute_model(MACHINE, Geometry((LAYER, small)), None)
-    assert model.piece_ns(0, 1, 1) - 7 == 2 * (model.piece_ns(1, 1, 1) - 7)
+    assert model.span_ns(0, 1, 1) - 7 == 2 * (model.span_ns(1, 1, 1) - 7)
 
 
 def test_measured_costs_between_and_beyond_what_was_measured():
     model = compute_model(replace(MACHINE, compute=MEASURED), Geometry((LAYER,) * 2, 4), None)
     assert [model.dense_ns(0, n) for n in (1, 2, 5, 9)] == [100, 200, 500, 900]
-    assert [model.piece_ns(0, n, 4) for n in (1, 3, 5)] == [1000, 1500, 2000], "whole experts"
-    assert model.piece_ns(0, 1, 1) == 300 + 50, "a quarter of the parts' neurons, and a part"
-    assert model.piece_ns(0, 5, 2) == 1200 + 60
+    assert [model.span_ns(0, n, 4) for n in (1, 3, 5)] == [1000, 1500, 2000], "whole experts"
+    assert model.span_ns(0, 1, 1) == 300 + 50, "a quarter of the parts' neurons, and a part"
+    assert model.span_ns(0, 5, 2) == 1200 + 60
     assert model.head_ns(100) == 10
     assert (model.submit_ns, model.load_ns(1, 4)) == (5, 9) and model.slowdown_while_loading == 1.5
 
@@ -98,5 +98,5 @@ def test_asking_again_is_quick(compute: MeasuredCompute | None):
     model = compute_model(replace(MACHINE, compute=compute), Geometry((LAYER,) * 2, 4), None)
     start = time.process_time()
     for i in range(100_000):
-        model.piece_ns(i & 1, i & 7, 4)
+        model.span_ns(i & 1, i & 7, 4)
     assert time.process_time() - start < 0.5

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.control.counters import LayerCounters
-from expertly.core.messages import Piece
-from expertly.engine.api import handle
-from expertly.engine.recording import record
-from expertly.models.packing import pack
+from expertly.api import handle
+from expertly.core.messages import Span
+from expertly.lab.recording import record
+from expertly.model.packing import pack
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.study import Study
-from expertly.systems import SYSTEMS, get_system, runnable_systems
 from expertly.trace.reader import Trace
 from tests.engine.observe import loaded
 from tests.families import HIDDEN_SIZE, generate, make_checkpoint, make_prompts
@@ -80,10 +80,10 @@ def counted(counters: list[LayerCounters], names: tuple[str, ...] = COUNTED) -> 
 def make_instant(backend: Any) -> None:
     """Let a backend's reads take no time for who looks at it: what is asked for is there when it has been asked for."""
     submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
-    arrived: deque[Piece] = deque()
+    arrived: deque[Span] = deque()
 
-    def finish(ask: Callable[[list[Piece]], None], pieces: Iterable[Piece]) -> None:
-        asked = list(pieces)
+    def finish(ask: Callable[[list[Span]], None], spans: Iterable[Span]) -> None:
+        asked = list(spans)
         ask(asked)
         found = {wait() for _ in asked}
         assert found == set(asked)
@@ -111,7 +111,7 @@ def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = Fa
 
 def simulated(trace: Trace, system: str, model: Any, order: str | None = None) -> Simulator:
     """The same system and budget on a machine without a link."""
-    engine = handle(model).engine.controller
+    engine = handle(model).engine.scheduler
     study = Study(
         trace,
         make_schedule(trace, Selection()),
@@ -137,9 +137,9 @@ def test_engine_and_simulator_count_the_same(
         settings["ring"] = 2  # the default one is more than that of these tiny models
     with loaded(stores["qwen3_moe"], system=system, segments=segments, **settings) as model:
         run_engine(model, tmp_path / "trace")
-        expected = counted(handle(model).engine.controller.counters)
+        expected = counted(handle(model).engine.scheduler.counters)
         trace = Trace.open(tmp_path / "trace")
-        found = counted(simulated(trace, system, model).controller.counters)
+        found = counted(simulated(trace, system, model).scheduler.counters)
     assert found == expected
     decode = [layer["decode"] for layer in expected]
     assert all(one["hits"] + one["partial_hits"] + one["misses"] == 3 * 7 * 3 for one in decode), "it was a real run"
@@ -151,16 +151,16 @@ def test_engine_and_simulator_count_the_same(
 def test_batches_and_other_families_agree(family: str, stores: dict[str, Path], tmp_path: Path) -> None:
     with loaded(stores[family], system="lru", memory="40%", segments=4) as model:
         run_engine(model, tmp_path / "trace", batch=True)
-        expected = counted(handle(model).engine.controller.counters)
-        assert counted(simulated(Trace.open(tmp_path / "trace"), "lru", model).controller.counters) == expected
+        expected = counted(handle(model).engine.scheduler.counters)
+        assert counted(simulated(Trace.open(tmp_path / "trace"), "lru", model).scheduler.counters) == expected
 
 
 def test_experts_one_at_a_time_by_id_agree(stores: dict[str, Path], tmp_path: Path) -> None:
     with loaded(stores["qwen3_moe"], system="lru", memory="40%", segments=2, order="id") as model:
         run_engine(model, tmp_path / "trace")
-        expected = counted(handle(model).engine.controller.counters)
+        expected = counted(handle(model).engine.scheduler.counters)
         simulator = simulated(Trace.open(tmp_path / "trace"), "lru", model, order="id")
-        assert counted(simulator.controller.counters) == expected
+        assert counted(simulator.scheduler.counters) == expected
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -182,8 +182,8 @@ def test_predictions_and_what_comes_of_them_agree(
         run_engine(model, tmp_path / "trace", batch=batch, full=True)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model)
         names = COUNTED + OF_PREDICTIONS
-        expected = counted(engine.controller.counters, names)
-        assert counted(simulator.controller.counters, names) == expected
+        expected = counted(engine.scheduler.counters, names)
+        assert counted(simulator.scheduler.counters, names) == expected
         predictor = engine.prefetching.predictor
     assert simulator.predictor is not None and simulator.predictor.facts() == predictor.facts()
     if isinstance(predictor, FMoE):

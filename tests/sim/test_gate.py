@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Link
 from expertly.sim.study import Memory, Study
-from expertly.systems import get_system
 from tests.sim.drive import make_study, make_trace, random_passes, sized, toy
 
 LAYERS = sized(4, 8, 2)

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from expertly.control.backlog import Backlog
-from expertly.control.channel import Channel, InlineChannel
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog
+from expertly.scheduler.channel import Channel, InlineChannel
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock
 from expertly.sim.matcher import VirtualChannel

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from expertly.policies.predictor.eam import EAM
+from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.schedule import Schedule, Selection
 from expertly.sim.study import Memory, Study
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from tests.sim.drive import Pass, make_study, make_trace, random_passes, results, sized, toy
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from tests.sim.drive import INFINITE, Pass, make_study, make_trace, random_passes, results, sized, toy
 
@@ -95,7 +95,7 @@ def test_a_lookahead_that_is_right_leaves_the_first_layer_to_miss(tmp_path: Path
     study = make_study(trace, toy(link=INFINITE), matcher="inline")
     row = results(study, [name], "50%")[name]
     assert row["prediction_accuracy"] == row["recall"] == row["accuracy"] == row["timeliness"] == 1.0
-    counters = study.simulate(get_system(name), Memory("50%").budget(study.geometry)).controller.counters
+    counters = study.simulate(get_system(name), Memory("50%").budget(study.geometry)).scheduler.counters
     assert all(layer.decode.misses == 0 for layer in counters[1:]) and counters[0].decode.misses > 0
 
 
@@ -152,7 +152,7 @@ def test_bytes_loaded_ahead_for_nothing_are_those_of_experts_that_were_not_neede
 ) -> None:
     """With a link that takes no time whatever is begun arrives: whole experts."""
     study = make_study(random_trace(tmp_path), toy(link=INFINITE), matcher="inline", segments=segments)
-    counters = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry)).controller.counters
+    counters = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry)).scheduler.counters
     for layer in counters:
         for phase in (layer.prefill, layer.decode):
             wasted = (phase.prefetched - phase.prefetched_needed) * LAYERS[0].expert_nbytes

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pytest
 
 from expertly.cli.main import main
-from expertly.control.counters import PhaseCounters
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory, Study
-from expertly.systems import SYSTEMS
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_study
 
@@ -39,7 +39,7 @@ def hit_rate(study: Study, system: str, capacity: int) -> float:
     """In decode, of one system with so many experts kept a layer."""
     counters = PhaseCounters()
     budget = Memory(f"{capacity}/layer", capacity).budget(study.geometry)
-    for layer in study.simulate(SYSTEMS[system], budget).controller.counters:
+    for layer in study.simulate(SYSTEMS[system], budget).scheduler.counters:
         counters.add(layer.decode)
     found = counters.rates()["hit_rate"]
     assert found is not None

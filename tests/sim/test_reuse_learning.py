@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.reuse_learning import ReuseOfTraining
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.systems import SYSTEMS
-from tests.control.drive import one_token
+from tests.scheduler.drive import one_token
 from tests.sim.drive import make_study, make_trace, random_passes, sized
 
 LAYERS = sized(3, 12, 2)

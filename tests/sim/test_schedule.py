@@ -11,7 +11,7 @@ from expertly.core.errors import ConfigError
 from expertly.sim.arrivals import Arrivals
 from expertly.sim.schedule import Schedule, Selection, make_schedule, split_requests
 from expertly.sim.study import Study, popularity
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.requests import TraceRequest
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
@@ -34,14 +34,14 @@ def arrivals(*rows: tuple[int, int, int]) -> Arrivals:
 
 def test_without_a_choice_the_whole_trace_runs_as_it_is(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
-    assert make_schedule(trace, Selection()) == Schedule([], [Span(None, 0, 100)])
-    assert make_schedule(trace, Selection(num_tokens=37)) == Schedule([], [Span(None, 0, 37)])
-    assert make_schedule(trace, Selection(num_tokens=1000)).test == [Span(None, 0, 100)]
+    assert make_schedule(trace, Selection()) == Schedule([], [RowRange(None, 0, 100)])
+    assert make_schedule(trace, Selection(num_tokens=37)) == Schedule([], [RowRange(None, 0, 37)])
+    assert make_schedule(trace, Selection(num_tokens=1000)).test == [RowRange(None, 0, 100)]
 
 
 def test_the_first_requests(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
-    assert make_schedule(trace, Selection(num_requests=2)).test == [Span(0, 0, 10), Span(1, 10, 10)]
+    assert make_schedule(trace, Selection(num_requests=2)).test == [RowRange(0, 0, 10), RowRange(1, 10, 10)]
     assert len(make_schedule(trace, Selection(num_requests=99)).test) == 10
 
 
@@ -116,14 +116,14 @@ def test_mixed_requests_cannot_be_picked(selection: Selection, flag: str, tmp_pa
     for one in (trace, turns):
         with pytest.raises(ConfigError, match=f"^{flag}: request . of .* ran together with others"):
             make_schedule(one, selection)
-        assert make_schedule(one, Selection(num_tokens=2)).test == [Span(None, 0, 2)]
+        assert make_schedule(one, Selection(num_tokens=2)).test == [RowRange(None, 0, 2)]
     with pytest.raises(ConfigError, match=r"^arrivals: request"):
         make_schedule(trace, Selection(), arrivals((0, 1, 1)))
 
 
 def test_requests_that_never_ran_are_left_out(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", [(1, False, [[[0]]])], LAYERS, num_requests=3)
-    assert make_schedule(trace, Selection(num_requests=3)).test == [Span(1, 0, 1)]
+    assert make_schedule(trace, Selection(num_requests=3)).test == [RowRange(1, 0, 1)]
 
 
 def test_arrivals_give_times_and_cut_lengths(tmp_path: Path) -> None:
@@ -131,20 +131,20 @@ def test_arrivals_give_times_and_cut_lengths(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
     schedule = make_schedule(trace, Selection(), arrivals((0, 2, 3), (5, 9, 7), (8, 4, 8), (9, 4, 0)))
     assert schedule.test == [
-        Span(0, 0, 2, 0), Span(0, 4, 2, 0),
-        Span(1, 10, 4, 5), Span(1, 14, 6, 5),
-        Span(2, 20, 4, 8), Span(2, 24, 6, 8),
-        Span(3, 30, 4, 9),
+        RowRange(0, 0, 2, 0), RowRange(0, 4, 2, 0),
+        RowRange(1, 10, 4, 5), RowRange(1, 14, 6, 5),
+        RowRange(2, 20, 4, 8), RowRange(2, 24, 6, 8),
+        RowRange(3, 30, 4, 9),
     ]  # fmt: skip
     assert schedule.num_cut == 2, "the second lacks tokens of its prompt, the third one of its answer"
     limited = make_schedule(trace, Selection(num_requests=1), arrivals((0, 2, 3), (5, 9, 7)))
-    assert limited.test == [Span(0, 0, 2, 0), Span(0, 4, 2, 0)]
+    assert limited.test == [RowRange(0, 0, 2, 0), RowRange(0, 4, 2, 0)]
 
 
 def test_arrivals_without_prompts_in_the_trace(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace", prompt=0)
     schedule = make_schedule(trace, Selection(), arrivals((0, 500, 3), (5, 9, 7)))
-    assert schedule.test == [Span(0, 0, 3, 0), Span(1, 6, 6, 5)] and schedule.num_cut == 1
+    assert schedule.test == [RowRange(0, 0, 3, 0), RowRange(1, 6, 6, 5)] and schedule.num_cut == 1
 
 
 def test_arrivals_of_nothing_are_refused(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.allocation.stack import StackDistances
 from expertly.policies.known import Known
+from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection
 from expertly.sim.study import BOUNDS, Memory
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
 

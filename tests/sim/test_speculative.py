@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertly.scheduler.presets import get_system
 from expertly.sim.study import Memory
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from expertly.trace.schema import OPTIONAL
 from expertly.trace.writer import TraceWriter
@@ -50,7 +50,7 @@ def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(sy
     study = make_study(trace, toy(link=INFINITE), matcher="inline")
     row = results(study, [system], "60%")[system]
     assert row["predictions_late"] == 0
-    counters = study.simulate(get_system(system), Memory("60%").budget(study.geometry)).controller.counters
+    counters = study.simulate(get_system(system), Memory("60%").budget(study.geometry)).scheduler.counters
     for counted in counters[:2]:
         right, total = counted.decode.predicted_needed, counted.decode.predicted
         assert right == total >= 2 * 59 * 2, "of each token of both requests"

@@ -44,7 +44,7 @@ def test_times_of_a_step_are_those_of_the_machine() -> None:
     assert times.load_ns == (96 + 4 * 3,) * 3, "a segment at a time"
     assert times.piece_ns == (10,) * 3 and times.ask_ns == (0,) * 3, "a launch"
     whole = step_times(Geometry(sized(3, 4, 2), 1), hardware.link, compute_model(hardware, shape, None))
-    assert whole.piece_ns == (0,) * 3, "there are no pieces"
+    assert whole.piece_ns == (0,) * 3, "there are no spans"
 
 
 @pytest.fixture

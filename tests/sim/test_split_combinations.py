@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from expertly import parts
-from expertly.control.controller import Controller
-from expertly.core.messages import Piece, RouterRan, Step
+from expertly.core.messages import Plan, RouterRan, Span
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.predictor import PREDICTORS
+from expertly.scheduler import system as parts
+from expertly.scheduler.presets import get_system
+from expertly.scheduler.scheduler import Scheduler
 from expertly.sim.hardware import Link
 from expertly.sim.study import Memory, Study
-from expertly.systems import get_system
 from tests.sim.drive import make_study, make_trace, random_passes, sized, toy
 
 LAYERS = sized(3, 10, 2)
@@ -25,35 +25,35 @@ SPLITS = {"split": "", "moepic": ":tau=4"}
 """Allocations that keep parts of experts, and their options here."""
 
 
-class Checking(Controller):
+class Checking(Scheduler):
     """Checks itself after every event."""
 
     num_checks = 0
 
-    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Piece] = ()) -> Step:
+    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Span] = ()) -> Plan:
         step = super().begin_layer(router, withdrawn)
         self.keeper.check()
         return step
 
-    def loaded(self, piece: Piece) -> bool:
-        is_awaited = super().loaded(piece)
+    def loaded(self, span: Span) -> bool:
+        is_awaited = super().loaded(span)
         self.keeper.check()
         return is_awaited
 
-    def computed(self, piece: Piece) -> Step | None:
-        step = super().computed(piece)
+    def computed(self, span: Span) -> Plan | None:
+        step = super().computed(span)
         self.keeper.check()
         return step
 
-    def end_layer(self, withdrawn: Sequence[Piece] = ()) -> None:
+    def end_layer(self, withdrawn: Sequence[Span] = ()) -> None:
         super().end_layer(withdrawn)
         self.check()
         self.num_checks += 1
 
-    def load_ahead(self) -> list[Piece]:
-        pieces = super().load_ahead()
+    def load_ahead(self) -> list[Span]:
+        spans = super().load_ahead()
         self.keeper.check()
-        return pieces
+        return spans
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_they_are_all_that_split() -> None:
 def test_parts_of_experts_are_kept_beside_it(
     study: Study, prediction: str, allocation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "Controller", Checking)
+    monkeypatch.setattr(parts, "Scheduler", Checking)
     evictions = of_one_layer(prediction)
     assert len(evictions) >= 7
     for number, eviction in enumerate(evictions):
@@ -95,7 +95,7 @@ def test_parts_of_experts_are_kept_beside_it(
         spec = f"lru:scope=layer:prediction={prediction}{ahead}:{eviction}:allocation={allocation}{SPLITS[allocation]}"
         system = get_system(spec)
         simulator = study.simulate(system, MEMORY.budget(study.geometry))
-        control = simulator.controller
+        control = simulator.scheduler
         assert isinstance(control, Checking) and control.num_checks == 12 * len(LAYERS)
         decode = [counters.decode for counters in control.counters]
         assert sum(one.partial_hits for one in decode), f"{spec}: tops were here when the router asked"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from expertly.control.budget import least_nbytes
-from expertly.control.compressed_share import choose_share
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import BudgetError, ConfigError
+from expertly.scheduler.budget import least_nbytes
+from expertly.scheduler.compressed_share import choose_share
+from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware
 from expertly.sim.memory import Memory
 from expertly.sim.schedule import Selection
 from expertly.sim.storage import Storage
-from expertly.systems import SYSTEMS
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(3, 8, 2)  # experts of 48 bytes, 1152 in all
@@ -88,7 +88,7 @@ def test_slots_and_copies_together_are_the_memory(tmp_path: Path) -> None:
     simulator = study.simulate(SYSTEMS["lru"], budget)
     tier = simulator.coded
     assert tier is not None and tier.tier.slots_per_class == [int(0.4 * 576) // 24]
-    slots = sum(simulator.controller.budget.pool_slots()) * 48
+    slots = sum(simulator.scheduler.budget.pool_slots()) * 48
     assert 576 - 48 < slots + 0.4 * 576 <= 576
 
 

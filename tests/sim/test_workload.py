@@ -10,7 +10,7 @@ import pytest
 from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
 from expertly.sim import workload as workload_module
-from expertly.sim.workload import Span, Workload
+from expertly.sim.workload import RowRange, Workload
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_trace, random_passes, sized
 
@@ -18,7 +18,7 @@ LAYERS = (*sized(1, 9, 2), *sized(2, 40, 6))
 
 
 def whole(trace: Trace) -> Workload:
-    return Workload(trace, [Span(None, 0, trace.num_rows)])
+    return Workload(trace, [RowRange(None, 0, trace.num_rows)])
 
 
 @pytest.mark.parametrize("gaps", [0.0, 0.4])
@@ -63,7 +63,7 @@ def test_a_batch_of_both_phases_says_whose_prompts_it_holds(tmp_path: Path) -> N
 def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_path: Path) -> None:
     passes = random_passes(2, LAYERS, 3, prompt=5, num_requests=2)
     trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=2)
-    spans = [Span(1, 8, 8, arrival_ns=70), Span(0, 0, 3, arrival_ns=90)]
+    spans = [RowRange(1, 8, 8, arrival_ns=70), RowRange(0, 0, 3, arrival_ns=90)]
     workload = Workload(trace, spans)
     found = [
         (one.index, one.requests, one.num_tokens, one.first_row, one.trace_row, one.arrival_ns)

@@ -189,7 +189,7 @@ def test_a_second_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     process.wait()
 
 
-def test_dense_tensors_may_come_in_pieces(tmp_path: Path) -> None:
+def test_dense_tensors_may_come_in_spans(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
         writer.write_dense(lambda spec: (chunk[i : i + 3] for chunk in dense_chunks(spec) for i in range(0, 320, 3)))
         fill(writer).verify(full=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.trace.analysis import analyse
-from expertly.trace.entropy import entropy
+from expertly.lab.trace_analysis import analyse
+from expertly.lab.trace_entropy import entropy
+from expertly.lab.trace_reuse import ReuseMeter
 from expertly.trace.reader import Trace
-from expertly.trace.reuse import ReuseMeter
 from expertly.trace.schema import NO_EXPERT, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.trace.builders import FULL, LAYERS, iterations, open_writer
@@ -120,7 +120,7 @@ def test_blocks_do_not_change_the_answer(tmp_path: Path, fields, monkeypatch: py
             writer.append(one | {"request": (np.arange(len(one["token"])) + number) % 3})
     trace = Trace.open(tmp_path / "trace")
     whole = analyse(trace)
-    monkeypatch.setattr("expertly.trace.analysis._BLOCK_NUMBERS", 30)
+    monkeypatch.setattr("expertly.lab.trace_analysis._BLOCK_NUMBERS", 30)
     small = analyse(trace)
     for one, other in zip([whole.mean, *whole.layers], [small.mean, *small.layers], strict=True):
         assert one.token_entropy_bits == pytest.approx(other.token_entropy_bits)

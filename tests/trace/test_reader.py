@@ -1,4 +1,4 @@
-"""What is written is read back, in whatever pieces."""
+"""What is written is read back, in whatever spans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_read(tmp_path: Path, rows_per_shard: int, fields) ->
     assert trace.is_real("experts") and not (tmp_path / "trace" / "tail.bin").exists()
 
 
-def test_all_pieces_equal_the_whole(tmp_path: Path) -> None:
+def test_all_spans_equal_the_whole(tmp_path: Path) -> None:
     rows = iterations(SIZES)
     trace = Trace.open(write_trace(tmp_path / "trace", rows))
     expected = joined(rows)["experts"]

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import expertly
-from expertly import systems
-from expertly.choices import Choice, Gain, read_choices, save_choice
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.main import main
+from expertly.engine.choices import Choice, Gain, read_choices, save_choice
 from expertly.engine.saved_choice import choices_path, this_machine
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
 from expertly.policies.moepic.uniform import uniform_plan
+from expertly.scheduler import presets as systems
+from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.serve.planning import Wishes, plan
 from expertly.store.packed import PackedStore
-from expertly.systems import BASE_SYSTEM
 from tests.families import make_checkpoint
 
 HERE = this_machine(torch.device("cpu"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from expertly.core.geometry import LayerGeometry
-from expertly.systems import SYSTEMS, get_system
+from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.tuning.candidates import Candidate, Space
 
 LAYERS = (LayerGeometry(8, 2, 32, 24, 3, 2),) * 3

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from expertly.choices import Choice, Gain, Machine, read_choices, save_choice
 from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.engine.choices import Choice, Gain, Machine, read_choices, save_choice
 from expertly.policies.moepic.uniform import uniform_plan
 
 MACHINE = Machine("cpu", "a processor", "a processor", 2, 2)
@@ -57,7 +57,7 @@ def test_there_is_one_for_each_memory_and_kind_of_device(path: Path) -> None:
 
 
 def test_the_oldest_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertly.choices.MAX_CHOICES", 3)
+    monkeypatch.setattr("expertly.engine.choices.MAX_CHOICES", 3)
     every = [replace(CHOICE, memory_nbytes=1000 + number, plan=None) for number in range(5)]
     assert save(path, *every) == every[2:]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import expertly
+from expertly import api
 from expertly.core.costs import CodecCosts, Link
-from expertly.engine import api
 from expertly.sim.hardware import Hardware
 from expertly.tuning import measuring
 from expertly.tuning.measuring import measure_hardware

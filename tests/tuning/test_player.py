@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.engine import api
+from expertly import api
 from expertly.engine.saved_reuse import reuse_models
+from expertly.scheduler.presets import get_system
 from expertly.sim.storage import Storage
-from expertly.systems import get_system
 from expertly.tuning import player as players
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from expertly.systems import get_system
+from expertly.scheduler.presets import get_system
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.search import KEPT, Found, Scored, finalists, rungs_of, search

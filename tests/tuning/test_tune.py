@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.choices import read_choices
 from expertly.cli.tune_report import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
-from expertly.engine.playing import Played
+from expertly.engine.choices import read_choices
 from expertly.engine.saved_choice import choices_path
-from expertly.models.packing import pack_cached
+from expertly.lab.playing import Played
+from expertly.model.packing import pack_cached
+from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.sim.hardware import Hardware, Link
 from expertly.store.cache import learned_beside
-from expertly.systems import BASE_SYSTEM
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.tune import Tuned, Wishes, keep_learned, save, tune
 from expertly.tuning.verification import MIN_TURNS, Player

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.engine.playing import Played
+from expertly.lab.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.verdict import Verdict, decide

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from expertly.core.errors import ConfigError
-from expertly.engine.playing import Played
+from expertly.lab.playing import Played
+from expertly.scheduler.presets import get_system
 from expertly.sim.storage import Storage
-from expertly.systems import get_system
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.workload import Request
 

@@ -18,8 +18,8 @@ from expertly.policies.moepic.configurator import DEFAULT_ZETA
 
 if TYPE_CHECKING:
     from expertly.cli.configure_sources import Observed
-    from expertly.control.budget import Budget
     from expertly.policies.moepic.configurator import Configuration
+    from expertly.scheduler.budget import Budget
 
 SYSTEM = "moepic"
 DEFAULT_MEMORY = "25%"
@@ -153,7 +153,7 @@ def _configured(seen: Observed, budget: Budget, zeta: float) -> tuple[Configurat
 
 
 def _save(args: argparse.Namespace, seen: Observed, memory: str, found: Configuration) -> None:
-    from expertly.plans import save_plan
+    from expertly.scheduler.plans import save_plan
 
     about: dict[str, str | int | float | None] = {
         "model": seen.model,

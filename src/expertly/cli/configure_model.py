@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from expertly import api
 from expertly.cli.configure import DEFAULT_MEMORY, DEFAULT_SECONDS, DEFAULT_TOKENS, SYSTEM
 from expertly.cli.configure_sources import Observed, times_by
 from expertly.cli.generation import generation_config
 from expertly.cli.output import progress_bar
 from expertly.core.errors import ConfigError
-from expertly.engine import api
-from expertly.engine.model_profile import measure_model
-from expertly.engine.playing import max_positions
-from expertly.engine.recording import record
+from expertly.lab.model_profile import measure_model
+from expertly.lab.playing import max_positions
+from expertly.lab.recording import record
 from expertly.policies.moepic.timing import Timing
+from expertly.scheduler.presets import get_system
 from expertly.sim.compute import Measured
 from expertly.sim.hardware import Hardware
 from expertly.sim.routing_rates import rates_of_trace
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 
 PROMPTS = (
@@ -58,7 +58,7 @@ def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
                 f"model={args.source!r}: has no tokenizer, so prompts have no tokens; configure by a trace"
             )
         engine = api.handle(model).engine
-        budget, geometry = engine.controller.budget, engine.executor.geometry
+        budget, geometry = engine.scheduler.budget, engine.executor.geometry
         budgets = {label: budget if label == "auto" else Memory(label).budget(geometry) for label in memories}
         with tempfile.TemporaryDirectory(prefix="expertly-configure-") as folder:
             trace, absent = _recorded(model, tokenizer, args, Path(folder) / "trace")

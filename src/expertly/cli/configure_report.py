@@ -13,8 +13,8 @@ from expertly.cli.configure_sources import Observed, is_trace, segments_of
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
 
 if TYPE_CHECKING:
-    from expertly.control.budget import Budget
     from expertly.policies.moepic.configurator import Configuration
+    from expertly.scheduler.budget import Budget
 
 Found = tuple[str, "Budget", "Configuration", float]
 """What was asked for, the slots that it gives, what was found and the seconds that it took."""

@@ -15,19 +15,19 @@ from expertly.cli.output import progress_bar
 from expertly.cli.trace_geometry import trace_geometry
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
+from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from expertly.sim.routing_rates import RoutingRates, rates_of_trace
 from expertly.sim.schedule import Selection, first_rows, make_schedule
 from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 from expertly.trace.schema import FORMAT, MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from expertly.control.budget import Budget
     from expertly.policies.moepic.timing import Timing
+    from expertly.scheduler.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)

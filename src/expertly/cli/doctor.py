@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli import doctor_hardware
 from expertly.cli.output import add_json_flag, format_nbytes, message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.core.profile import DiskProfile, MachineProfile
+from expertly.hardware.profile import DiskProfile, MachineProfile
 
 if TYPE_CHECKING:
-    from expertly.engine.machine import Problem
+    from expertly.hardware.machine import Problem
 
 PROFILE_NAME = "machine.json"
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dir is not None and not args.dir.is_dir():
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     with reserved_stdout() as stdout:
-        from expertly.engine.machine import Effort, Problem, examine
+        from expertly.hardware.machine import Effort, Problem, examine
 
         profile, problems = examine(folder, Effort(), _progress if sys.stderr.isatty() else None)
         try:
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         is_broken = any(problem.level == "error" for problem in problems)
         if args.json:
-            from expertly.engine.measure import kernels_here
-            from expertly.engine.measure_codec import machine_choice
+            from expertly.hardware.measure import kernels_here
+            from expertly.hardware.measure_codec import machine_choice
 
             choice = None if profile.disk is None else asdict(machine_choice(profile))
             facts = {**profile.as_dict(), "codec_auto": choice, "problems": [asdict(problem) for problem in problems]}
@@ -76,7 +76,7 @@ def _progress(what: str) -> None:
 
 def report(profile: MachineProfile, problems: list[Problem]) -> str:
     """The tables that people read."""
-    from expertly.engine.measure import kernels_here
+    from expertly.hardware.measure import kernels_here
 
     free = f"{format_nbytes(profile.available_nbytes)} of {format_nbytes(profile.memory_nbytes)} memory free"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -95,7 +95,7 @@ def report(profile: MachineProfile, problems: list[Problem]) -> str:
     parts.append(table(("memory", "GB/s"), [*copies, *matvec, *decoding]))
     parts.append("kernels {name}: {why}".format(**kernels_here()))
     if profile.disk is not None:
-        from expertly.engine.measure_codec import machine_choice
+        from expertly.hardware.measure_codec import machine_choice
 
         choice = machine_choice(profile)
         parts.append(f"codec auto, for bfloat16 weights as trained ones are: {choice.codec}: {choice.why}")

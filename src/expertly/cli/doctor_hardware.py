@@ -9,7 +9,7 @@ from typing import Any
 from expertly.cli.arguments import positive_int
 from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
-from expertly.core.profile import DeviceProfile, MachineProfile
+from expertly.hardware.profile import DeviceProfile, MachineProfile
 from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 
@@ -50,9 +50,9 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     ]
     if args.model is None:
         return hardware, about
-    from expertly.engine import api
-    from expertly.engine.measure_codec import store_costs
-    from expertly.engine.model_profile import measure_model
+    from expertly import api
+    from expertly.hardware.measure_codec import store_costs
+    from expertly.lab.model_profile import measure_model
 
     model, _ = api.load(
         args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1, compressed=0
@@ -77,8 +77,8 @@ def machine_hardware(profile: MachineProfile) -> Hardware:
     """From the machine alone: the first accelerator and its link, or memory and the disk where there is none."""
     import torch
 
-    from expertly.engine.measure_codec import machine_costs
-    from expertly.engine.measure_roofline import measure_flops, measure_weights_rate
+    from expertly.hardware.measure_codec import machine_costs
+    from expertly.hardware.measure_roofline import measure_flops, measure_weights_rate
 
     disk_latency_ns = round(64 * 1024 / profile.disk_nbytes_per_s(64 * 1024, 1) * 1e9)
     disk = Link(profile.disk_nbytes_per_s(READ_NBYTES, READ_DEPTH), disk_latency_ns, 0)

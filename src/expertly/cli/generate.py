@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args.prompt)
     with reserved_stdout() as stdout:
-        from expertly.engine import api
+        from expertly import api
 
         model, tokenizer = load_model(
             args, ring=args.ring, order=args.order, context=args.context, host_memory=args.host_memory

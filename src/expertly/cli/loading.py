@@ -8,7 +8,7 @@ from typing import Any
 
 from expertly.cli.arguments import positive_int
 from expertly.cli.output import message, progress_bar
-from expertly.systems import AUTO_SYSTEM, SYSTEMS
+from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto", why: str = "") -> None:
@@ -70,7 +70,7 @@ def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, None where it has none; `others` are more arguments of `expertly.load`. Says what
     system `auto` came to; where nobody asked and nothing has been tuned that is advice, for terminals.
     """
-    from expertly.engine import api
+    from expertly import api
     from expertly.engine.saved_choice import choices_path
 
     with progress_bar() as progress:

@@ -17,10 +17,10 @@ from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertly.core.observation import History, Want
-    from expertly.maps.any_file import AnyStore
     from expertly.policies.maps.store import MapStore
     from expertly.policies.matrices.collection import Matrices
-    from expertly.sim.workload import Span
+    from expertly.policies.state.any_file import AnyStore
+    from expertly.sim.workload import RowRange
     from expertly.trace.reader import Trace
 
 KINDS = ("maps", "matrices")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     trace = Trace.open(args.trace)
     identity = identity_of(args.model, trace)
     schedule = make_schedule(trace, Selection(split=args.split, seed=args.seed))
-    spans: list[Span] = schedule.test if args.split is None else schedule.training
+    spans: list[RowRange] = schedule.test if args.split is None else schedule.training
     num_rows = sum(span.num_rows for span in spans)
     about = {
         "model": trace.manifest.model,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _maps(args: argparse.Namespace, trace: Trace, spans: list[Span]) -> MapStore:
+def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapStore:
     from expertly.policies.maps.store import MapShape, MapStore
 
     layers = trace.manifest.layers
@@ -117,7 +117,7 @@ def _maps(args: argparse.Namespace, trace: Trace, spans: list[Span]) -> MapStore
     return store
 
 
-def _matrices(args: argparse.Namespace, trace: Trace, spans: list[Span]) -> Matrices:
+def _matrices(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> Matrices:
     from expertly.core.geometry import Geometry, LayerGeometry
     from expertly.policies.predictor.eam import EAM, EAMOptions
 
@@ -130,7 +130,7 @@ def _matrices(args: argparse.Namespace, trace: Trace, spans: list[Span]) -> Matr
     return predictor.store
 
 
-def _histories(trace: Trace, spans: list[Span], wants: Collection[Want]) -> Iterator[History]:
+def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> Iterator[History]:
     from expertly.sim.training import histories
 
     num_rows, total = 0, sum(span.num_rows for span in spans)
@@ -142,7 +142,7 @@ def _histories(trace: Trace, spans: list[Span], wants: Collection[Want]) -> Iter
                 progress("building", num_rows, total)
 
 
-def _requests(trace: Trace, spans: list[Span]) -> int:
+def _requests(trace: Trace, spans: list[RowRange]) -> int:
     """How many requests the spans hold."""
     if any(span.request is None for span in spans):
         return sum(request.num_rows > 0 for request in trace.requests)

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from expertly.core.files import disk_errors, replacing
-    from expertly.maps.any_file import read_any
-    from expertly.maps.file import MapsFile
+    from expertly.policies.state.any_file import read_any
+    from expertly.policies.state.file import MapsFile
 
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")

@@ -13,7 +13,7 @@ from expertly.cli.maps_summary import facts_of, headline
 from expertly.cli.output import add_json_flag, format_nbytes, format_share, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.maps.file import MapsFile
+    from expertly.policies.state.file import MapsFile
 
 _NUM_SAMPLED = 512
 _BOUNDS = ("2 L E", "L E ln(L E) / 2")
@@ -29,10 +29,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.maps.any_file import format_of, read_any
-    from expertly.maps.coverage import coverage_bounds
-    from expertly.maps.file import MapsFile
-    from expertly.maps.reuse_file import KIND
+    from expertly.policies.state.any_file import format_of, read_any
+    from expertly.policies.state.coverage import coverage_bounds
+    from expertly.policies.state.file import MapsFile
+    from expertly.policies.state.reuse_file import KIND
 
     if format_of(args.file) == KIND:
         print_reuse(args.file, args.json)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _similarity(file: MapsFile) -> dict[str, Any]:
-    from expertly.maps.coverage import mean_similarities
+    from expertly.policies.state.coverage import mean_similarities
 
     of_maps, of_embeddings = mean_similarities(file.store, _NUM_SAMPLED)
     return {

@@ -13,7 +13,7 @@ from expertly.cli.output import add_json_flag
 from expertly.core.errors import StoreError
 
 if TYPE_CHECKING:
-    from expertly.maps.any_file import AnyFile
+    from expertly.policies.state.any_file import AnyFile
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.maps.any_file import merged_any, read_any
+    from expertly.policies.state.any_file import merged_any, read_any
 
     first = read_any(args.files[0])
     files = [first, *(read_any(path, first) for path in args.files[1:])]
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_embeddings(files: Sequence[AnyFile]) -> None:
     """Raises StoreError where two files have embeddings of different sizes."""
-    from expertly.maps.file import MapsFile
+    from expertly.policies.state.file import MapsFile
 
     known = None
     for file in files:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.maps.reuse_file import ReuseFile
+    from expertly.policies.state.reuse_file import ReuseFile
 
 
 def print_reuse(path: Path, is_json: bool) -> None:
     """Raises StoreError as ReuseFile.read."""
-    from expertly.maps.header import describe
-    from expertly.maps.reuse_file import ReuseFile
+    from expertly.policies.state.header import describe
+    from expertly.policies.state.reuse_file import ReuseFile
 
     file = ReuseFile.read(path)
     facts = _facts_of(file)
@@ -34,7 +34,7 @@ def print_reuse(path: Path, is_json: bool) -> None:
 
 def _facts_of(file: ReuseFile) -> dict[str, Any]:
     """For --json."""
-    from expertly.maps.reuse_file import MEANING
+    from expertly.policies.state.reuse_file import MEANING
 
     return {
         "file": str(file.path),

@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from expertly.core.geometry import Geometry
-    from expertly.maps.coverage import coverage_bounds
     from expertly.policies.maps.store import MapShape, MapStore
+    from expertly.policies.state.coverage import coverage_bounds
     from expertly.sim.geometry_file import read_geometry
 
     capacities = [_capacity(text) for text in _parts("capacity", args.capacity)]

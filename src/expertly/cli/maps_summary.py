@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.maps.any_file import AnyFile, AnyStore
-    from expertly.maps.header import Facts
     from expertly.policies.maps.store import MapStore
     from expertly.policies.matrices.collection import Collection, Matrices
+    from expertly.policies.state.any_file import AnyFile, AnyStore
+    from expertly.policies.state.header import Facts
 
 
 def write_file(out: Path, store: AnyStore, identity: str, about: Facts, is_json: bool) -> None:
     """Write the file, read it back and print what it is."""
-    from expertly.maps.any_file import read_any, save_any
+    from expertly.policies.state.any_file import read_any, save_any
 
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     save_any(out, store, identity, {**about, "created": created})
@@ -49,7 +49,7 @@ def facts_of(file: AnyFile) -> dict[str, Any]:
 
 def headline(file: AnyFile) -> str:
     """One line."""
-    from expertly.maps.header import describe
+    from expertly.policies.state.header import describe
 
     facts = facts_of(file)
     counts: tuple[str, ...]

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.maps.any_file import merged_any, read_any
+    from expertly.policies.state.any_file import merged_any, read_any
 
     file = read_any(args.file)
     store = merged_any([file.store], args.capacity)

@@ -61,7 +61,7 @@ def _pack(args: argparse.Namespace) -> int:
     codec = "auto" if args.codec is None else check_codec(args.codec)
     start = time.monotonic()
     with reserved_stdout() as stdout:
-        from expertly.models.packing import pack, pack_cached, source_folder
+        from expertly.model.packing import pack, pack_cached, source_folder
 
         with progress_bar() as bar:
             progress = None if bar is None else lambda done, total: bar("packing", done, total)

@@ -14,7 +14,7 @@ from expertly.cli.arguments import count, positive_int
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.output import add_json_flag, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
-from expertly.systems import AUTO_SYSTEM
+from expertly.scheduler.presets import AUTO_SYSTEM
 
 if TYPE_CHECKING:
     from expertly.serve.memory import Split
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("expertly.serve").setLevel(logging.INFO)
     with contextlib.closing(bind(args.host, args.port)) as listener, reserved_stdout() as stdout:
-        from expertly.engine import api
+        from expertly import api
 
         model, tokenizer, room, split = _load(args)
         try:
@@ -101,7 +101,7 @@ def _check_installed() -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, Split]:
     """The model, its tokenizer, and how the memory was divided."""
-    from expertly.engine import api
+    from expertly import api
     from expertly.serve.planning import Wishes, plan
 
     wishes = Wishes(

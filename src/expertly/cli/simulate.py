@@ -13,8 +13,8 @@ from expertly.cli.output import add_json_flag, message, print_json, progress_bar
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.core.amounts import parse_share
 from expertly.core.errors import ConfigError
-from expertly.parts import ORDERS
-from expertly.systems import BASE_SYSTEM, SYSTEMS
+from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
+from expertly.scheduler.system import ORDERS
 
 if TYPE_CHECKING:
     from expertly.sim.study import Memory

@@ -6,12 +6,12 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import format_nbytes, format_seconds, format_share, printable, table
-from expertly.systems import get_system
+from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from expertly.learned.file import PredictorFile
+    from expertly.policies.learned_file import PredictorFile
     from expertly.sim.study import Study
 
 

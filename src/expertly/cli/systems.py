@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from expertly.cli.output import add_json_flag, message, print_json, table
-from expertly.parts import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
 from expertly.policies.predictor.ranking import ALL_LAYERS
-from expertly.systems import SYSTEMS
+from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
 
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
 _DEFAULTS = {field.name: field.default for field in fields(System)}

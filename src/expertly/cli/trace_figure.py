@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from expertly.cli.figures import new_figure
-from expertly.trace.analysis import TraceAnalysis
+from expertly.lab.trace_analysis import TraceAnalysis
 from expertly.trace.reader import Trace
 
 

@@ -12,7 +12,7 @@ from expertly.cli.output import add_json_flag, format_share, message, print_json
 from expertly.cli.trace_summary import fields_table, headline, trace_facts
 
 if TYPE_CHECKING:
-    from expertly.trace.analysis import RoutingStatistics, TraceAnalysis
+    from expertly.lab.trace_analysis import RoutingStatistics, TraceAnalysis
     from expertly.trace.reader import Trace
 
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.trace.analysis import analyse
+    from expertly.lab.trace_analysis import analyse
     from expertly.trace.reader import Trace
 
     if args.plot is not None:

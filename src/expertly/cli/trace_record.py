@@ -31,7 +31,7 @@ from expertly.cli.prompts import Prompt, read_prompts
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 
 if TYPE_CHECKING:
-    from expertly.engine.recording import Recording
+    from expertly.lab.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
     with reserved_stdout() as stdout:
-        from expertly.engine import api
+        from expertly import api
 
         model, tokenizer = load_model(args, decisions=args.decisions)
         try:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_Request]:
     """The prompts that the model can be given; each of the others is named in a message."""
-    from expertly.engine.playing import max_positions
+    from expertly.lab.playing import max_positions
 
     limit = max_positions(model)
     requests = []
@@ -144,8 +144,8 @@ def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_R
 def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from expertly.engine import api
-    from expertly.engine.recording import record
+    from expertly import api
+    from expertly.lab.recording import record
 
     torch.manual_seed(args.seed)
     done = _Progress()
@@ -195,7 +195,7 @@ def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int,
     """Alone in its batch; no further than the model has positions."""
     import torch
 
-    from expertly.engine.playing import max_positions
+    from expertly.lab.playing import max_positions
 
     limit = max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 2 where a decision comes out otherwise."""
-    from expertly.decisions import replay_file
+    from expertly.scheduler.decisions import replay_file
 
     path: Path = args.file
     header, replayed = replay_file(path, may_import=args.allow_imports)

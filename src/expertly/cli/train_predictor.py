@@ -17,8 +17,8 @@ from expertly.cli.output import add_json_flag, print_json, progress_bar
 from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertly.learned.study import TrainingStudy
-    from expertly.learned.train import TrainOptions
+    from expertly.lab.study import TrainingStudy
+    from expertly.lab.train import TrainOptions
     from expertly.trace.reader import Trace
 
 DEFAULT_DISTANCES = "1,2,4,8"
@@ -73,9 +73,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.learned.file import PredictorFile, save_predictor
-    from expertly.learned.study import study
-    from expertly.learned.train import TrainOptions
+    from expertly.lab.study import study
+    from expertly.lab.train import TrainOptions
+    from expertly.policies.learned_file import PredictorFile, save_predictor
     from expertly.trace.reader import Trace
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
@@ -112,7 +112,7 @@ def _auto_file(model: str | None) -> str:
     from expertly.store.cache import learned_beside, stores_folder
 
     if model is not None:
-        from expertly.models.packing import source_folder
+        from expertly.model.packing import source_folder
         from expertly.store.packed import is_packed_store
 
         folder = source_folder(model)

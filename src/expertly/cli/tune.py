@@ -125,7 +125,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def measured_machine() -> Hardware:
     """As `expertly doctor --hardware-out`, in less time."""
     from expertly.cli.doctor_hardware import machine_hardware
-    from expertly.engine.machine import Effort, examine
+    from expertly.hardware.machine import Effort, examine
     from expertly.store.cache import cache_folder
 
     effort = Effort(scratch_nbytes=256 << 20, write_s=2.0, reads_s=3.0, each_s=0.2, device_s=1.0)

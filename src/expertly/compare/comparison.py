@@ -23,15 +23,15 @@ from expertly.compare.workload import middle_decode_iteration, pick, played_requ
 from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.engine.machine import cpu_name
 from expertly.engine.memory import available_host_nbytes
-from expertly.learned.file import PredictorFile
-from expertly.plans import read_plan
+from expertly.hardware.machine import cpu_name
 from expertly.policies.learned import LearnedWeights
+from expertly.policies.learned_file import PredictorFile
+from expertly.scheduler.plans import read_plan
+from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.memory import Memory
 from expertly.sim.schedule import Schedule, Selection
-from expertly.systems import get_system
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24

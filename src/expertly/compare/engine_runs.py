@@ -10,8 +10,8 @@ from typing import Any
 from expertly.compare.playing import PlayedRequest
 from expertly.compare.settings import Settings
 from expertly.compare.worker import Worker, WorkerError
+from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection
-from expertly.systems import get_system
 
 MOST_OF_FREE = 0.8
 """Of the memory that is free, what models that are held at the same time may take."""

@@ -9,7 +9,7 @@ from typing import Any
 from expertly.compare.engine_runs import load_arguments
 from expertly.compare.worker import Worker, WorkerError
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
-from expertly.engine.machine import cpu_name
+from expertly.hardware.machine import cpu_name
 from expertly.sim.hardware import Hardware
 
 Profile = tuple[Link, MeasuredCompute, CodecCosts | None]

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import expertly
-from expertly.control.counters import PhaseCounters
-from expertly.engine.playing import feed
+from expertly.lab.playing import feed
+from expertly.scheduler.counters import PhaseCounters
 
 PHASES = ("prefill", "decode")
 

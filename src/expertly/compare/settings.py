@@ -9,7 +9,7 @@ from typing import Any
 
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
-from expertly.systems import SYSTEMS, get_system, runnable_systems
+from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 
 BASELINE = "lru"
 """What the others are measured by, where it runs beside them; else the first one."""

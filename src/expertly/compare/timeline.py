@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 
 
 class TokenTimeline:
@@ -33,7 +33,7 @@ class TokenTimeline:
             if self._num_ended in (self._iteration, self._iteration + 1):
                 self._window_ns.append(end_ns)
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
+    def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
         """See LinkWatcher."""
         found = {"kind": "load", "layer": piece.layer, "expert": piece.expert}
         self._add(where, begin_ns, end_ns, found | {"segment": piece.segment, "num_segments": piece.num_segments})

@@ -9,7 +9,7 @@ import numpy as np
 from expertly.compare.playing import PlayedRequest
 from expertly.compare.settings import Settings
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 
@@ -37,7 +37,7 @@ def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule
     return replace(schedule, test=test)
 
 
-def num_prompt_rows(trace: Trace, span: Span) -> int:
+def num_prompt_rows(trace: Trace, span: RowRange) -> int:
     """Of a request: the rows of its prompt."""
     return int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
 

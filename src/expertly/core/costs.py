@@ -9,16 +9,16 @@ from expertly.core.geometry import LayerGeometry
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A serial server of transfers: n pieces submitted together are all there after the sum of what each occupies,
+    """A serial server of transfers: n spans submitted together are all there after the sum of what each occupies,
     and one latency. A rate of infinity with no latency and no overhead is infinitely fast.
     """
 
     nbytes_per_s: float
-    latency_ns: int  # from a piece being submitted until it moves, at the least: a busy link hides it
-    overhead_ns: int  # of each piece, beyond its bytes
+    latency_ns: int  # from a span being submitted until it moves, at the least: a busy link hides it
+    overhead_ns: int  # of each span, beyond its bytes
 
     def occupies_ns(self, nbytes: int) -> int:
-        """How long a piece of so many bytes keeps the link from serving the next."""
+        """How long a span of so many bytes keeps the link from serving the next."""
         return self.overhead_ns + round(nbytes / self.nbytes_per_s * 1e9)
 
 
@@ -70,6 +70,6 @@ class MeasuredCompute:
     expert_ns: tuple[int, ...]  # a whole expert
     parts_ns: tuple[int, ...]
     part_ns: tuple[int, ...]
-    submit_ns: int  # the computing thread's own time for pieces demanded together: deciding, waking readers, sharing
+    submit_ns: int  # the computing thread's own time for spans demanded together: deciding, waking readers, sharing
     load_ns: int  # and for each expert of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1

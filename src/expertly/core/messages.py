@@ -15,7 +15,7 @@ class Phase(str, Enum):
     DECODE = "decode"
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Adjacent segments of one expert in adjacent slots: the unit of a transfer and of a computation."""
 
     layer: int
@@ -64,13 +64,13 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What can be done now: pieces to compute, pieces to load (compute them when they have arrived), and pieces that
+class Plan:
+    """What can be done now: spans to compute, spans to load (compute them when they have arrived), and spans that
     are being loaded already because they were predicted or asked for (compute them when they have arrived, too).
-    `asked` is to be loaded behind `loads`, and not to be waited for: a later Step says that it is ready or joined.
+    `asked` is to be loaded behind `loads`, and not to be waited for: a later Plan says that it is ready or joined.
     """
 
-    ready: list[Piece] = field(default_factory=list)
-    loads: list[Piece] = field(default_factory=list)
-    joined: list[Piece] = field(default_factory=list)
-    asked: Sequence[Piece] = ()
+    ready: list[Span] = field(default_factory=list)
+    loads: list[Span] = field(default_factory=list)
+    joined: list[Span] = field(default_factory=list)
+    asked: Sequence[Span] = ()

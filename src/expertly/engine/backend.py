@@ -1,4 +1,4 @@
-"""The seam between the engine and a device: where slots live, how pieces get there, when they may be used."""
+"""The seam between the engine and a device: where slots live, how spans get there, when they may be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.numa import MemoryNode
 
 
@@ -30,27 +30,27 @@ class Backend(Protocol):
     def begin(self) -> None:
         """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
 
-    def submit(self, pieces: Iterable[Piece]) -> None:
-        """Start bringing the pieces into their slots, before anything that was submitted ahead and not begun."""
+    def submit(self, spans: Iterable[Span]) -> None:
+        """Start bringing the spans into their slots, before anything that was submitted ahead and not begun."""
 
-    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+    def submit_ahead(self, spans: Iterable[Span]) -> None:
         """Bring these, single segments, in this order, when no demand waits or moves. They come out of `poll` and
         `wait` like others, and so do their errors.
         """
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
-        """Pieces of `layer`, or of these experts of it, submitted ahead and not begun; they will not come. The others
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        """Spans of `layer`, or of these experts of it, submitted ahead and not begun; they will not come. The others
         of them are from now on moved like demands. `layer` is about to run, or runs.
         """
 
-    def poll(self) -> Piece | None:
-        """A piece that may be computed with from now on, or None. Raises the TransferError of a failed one."""
+    def poll(self) -> Span | None:
+        """A span that may be computed with from now on, or None. Raises the TransferError of a failed one."""
 
-    def wait(self) -> Piece:
-        """The next such piece; returns at once when computing with it can be queued. Raises as `poll`."""
+    def wait(self) -> Span:
+        """The next such span; returns at once when computing with it can be queued. Raises as `poll`."""
 
-    def used(self, piece: Piece) -> None:
-        """Everything that reads the piece's slots has been queued."""
+    def used(self, span: Span) -> None:
+        """Everything that reads the span's slots has been queued."""
 
     def drain(self) -> None:
         """Drop what was submitted ahead and not begun, wait until nothing moves; forget results and errors."""

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from expertly.control.budget import class_segment_nbytes
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.reads import ExtentSource
 from expertly.engine.transfer import Readers
+from expertly.scheduler.budget import class_segment_nbytes
 
 
 class CpuBackend:
@@ -34,9 +34,9 @@ class CpuBackend:
         self._readers = Readers(store, geometry, self._buffer, node=node, compressed_nbytes=compressed_nbytes)
         self.compressed_nbytes = self._readers.compressed_nbytes
 
-    def _buffer(self, piece: Piece) -> memoryview:
+    def _buffer(self, span: Span) -> memoryview:
         assert self._pool is not None
-        return self._pool.buffer(piece.layer, piece.slot, piece.num_segments)
+        return self._pool.buffer(span.layer, span.slot, span.num_segments)
 
     def rows(self, layer: int) -> torch.Tensor:
         """[S * I/P, M, H], see Backend."""
@@ -46,27 +46,27 @@ class CpuBackend:
     def begin(self) -> None:
         """Always possible."""
 
-    def submit(self, pieces: Iterable[Piece]) -> None:
+    def submit(self, spans: Iterable[Span]) -> None:
         """Queue the reads."""
-        self._readers.submit(pieces)
+        self._readers.submit(spans)
 
-    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+    def submit_ahead(self, spans: Iterable[Span]) -> None:
         """Queue the reads behind all others."""
-        self._readers.submit_ahead(pieces)
+        self._readers.submit_ahead(spans)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget those of this layer, or of these experts of it, that no reader has begun."""
         return self._readers.withdraw(layer, experts)
 
-    def poll(self) -> Piece | None:
-        """A piece that has been read, or None."""
+    def poll(self) -> Span | None:
+        """A span that has been read, or None."""
         return self._readers.poll() if self._readers.num_in_flight else None
 
-    def wait(self) -> Piece:
-        """Block until a piece has been read."""
+    def wait(self) -> Span:
+        """Block until a span has been read."""
         return self._readers.wait()
 
-    def used(self, piece: Piece) -> None:
+    def used(self, span: Span) -> None:
         """Computing is synchronous here: nothing to remember."""
 
     def drain(self) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from expertly.control.budget import class_segment_nbytes
 from expertly.core.errors import ModelUseError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.device_decode import DeviceDecoder, Unpacker
 from expertly.engine.device_streams import Streams
 from expertly.engine.frame_extents import SegmentFrames
@@ -21,16 +20,17 @@ from expertly.engine.host_tier import HostTier
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import layer_view
 from expertly.engine.reads import ExtentSource
+from expertly.scheduler.budget import class_segment_nbytes
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A device piece under way: the host pieces it still waits for, and the mark behind its last copy."""
+    """A device span under way: the host spans it still waits for, and the mark behind its last copy."""
 
-    piece: Piece
+    span: Span
     is_ahead: bool = False
     was_read: bool = False  # from disk, for this transfer
-    waits_for: dict[Piece, None] = field(default_factory=dict)
+    waits_for: dict[Span, None] = field(default_factory=dict)
     mark: Any = None
 
 
@@ -90,7 +90,7 @@ class TieredBackend:
         except BaseException:  # the readers run already, and hold all of the memory
             self.close()
             raise
-        self._waiting: dict[Piece, _Transfer] = {}  # by host piece being read
+        self._waiting: dict[Span, _Transfer] = {}  # by host span being read
         self._copying: deque[_Transfer] = deque()
         self._backlog: deque[_Transfer] = deque()  # demands for which the host tier has no room yet
         self._demand_mark: Any = None  # behind the last copy of a demand
@@ -110,33 +110,33 @@ class TieredBackend:
         if self._streams.is_capturing():
             raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
 
-    def submit(self, pieces: Iterable[Piece]) -> None:
+    def submit(self, spans: Iterable[Span]) -> None:
         """Copy what the host has at once; the rest when it has been read."""
-        self._backlog.extend([_Transfer(piece) for piece in pieces])
+        self._backlog.extend([_Transfer(span) for span in spans])
         self._start()
 
-    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
+    def submit_ahead(self, spans: Iterable[Span]) -> None:
         """Read and copy what is left to do of these when there is no demand to read or to copy."""
-        for piece in pieces:
-            assert piece.num_segments == 1, "a demand never waits for more than a segment"
-            self._ahead.append(_Transfer(piece, is_ahead=True))
+        for span in spans:
+            assert span.num_segments == 1, "a demand never waits for more than a segment"
+            self._ahead.append(_Transfer(span, is_ahead=True))
         self._begin_ahead()
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget those of this layer, or of these experts of it, that are neither being read nor copied; go on with the
         others of them as with demands.
         """
 
         def is_meant(transfer: _Transfer) -> bool:
-            return transfer.piece.layer == layer and (experts is None or transfer.piece.expert in experts)
+            return transfer.span.layer == layer and (experts is None or transfer.span.expert in experts)
 
-        gone: list[Piece] = []
+        gone: list[Span] = []
         for queue in (self._here, self._ahead):
-            gone += [transfer.piece for transfer in queue if is_meant(transfer)]
+            gone += [transfer.span for transfer in queue if is_meant(transfer)]
             left = [transfer for transfer in queue if not is_meant(transfer)]
             queue.clear()
             queue.extend(left)
-        gone += [self._waiting.pop(host_piece).piece for host_piece in self.tier.withdraw(layer, experts)]
+        gone += [self._waiting.pop(host_span).span for host_span in self.tier.withdraw(layer, experts)]
         for transfer in self._waiting.values():
             if is_meant(transfer):
                 transfer.is_ahead = False
@@ -144,21 +144,21 @@ class TieredBackend:
             self._promote_copy()
         return gone
 
-    def poll(self) -> Piece | None:
-        """A piece whose copy has ended, or None."""
-        while self._waiting and (host_piece := self.tier.readers.poll()) is not None:
-            self._read(host_piece)
-        piece = None
+    def poll(self) -> Span | None:
+        """A span whose copy has ended, or None."""
+        while self._waiting and (host_span := self.tier.readers.poll()) is not None:
+            self._read(host_span)
+        span = None
         if self._copying and self._streams.is_past(self._copying[0].mark):
-            piece = self._take()
+            span = self._take()
         elif self._ahead_copy is not None and self._streams.is_past(self._ahead_copy.mark):
             self._streams.hold_compute(self._ahead_copy.mark)
-            piece, self._ahead_copy = self._ahead_copy.piece, None
+            span, self._ahead_copy = self._ahead_copy.span, None
         self._begin_ahead()
-        return piece
+        return span
 
-    def wait(self) -> Piece:
-        """The next piece whose copy has been queued: the compute stream waits for it, the host does not."""
+    def wait(self) -> Span:
+        """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
         while not self._copying:
             is_awaited = bool(self._backlog) or not all(transfer.is_ahead for transfer in self._waiting.values())
             if not is_awaited and self._promote_next():
@@ -167,15 +167,15 @@ class TieredBackend:
                 self._read(self.tier.readers.wait())
             else:
                 self._start()
-        piece = self._take()
+        span = self._take()
         self._begin_ahead()
-        return piece
+        return span
 
-    def used(self, piece: Piece) -> None:
-        """Remember the kernels that read the piece's slots."""
+    def used(self, span: Span) -> None:
+        """Remember the kernels that read the span's slots."""
         mark = self._streams.mark_compute()
-        uses = self._last_use[self._geometry.size_classes[piece.layer]]
-        uses.update(dict.fromkeys(range(piece.slot, piece.slot + piece.num_segments), mark))
+        uses = self._last_use[self._geometry.size_classes[span.layer]]
+        uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
 
     def drain(self) -> None:
         """Wait for reads and copies; forget them."""
@@ -217,17 +217,17 @@ class TieredBackend:
     def _start(self) -> None:
         """Begin what waits for room in the host tier."""
         while self._backlog:
-            request = self.tier.request(self._backlog[0].piece)
+            request = self.tier.request(self._backlog[0].span)
             if request is None:
                 if not self._recall():
                     return
                 continue
             transfer = self._backlog.popleft()
             found, reads = request
-            for host_piece in found:
-                self._copy(transfer, host_piece)
+            for host_span in found:
+                self._copy(transfer, host_span)
                 if not transfer.was_read:
-                    self._hit_nbytes += self._nbytes(host_piece)
+                    self._hit_nbytes += self._nbytes(host_span)
             transfer.waits_for = dict.fromkeys(reads)
             self._waiting.update(dict.fromkeys(reads, transfer))
             if not reads:
@@ -235,20 +235,20 @@ class TieredBackend:
 
     def _recall(self) -> bool:
         """Take room in the host tier back from what is to be read ahead and has not begun; whether there was any."""
-        gone = [self._waiting.pop(host_piece) for host_piece in self.tier.withdraw()]
+        gone = [self._waiting.pop(host_span) for host_span in self.tier.withdraw()]
         for transfer in reversed(gone):
             transfer.waits_for.clear()
             self._ahead.appendleft(transfer)
         return bool(gone)
 
-    def _read(self, host_piece: Piece) -> None:
-        self.tier.arrived(host_piece)
-        transfer = self._waiting.pop(host_piece)
-        del transfer.waits_for[host_piece]
+    def _read(self, host_span: Span) -> None:
+        self.tier.arrived(host_span)
+        transfer = self._waiting.pop(host_span)
+        del transfer.waits_for[host_span]
         if transfer.is_ahead:
             self._here.append(transfer)
         else:
-            self._copy(transfer, host_piece)
+            self._copy(transfer, host_span)
             if not transfer.waits_for:
                 self._copying.append(transfer)
         self._start()
@@ -258,8 +258,8 @@ class TieredBackend:
     def _begin_ahead(self) -> None:
         """Ask the host tier for what was submitted ahead, and copy a segment of it if the stream is free."""
         if self._ahead and not self._backlog:
-            spared = {self._geometry.expert_id(one.piece.layer, one.piece.expert) for one in self._here}
-            while self._ahead and (request := self.tier.request(self._ahead[0].piece, True, spared)) is not None:
+            spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._here}
+            while self._ahead and (request := self.tier.request(self._ahead[0].span, True, spared)) is not None:
                 transfer = self._ahead.popleft()
                 _, reads = request
                 if reads:
@@ -267,7 +267,7 @@ class TieredBackend:
                     transfer.waits_for = dict.fromkeys(reads)
                     self._waiting.update(dict.fromkeys(reads, transfer))
                 else:
-                    spared.add(self._geometry.expert_id(transfer.piece.layer, transfer.piece.expert))
+                    spared.add(self._geometry.expert_id(transfer.span.layer, transfer.span.expert))
                     self._here.append(transfer)
         if self._here and self._ahead_copy is None and self._is_stream_free():
             self._copy_ahead()
@@ -276,17 +276,17 @@ class TieredBackend:
         """Queue the next copy ahead, unless kernels still read the slots it goes to."""
         while self._here:
             transfer = self._here[0]
-            found = self.tier.find(transfer.piece)
+            found = self.tier.find(transfer.span)
             if not found:  # a demand has taken its room
                 transfer.was_read = False
                 self._ahead.appendleft(self._here.popleft())
                 continue
-            if all(self._streams.is_past(mark) for mark in self._readers_of(transfer.piece)):
+            if all(self._streams.is_past(mark) for mark in self._readers_of(transfer.span)):
                 self._ahead_copy = self._here.popleft()
-                for host_piece in found:
-                    self._copy(transfer, host_piece)
+                for host_span in found:
+                    self._copy(transfer, host_span)
                     if not transfer.was_read:
-                        self._hit_nbytes += self._nbytes(host_piece)
+                        self._hit_nbytes += self._nbytes(host_span)
             return
 
     def _is_stream_free(self) -> bool:
@@ -319,11 +319,11 @@ class TieredBackend:
 
     # -- copies ------------------------------------------------------------------------------------------------
 
-    def _copy(self, transfer: _Transfer, source: Piece) -> None:
-        """Queue the copy of a host piece into its part of the device piece, after the last use of those slots."""
-        layer, piece = source.layer, transfer.piece
+    def _copy(self, transfer: _Transfer, source: Span) -> None:
+        """Queue the copy of a host span into its part of the device span, after the last use of those slots."""
+        layer, span = source.layer, transfer.span
         neurons = self._geometry.neurons_per_segment(layer)
-        slot = piece.slot + source.segment - piece.segment
+        slot = span.slot + source.segment - span.segment
         uses = self._last_use[self._geometry.size_classes[layer]]
         slots = range(slot, slot + source.num_segments)
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
@@ -338,8 +338,8 @@ class TieredBackend:
         if not transfer.is_ahead:
             self._demand_mark = transfer.mark
 
-    def _unpack(self, unpacker: Unpacker, source: Piece, target: torch.Tensor, after: list[Any]) -> None:
-        """Queue what makes the weights of a host piece that is as it is stored, segment by segment."""
+    def _unpack(self, unpacker: Unpacker, source: Span, target: torch.Tensor, after: list[Any]) -> None:
+        """Queue what makes the weights of a host span that is as it is stored, segment by segment."""
         assert self.tier.stored is not None
         for number, part in enumerate(target.chunk(source.num_segments)):
             where = source.layer, source.expert, source.segment + number
@@ -349,18 +349,18 @@ class TieredBackend:
             self._copied_nbytes += unpacker.link_nbytes(*where)
         self._unpacked_nbytes += self._nbytes(source)
 
-    def _readers_of(self, piece: Piece) -> list[Any]:
-        """Marks behind the kernels that read the piece's slots last."""
-        uses = self._last_use[self._geometry.size_classes[piece.layer]]
-        return [uses[slot] for slot in range(piece.slot, piece.slot + piece.num_segments) if slot in uses]
+    def _readers_of(self, span: Span) -> list[Any]:
+        """Marks behind the kernels that read the span's slots last."""
+        uses = self._last_use[self._geometry.size_classes[span.layer]]
+        return [uses[slot] for slot in range(span.slot, span.slot + span.num_segments) if slot in uses]
 
-    def _nbytes(self, piece: Piece) -> int:
-        return piece.num_segments * self._geometry.segment_nbytes(piece.layer)
+    def _nbytes(self, span: Span) -> int:
+        return span.num_segments * self._geometry.segment_nbytes(span.layer)
 
-    def _take(self) -> Piece:
+    def _take(self) -> Span:
         transfer = self._copying.popleft()
         self._streams.hold_compute(transfer.mark)
-        return transfer.piece
+        return transfer.span
 
     def _is_busy(self, eid: int) -> bool:
         mark = self._busy.get(eid)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expertly.control.compressed import CompressedTier, tier_slots
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import PAGE_NBYTES, Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.numa import MemoryNode
+from expertly.scheduler.compressed import CompressedTier, tier_slots
 
 
 class Held(NamedTuple):
@@ -67,17 +67,17 @@ class CompressedPool:
         memory = self._memory[size_class][place.slot * nbytes : (place.slot + 1) * nbytes]
         return Held(memory, self._frames.of(layer, expert, segment).cover_begin, place.is_filled)
 
-    def ended(self, piece: Piece, ok: bool) -> None:
+    def ended(self, span: Span, ok: bool) -> None:
         """Its segments have been read and decoded; `ok`: and are good."""
-        for segment in range(piece.segment, piece.segment + piece.num_segments):
-            (self.tier.end if ok else self.tier.fail)(piece.layer, piece.expert, segment)
+        for segment in range(span.segment, span.segment + span.num_segments):
+            (self.tier.end if ok else self.tier.fail)(span.layer, span.expert, segment)
 
-    def withdrawn(self, piece: Piece) -> None:
+    def withdrawn(self, span: Span) -> None:
         """Its segments will not be read or decoded."""
-        for segment in range(piece.segment, piece.segment + piece.num_segments):
-            if self.tier.holds(piece.layer, piece.expert, segment):
-                self.hit_nbytes -= self._geometry.segment_nbytes(piece.layer)
-            self.tier.withdraw(piece.layer, piece.expert, segment)
+        for segment in range(span.segment, span.segment + span.num_segments):
+            if self.tier.holds(span.layer, span.expert, segment):
+                self.hit_nbytes -= self._geometry.segment_nbytes(span.layer)
+            self.tier.withdraw(span.layer, span.expert, segment)
 
     def abandon(self) -> None:
         """Nothing is being read or decoded any more."""

@@ -1,9 +1,9 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
-An expert in several pieces is activated piece by piece. Its output is summed in float32 by the compiled products; else
+An expert in several spans is activated span by span. Its output is summed in float32 by the compiled products; else
 its down rows are gathered side by side, and one product makes it. Either way it is rounded once, as that of the whole
 expert, whatever the slots (docs/conventions.md, Segments).
-Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one piece.
+Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one span.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.compute_native import NativeProducts
 from expertly.native.kernels import Kernels
 
@@ -24,7 +24,7 @@ _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
 class LayerCompute:
-    """Computes pieces of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
+    """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
     the module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply; None: torch.
     """
 
@@ -67,81 +67,81 @@ class LayerCompute:
         """A call of the layer begins: its inputs are new, and may lie where those of the last one lay."""
         self._doubled_of = None
 
-    def matrices(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Gate [r, H], up [r, H] and down [r, H] rows of a piece; without a gate, up and down."""
-        if piece.num_segments == self.num_segments:
-            views = self._whole_views.get(piece.slot)
+    def matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
+        """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
+        if span.num_segments == self.num_segments:
+            views = self._whole_views.get(span.slot)
             if views is None:
-                views = self._whole_views[piece.slot] = self._cut(piece)
+                views = self._whole_views[span.slot] = self._cut(span)
             return views
-        return self._cut(piece)
+        return self._cut(span)
 
-    def _cut(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        start = piece.slot * self.neurons_per_segment
-        return self._rows[start : start + piece.num_segments * self.neurons_per_segment].unbind(1)
+    def _cut(self, span: Span) -> tuple[torch.Tensor, ...]:
+        start = span.slot * self.neurons_per_segment
+        return self._rows[start : start + span.num_segments * self.neurons_per_segment].unbind(1)
 
-    def whole(self, x: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
-        """out[n, H] = expert(x [n, H]), for a piece that is the whole expert."""
+    def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
+        """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
         if self.is_native(x):
-            self.together(x, (piece,), (0,), out)
+            self.together(x, (span,), (0,), out)
             return
         self.count_torch()
-        matrices = self.matrices(piece)
-        torch.mm(self.inner(x, matrices, piece), matrices[-1], out=out)
+        matrices = self.matrices(span)
+        torch.mm(self.inner(x, matrices, span), matrices[-1], out=out)
         if self.down_bias is not None:
-            out += self.down_bias[piece.expert]
+            out += self.down_bias[span.expert]
 
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether the compiled products take such inputs [n, H]."""
         return self._native is not None and self._native.take(x)
 
-    def together(self, x: torch.Tensor, pieces: Sequence[Piece], places: Sequence[int], out: torch.Tensor) -> None:
-        """out[place] = expert(x [1, H]) for several pieces that are whole experts; for one, x may be [n, H] and out is
+    def together(self, x: torch.Tensor, spans: Sequence[Span], places: Sequence[int], out: torch.Tensor) -> None:
+        """out[place] = expert(x [1, H]) for several spans that are whole experts; for one, x may be [n, H] and out is
         [n, H] from its place on. Only where `is_native`.
         """
         assert self._native is not None
-        self._native.outer(self._activated(x, pieces), pieces, places, out, adds=False)
+        self._native.outer(self._activated(x, spans), spans, places, out, adds=False)
         if self.down_bias is not None:
-            for piece, place in zip(pieces, places, strict=True):
-                out[place : place + x.shape[0]] += self.down_bias[piece.expert]
+            for span, place in zip(spans, places, strict=True):
+                out[place : place + x.shape[0]] += self.down_bias[span.expert]
 
-    def add_part(self, x: torch.Tensor, piece: Piece, total: torch.Tensor) -> None:
-        """total [n, H] += the piece's part of expert(x [n, H]), in float32. Only where `is_native`."""
+    def add_part(self, x: torch.Tensor, span: Span, total: torch.Tensor) -> None:
+        """total [n, H] += the span's part of expert(x [n, H]), in float32. Only where `is_native`."""
         assert self._native is not None
-        self._native.outer(self._activated(x, (piece,)), (piece,), (0,), total, adds=True)
+        self._native.outer(self._activated(x, (span,)), (span,), (0,), total, adds=True)
 
-    def _activated(self, x: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Activations [pieces * n, r]; of one token, or one piece."""
+    def _activated(self, x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """Activations [spans * n, r]; of one token, or one span."""
         assert self._native is not None
-        inner = self._native.inner(x, pieces)
+        inner = self._native.inner(x, spans)
         if self._in_bias is not None:
-            first = pieces[0].segment * self.neurons_per_segment
+            first = spans[0].segment * self.neurons_per_segment
             cut = slice(first, first + inner[0].shape[1])
             inner = tuple(
-                values + torch.stack([bias[piece.expert, cut] for piece in pieces])
+                values + torch.stack([bias[span.expert, cut] for span in spans])
                 for values, bias in zip(inner, self._in_bias, strict=True)
             )
         return self.activate(*inner)
 
     def count_torch(self) -> None:
-        """A piece is multiplied by torch."""
+        """A span is multiplied by torch."""
         if self._kernels is not None:
             self._kernels.num_torch += 1
 
-    def inner(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...], piece: Piece) -> torch.Tensor:
-        """Activations [n, r] of a piece's neurons."""
+    def inner(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...], span: Span) -> torch.Tensor:
+        """Activations [n, r] of a span's neurons."""
         bias = self._in_bias
         if self._is_gated:
             gate, up = self._gate_up(x, matrices)
             if bias is not None:
-                first = piece.segment * self.neurons_per_segment
+                first = span.segment * self.neurons_per_segment
                 cut = slice(first, first + gate.shape[1])
-                gate, up = gate + bias[0][piece.expert, cut], up + bias[1][piece.expert, cut]
+                gate, up = gate + bias[0][span.expert, cut], up + bias[1][span.expert, cut]
             return self.activate(gate, up)
         up = linear(x, matrices[0])
         if bias is not None:
-            first = piece.segment * self.neurons_per_segment
-            up = up + bias[0][piece.expert, first : first + up.shape[1]]
+            first = span.segment * self.neurons_per_segment
+            up = up + bias[0][span.expert, first : first + up.shape[1]]
         return self.activate(up)
 
     def _gate_up(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ class LayerCompute:
 
 
 class PartialExpert:
-    """One expert whose pieces come one by one; `add` is True when the output has been written."""
+    """One expert whose spans come one by one; `add` is True when the output has been written."""
 
     def __init__(self, compute: LayerCompute, x: torch.Tensor, out: torch.Tensor) -> None:
         self._compute = compute
@@ -172,28 +172,28 @@ class PartialExpert:
         self._inner = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
         self._down = torch.empty(width, out.shape[1], dtype=compute.dtype, device=x.device)
 
-    def add(self, piece: Piece) -> bool:
-        """Use a piece's bytes; its slots may be reused afterwards."""
+    def add(self, span: Span) -> bool:
+        """Use a span's bytes; its slots may be reused afterwards."""
         compute = self._compute
         if self._sum is not None:
-            compute.add_part(self._x, piece, self._sum)
-            self._neurons_left -= piece.num_segments * compute.neurons_per_segment
+            compute.add_part(self._x, span, self._sum)
+            self._neurons_left -= span.num_segments * compute.neurons_per_segment
             if self._neurons_left:
                 return False
             self.out.copy_(self._sum)
-        elif not self._add_rows(piece):
+        elif not self._add_rows(span):
             return False
         if compute.down_bias is not None:
-            self.out += compute.down_bias[piece.expert]
+            self.out += compute.down_bias[span.expert]
         return True
 
-    def _add_rows(self, piece: Piece) -> bool:
+    def _add_rows(self, span: Span) -> bool:
         compute = self._compute
         compute.count_torch()
-        matrices = compute.matrices(piece)
-        first = piece.segment * compute.neurons_per_segment
+        matrices = compute.matrices(span)
+        first = span.segment * compute.neurons_per_segment
         cut = slice(first, first + matrices[0].shape[0])
-        self._inner[:, cut] = compute.inner(self._x, matrices, piece)
+        self._inner[:, cut] = compute.inner(self._x, matrices, span)
         self._down[cut] = matrices[-1]
         self._neurons_left -= matrices[0].shape[0]
         if self._neurons_left:

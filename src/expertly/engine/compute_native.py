@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.native.kernels import Kernels
 
 
 class NativeProducts:
-    """Products with the pieces of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment."""
+    """Products with the spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment."""
 
     def __init__(self, kernels: Kernels, rows: torch.Tensor, neurons_per_segment: int) -> None:
         self._kernels = kernels
@@ -27,29 +27,29 @@ class NativeProducts:
         """Whether they are for such inputs [n, H]."""
         return x.shape[0] <= self._kernels.max_tokens and x.dtype == self._dtype
 
-    def inner(self, x: torch.Tensor, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
-        """Rows of each piece of equal size times x [n, H]: gate and up [pieces * n, r]; without a gate, up."""
+    def inner(self, x: torch.Tensor, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
+        """Rows of each span of equal size times x [n, H]: gate and up [spans * n, r]; without a gate, up."""
         n = x.shape[0]
         tasks: list[int] = []
-        for k, piece in enumerate(pieces):
-            tasks += (self._address + piece.slot * self._slot_nbytes, 0, n, k * n)
+        for k, span in enumerate(spans):
+            tasks += (self._address + span.slot * self._slot_nbytes, 0, n, k * n)
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_neurons = pieces[0].num_segments * self._neurons_per_segment
-        out = x.new_empty(self._num_inner, len(pieces) * n, num_neurons)
+        num_neurons = spans[0].num_segments * self._neurons_per_segment
+        out = x.new_empty(self._num_inner, len(spans) * n, num_neurons)
         self._kernels.dots(tasks, x, out, self._row_nbytes, self._matrix_nbytes)
         return out.unbind(0)
 
     def outer(
-        self, inner: torch.Tensor, pieces: Sequence[Piece], places: Sequence[int], out: torch.Tensor, *, adds: bool
+        self, inner: torch.Tensor, spans: Sequence[Span], places: Sequence[int], out: torch.Tensor, *, adds: bool
     ) -> None:
-        """Activations [pieces * n, r] times the down rows of each piece, to the n rows of `out` [*, H] from its place
+        """Activations [spans * n, r] times the down rows of each span, to the n rows of `out` [*, H] from its place
         on, rounded once; or added to them, where `out` is a float32 sum.
         """
-        n = inner.shape[0] // len(pieces)
+        n = inner.shape[0] // len(spans)
         first = self._address + self._num_inner * self._matrix_nbytes
         tasks: list[int] = []
-        for k, (piece, place) in enumerate(zip(pieces, places, strict=True)):
-            tasks += (first + piece.slot * self._slot_nbytes, k * n, n, place)
+        for k, (span, place) in enumerate(zip(spans, places, strict=True)):
+            tasks += (first + span.slot * self._slot_nbytes, k * n, n, place)
         self._kernels.sums(tasks, inner.contiguous(), out, self._row_nbytes, adds=adds)
-        self._kernels.num_native += len(pieces)
+        self._kernels.num_native += len(spans)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import threading
 import time
 
-from expertly.control.controller import Controller
 from expertly.engine.step_times import StepTimes
 from expertly.policies.allocation import Job
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.policies.moepic.timing import Timing
+from expertly.scheduler.scheduler import Scheduler
 
 _CLOSE_S = 10.0
 
 
 class Configuring:
-    """Of one device: when its controller says that something is due, and times are known, the job gets a thread; what
+    """Of one device: when its scheduler says that something is due, and times are known, the job gets a thread; what
     comes of it is kept from the beginning of a pass on. What the job raises is raised there, once; then nothing is
     worked out any more.
     """
 
-    def __init__(self, controller: Controller) -> None:
-        self.times = StepTimes(controller.geometry)
-        self._controller = controller
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.times = StepTimes(scheduler.geometry)
+        self._scheduler = scheduler
         self._thread: threading.Thread | None = None
         self._plan: SplitPlan | None = None
         self._error: BaseException | None = None
@@ -31,7 +31,7 @@ class Configuring:
         """A pass begins: nothing runs yet."""
         self.times.begin(time.perf_counter_ns())
         if self._thread is None:
-            if self.times.is_known and (job := self._controller.configuration_due()) is not None:
+            if self.times.is_known and (job := self._scheduler.configuration_due()) is not None:
                 self._thread = threading.Thread(
                     target=self._work, args=(job, self.times.timing()), name="expertly-configurator", daemon=True
                 )
@@ -44,7 +44,7 @@ class Configuring:
         if error is not None:
             raise error
         assert self._plan is not None
-        self._controller.configure(self._plan)
+        self._scheduler.configure(self._plan)
 
     def close(self) -> None:
         """Forget what is worked out. Idempotent. The job holds nothing of the model: it may end later."""

@@ -8,12 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from expertly.control.channel import Channel
-from expertly.control.controller import Controller
-from expertly.control.counters import LayerCounters
-from expertly.control.loop import Ahead, run_layer
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Phase, Piece
+from expertly.core.messages import Phase, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.backend import Backend
 from expertly.engine.compute import LayerCompute, PartialExpert
@@ -21,6 +17,10 @@ from expertly.engine.configuring import Configuring
 from expertly.engine.routing import Dispatch
 from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import choose_kernels
+from expertly.scheduler.channel import Channel
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.scheduler import Scheduler
 
 
 class Device:
@@ -28,19 +28,19 @@ class Device:
     its numbers of experts are those of its share.
     """
 
-    def __init__(self, name: str, controller: Controller, backend: Backend) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, backend: Backend) -> None:
         """Raises ConfigError as `choose_kernels`."""
         self.name = name
         self.kernels = choose_kernels(backend.device)
-        self.controller = controller
+        self.scheduler = scheduler
         self.backend = backend
         self.ahead: Ahead | None = None
-        self.configuring = Configuring(controller) if controller.allocation.is_configured else None
+        self.configuring = Configuring(scheduler) if scheduler.allocation.is_configured else None
         self._layers: list[LayerCompute] = []
 
     @property
     def geometry(self) -> Geometry:
-        return self.controller.geometry
+        return self.scheduler.geometry
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -72,15 +72,15 @@ class Device:
 
     def predict_from(self, channel: Channel) -> None:
         """See Executor."""
-        self.ahead = Ahead(self.controller, self.backend, channel, now=time.perf_counter_ns)
+        self.ahead = Ahead(self.scheduler, self.backend, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
         """See Executor."""
         for expert in range(self.geometry.layers[layer].num_experts):
-            pieces = self.controller.preload(layer, expert)
-            self.backend.submit(pieces)
-            for _ in pieces:
-                self.controller.loaded(self.backend.wait())
+            spans = self.scheduler.preload(layer, expert)
+            self.backend.submit(spans)
+            for _ in spans:
+                self.scheduler.loaded(self.backend.wait())
 
     def begin(self) -> None:
         """See Executor."""
@@ -105,26 +105,26 @@ class Device:
         backend = self.backend
         runner = _LayerRun(self._layers[work.router.layer], work, hidden)
 
-        def use(piece: Piece) -> None:
-            runner.compute(piece)
-            backend.used(piece)
+        def use(span: Span) -> None:
+            runner.compute(span)
+            backend.used(span)
 
         times = None if self.configuring is None else self.configuring.times
         transport = _TimedTransport(backend) if times is None else _MeasuredTransport(backend)
 
-        def use_together(pieces: Sequence[Piece]) -> None:
-            runner.compute_together(pieces)
-            for piece in pieces:
-                backend.used(piece)
+        def use_together(spans: Sequence[Span]) -> None:
+            runner.compute_together(spans)
+            for span in spans:
+                backend.used(span)
 
-        compute: Callable[[Piece], None] = use
+        compute: Callable[[Span], None] = use
         together = use_together if runner.takes_several else None
         if times is not None and False not in work.router.is_decode:
             compute, together = _timed(use, times), None
         if self.ahead is None:
-            run_layer(self.controller, transport, work.router, compute, together=together)
+            run_layer(self.scheduler, transport, work.router, compute, together=together)
         else:
-            run_layer(self.controller, transport, work.router, compute, self.ahead, routed, together)
+            run_layer(self.scheduler, transport, work.router, compute, self.ahead, routed, together)
         device_ns = backend.stall_ns()
         if times is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
             layer, elapsed_ns = work.router.layer, transport.elapsed_ns + device_ns
@@ -134,7 +134,7 @@ class Device:
 
     def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
         """See Executor."""
-        counters = self.controller.counters[layer].of(phase)
+        counters = self.scheduler.counters[layer].of(phase)
         counters.stall_ns += stall_ns
         counters.expert_ns += expert_ns
         if self.configuring is not None:
@@ -143,14 +143,14 @@ class Device:
 
     def layer_counters(self, layer: int) -> LayerCounters:
         """See Executor."""
-        return self.controller.counters[layer]
+        return self.scheduler.counters[layer]
 
     def abandon(self, is_in_doubt: bool) -> None:
         """See Executor."""
         self.backend.drain()
-        self.controller.abandon()
+        self.scheduler.abandon()
         if is_in_doubt:
-            self.controller.check()
+            self.scheduler.check()
 
     def close(self) -> None:
         """See Executor."""
@@ -160,13 +160,13 @@ class Device:
         self.backend.close()
 
 
-def _timed(use: Callable[[Piece], None], times: StepTimes) -> Callable[[Piece], None]:
+def _timed(use: Callable[[Span], None], times: StepTimes) -> Callable[[Span], None]:
     """The same, and how long it took."""
 
-    def measured(piece: Piece) -> None:
+    def measured(span: Span) -> None:
         start = time.perf_counter_ns()
-        use(piece)
-        times.computed(piece.layer, piece.num_segments, time.perf_counter_ns() - start)
+        use(span)
+        times.computed(span.layer, span.num_segments, time.perf_counter_ns() - start)
 
     return measured
 
@@ -180,12 +180,12 @@ class _TimedTransport:
         self._wait = backend.wait
         self.stall_ns = 0
 
-    def wait(self) -> Piece:
+    def wait(self) -> Span:
         """See Transport."""
         start = time.perf_counter_ns()
-        piece = self._wait()
+        span = self._wait()
         self.stall_ns += time.perf_counter_ns() - start
-        return piece
+        return span
 
 
 class _MeasuredTransport(_TimedTransport):
@@ -202,33 +202,33 @@ class _MeasuredTransport(_TimedTransport):
         self.has_waited = False  # for that
         self.num_segments = 0  # that have arrived since
 
-    def wait(self) -> Piece:
+    def wait(self) -> Span:
         """See Transport."""
-        piece = super().wait()
-        self._arrived(piece, True)
-        return piece
+        span = super().wait()
+        self._arrived(span, True)
+        return span
 
-    def _noted_submit(self, pieces: Iterable[Piece]) -> None:
+    def _noted_submit(self, spans: Iterable[Span]) -> None:
         start = time.perf_counter_ns()
         self._asked_ns = self._asked_ns or start
-        self._backend.submit(pieces)
+        self._backend.submit(spans)
         self.asking_ns += time.perf_counter_ns() - start
 
-    def _counted_poll(self) -> Piece | None:
-        piece = self._backend.poll()
-        if piece is not None:
-            self._arrived(piece, False)
-        return piece
+    def _counted_poll(self) -> Span | None:
+        span = self._backend.poll()
+        if span is not None:
+            self._arrived(span, False)
+        return span
 
-    def _arrived(self, piece: Piece, has_waited: bool) -> None:
+    def _arrived(self, span: Span, has_waited: bool) -> None:
         if self._asked_ns:
             self.elapsed_ns = time.perf_counter_ns() - self._asked_ns
             self.has_waited = has_waited
-            self.num_segments += piece.num_segments
+            self.num_segments += span.num_segments
 
 
 class _LayerRun:
-    """The outputs of one layer, filled piece by piece."""
+    """The outputs of one layer, filled span by span."""
 
     def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
         compute.begin()
@@ -245,20 +245,20 @@ class _LayerRun:
         """Whether experts that are here can be computed in one call: those of one token, by the compiled products."""
         return self._work.positions is not None and self._compute.is_native(self._hidden)
 
-    def compute_together(self, pieces: Sequence[Piece]) -> None:
-        """Use the bytes of several pieces, in one call as far as they are whole experts."""
+    def compute_together(self, spans: Sequence[Span]) -> None:
+        """Use the bytes of several spans, in one call as far as they are whole experts."""
         assert self._work.positions is not None
-        whole = [piece for piece in pieces if piece.num_segments == self._compute.num_segments]
+        whole = [span for span in spans if span.num_segments == self._compute.num_segments]
         if whole:
-            places = [self._work.positions[piece.expert] for piece in whole]
+            places = [self._work.positions[span.expert] for span in whole]
             self._compute.together(self._hidden, whole, places, self.outputs)
-        for piece in pieces:
-            if piece.num_segments != self._compute.num_segments:
-                self.compute(piece)
+        for span in spans:
+            if span.num_segments != self._compute.num_segments:
+                self.compute(span)
 
-    def compute(self, piece: Piece) -> None:
-        """Use the bytes of a piece: a whole expert at once, else a part of it."""
-        compute, expert = self._compute, piece.expert
+    def compute(self, span: Span) -> None:
+        """Use the bytes of a span: a whole expert at once, else a part of it."""
+        compute, expert = self._compute, span.expert
         work, rows = self._work, None
         if work.positions is not None:
             row = work.positions[expert]
@@ -271,13 +271,13 @@ class _LayerRun:
                 out = torch.empty(len(rows), self._hidden.shape[1], dtype=compute.dtype, device=x.device)
             else:
                 out, rows = self.outputs[work.places[expert]], None
-        if piece.num_segments == compute.num_segments:
-            compute.whole(x, piece, out)
+        if span.num_segments == compute.num_segments:
+            compute.whole(x, span, out)
         else:
             partial = self._partial.get(expert)
             if partial is None:
                 partial = self._partial[expert] = PartialExpert(compute, x, out)
-            if not partial.add(piece):
+            if not partial.add(span):
                 return
             out = self._partial.pop(expert).out
         if rows is not None:

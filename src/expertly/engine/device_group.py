@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from expertly.control.channel import Channel
-from expertly.control.counters import LayerCounters
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase
@@ -23,6 +21,8 @@ from expertly.engine.device import Device
 from expertly.engine.routing import Dispatch, Part, part_of
 from expertly.engine.taps import Taps
 from expertly.engine.workers import Workers
+from expertly.scheduler.channel import Channel
+from expertly.scheduler.counters import LayerCounters
 
 
 class Handover(Protocol):
@@ -61,7 +61,7 @@ class _Ran(NamedTuple):
 
 
 class DeviceGroup:
-    """See Executor. Each device has a thread, which does all that its controller and backend are asked for while the
+    """See Executor. Each device has a thread, which does all that its scheduler and backend are asked for while the
     model runs; a layer ends when all devices have ended theirs, however they did.
 
     The time a layer waits for transfers is that of the device that ended last.
@@ -97,8 +97,8 @@ class DeviceGroup:
         """See Executor."""
         taps = Taps(channel, self.placement)
         for device, tap in zip(self.devices, taps.of_devices, strict=True):
-            if device.controller.gate is not None:
-                device.controller.gate.can_pause = False  # what one would not hear the others would not
+            if device.scheduler.gate is not None:
+                device.scheduler.gate.can_pause = False  # what one would not hear the others would not
             device.predict_from(tap)
 
     def preload(self, layer: int) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from expertly.control.budget import Budget, least_nbytes, split_budget
-from expertly.control.controller import Controller
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
@@ -19,6 +17,8 @@ from expertly.engine.device import Device
 from expertly.engine.device_group import DeviceGroup, Handover, NoHandover
 from expertly.engine.memory import WORKING_NBYTES, AutoBudget, available_host_nbytes, choose_budget
 from expertly.engine.reads import ExtentSource
+from expertly.scheduler.budget import Budget, least_nbytes, split_budget
+from expertly.scheduler.scheduler import Scheduler
 from expertly.store.frame_index import FrameIndex
 
 MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int", int], Backend]
@@ -101,7 +101,7 @@ def choose_amounts(
 def make_group(
     placement: Placement,
     targets: Sequence[torch.device],
-    controllers: Sequence[Controller],
+    schedulers: Sequence[Scheduler],
     store: ExtentSource,
     dtype: torch.dtype,
     host_memory: str | int,
@@ -117,12 +117,12 @@ def make_group(
         amounts = shares_of(nbytes, [share.geometry for share in placement.shares])
     devices: list[Device] = []
     try:
-        for target, share, controller, amount, nbytes in zip(
-            targets, placement.shares, controllers, amounts, compressed_nbytes, strict=True
+        for target, share, scheduler, amount, nbytes in zip(
+            targets, placement.shares, schedulers, amounts, compressed_nbytes, strict=True
         ):
-            slots = controller.budget.pool_slots()
+            slots = scheduler.budget.pool_slots()
             backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount, nbytes)
-            devices.append(Device(str(target), controller, backend))
+            devices.append(Device(str(target), scheduler, backend))
         return DeviceGroup(placement, devices, _handover(targets[0]))
     except BaseException:
         for device in devices:

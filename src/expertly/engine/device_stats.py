@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from expertly.control.counters import PhaseCounters
 from expertly.core.messages import Phase
 from expertly.engine.device import Device
-from expertly.parts import System
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.system import System
 
 
 def of_device(device: Device, system: System) -> dict[str, Any]:
@@ -16,15 +16,15 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
 
     Devices run side by side: their stalls and times add up to more than those of the model.
     """
-    controller = device.controller
-    geometry, budget = controller.geometry, controller.budget
+    scheduler = device.scheduler
+    geometry, budget = scheduler.geometry, scheduler.budget
     phases = {phase: PhaseCounters() for phase in Phase}
     for layer in range(geometry.num_layers):
         for phase, total in phases.items():
             total.add(device.layer_counters(layer).of(phase))
     resident = sum(
         mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
-        for eid, mask in enumerate(controller.residency.resident)
+        for eid, mask in enumerate(scheduler.residency.resident)
     )
     node = device.backend.node
     slots_nbytes = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
@@ -42,8 +42,8 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         **moved(device),
         **{phase.value: _of_phase(one) for phase, one in phases.items()},
         "predictions_late": device.num_late,
-        "allocation": system.sharing(controller),
-        "gate": None if controller.gate is None else controller.gate.facts(),
+        "allocation": system.sharing(scheduler),
+        "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
     }
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from expertly.control.budget import Budget, least_nbytes, split_budget
-from expertly.control.compressed_share import ShareChoice, choose_share
 from expertly.core.amounts import parse_memory, parse_share
 from expertly.core.codecs import DEVICE, DecodingRates, choose_decoding, too_small
 from expertly.core.errors import BudgetError, ConfigError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.engine.device_loading import choose_amounts, shares_of, split_over
-from expertly.engine.measure_codec import best_costs, decoding_rates
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes, kv_cache_nbytes, working_nbytes
 from expertly.engine.nvcomp_decoder import why_not
-from expertly.parts import System
+from expertly.hardware.measure_codec import best_costs, decoding_rates
+from expertly.scheduler.budget import Budget, least_nbytes, split_budget
+from expertly.scheduler.compressed_share import ShareChoice, choose_share
+from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
 DEFAULT_CONTEXT = 4096

@@ -1,4 +1,4 @@
-"""Runs the experts of a model: asks the controller, moves pieces, computes them as they become available."""
+"""Runs the experts of a model: asks the scheduler, moves spans, computes them as they become available."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from expertly.control.controller import Controller
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import Phase
@@ -21,6 +20,7 @@ from expertly.engine.observer import Observer
 from expertly.engine.prediction import Prefetching
 from expertly.engine.routing import dispatch
 from expertly.engine.saved_reuse import SavedReuse
+from expertly.scheduler.scheduler import Scheduler
 
 _COMBINE_NBYTES = 16 << 20
 """The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
@@ -48,10 +48,10 @@ class Engine:
         self._process = os.getpid()
 
     @property
-    def controller(self) -> Controller:
+    def scheduler(self) -> Scheduler:
         """Of the only device."""
         (device,) = self.executor.devices
-        return device.controller
+        return device.scheduler
 
     @property
     def backend(self) -> Backend:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from expertly.control.channel import Channel
-from expertly.control.counters import LayerCounters
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.engine.routing import Dispatch
+from expertly.scheduler.channel import Channel
+from expertly.scheduler.counters import LayerCounters
 
 if TYPE_CHECKING:
     from expertly.engine.device import Device

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.compressed_pool import CompressedPool, Held
 from expertly.engine.frame_extents import FrameRange, SegmentFrames
 from expertly.engine.reads import Load, Moved
@@ -44,32 +44,32 @@ class FrameSource:
         self.compressed_nbytes = 0 if pool is None else pool.nbytes
         self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, self._frames.max_frame_nbytes)
 
-    def load(self, piece: Piece, buffer: memoryview) -> Load:
+    def load(self, span: Span, buffer: memoryview) -> Load:
         """Cut over the readers at frames; segments that stay compressed in memory are cut apart, too."""
-        nbytes = self._geometry.segment_nbytes(piece.layer)
-        each = piece.num_segments if self._pool is None else 1
+        nbytes = self._geometry.segment_nbytes(span.layer)
+        each = span.num_segments if self._pool is None else 1
         reads: list[_FrameRead] = []
-        for done in range(0, piece.num_segments, each):
+        for done in range(0, span.num_segments, each):
             held = None
             if self._pool is not None:
-                held = self._pool.begin(piece.layer, piece.expert, piece.segment + done)
+                held = self._pool.begin(span.layer, span.expert, span.segment + done)
             out = buffer[done * nbytes : (done + each) * nbytes]
-            frames = self._frames.of(piece.layer, piece.expert, piece.segment + done, each)
+            frames = self._frames.of(span.layer, span.expert, span.segment + done, each)
             for part in self._cut(frames):
                 first = part.first_byte - frames.first_byte
                 share = out[first : first + part.num_bytes]
-                reads.append(_FrameRead(self._files[piece.layer], part, share, held))
+                reads.append(_FrameRead(self._files[span.layer], part, share, held))
         return Load(reads, len(buffer), sum(read.disk_nbytes for read in reads))
 
-    def ended(self, piece: Piece, ok: bool) -> None:
+    def ended(self, span: Span, ok: bool) -> None:
         """What was read stays, where it has a place."""
         if self._pool is not None:
-            self._pool.ended(piece, ok)
+            self._pool.ended(span, ok)
 
-    def withdrawn(self, piece: Piece) -> None:
+    def withdrawn(self, span: Span) -> None:
         """Its place is free again."""
         if self._pool is not None:
-            self._pool.withdrawn(piece)
+            self._pool.withdrawn(span)
 
     def abandon(self) -> None:
         """What was being read is not there."""

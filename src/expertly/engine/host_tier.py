@@ -6,12 +6,9 @@ from collections.abc import Callable, Collection, Container
 
 import torch
 
-from expertly.control.budget import class_segment_nbytes, split_budget
-from expertly.control.cache import KeptCache
-from expertly.control.residency import Residency
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
@@ -19,10 +16,13 @@ from expertly.engine.reads import ExtentSource
 from expertly.engine.stored_reads import StoredSlots
 from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
+from expertly.scheduler.budget import class_segment_nbytes, split_budget
+from expertly.scheduler.cache import KeptCache
+from expertly.scheduler.slot_table import SlotTable
 
 
 class HostTier:
-    """Brings the segments of a device piece into host slots. Its pieces carry host slots, not device slots.
+    """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots.
 
     `is_busy(expert id)` says that a copy out of the expert's host slots may still be running: it is not evicted.
     `wait_idle()` makes no expert busy.
@@ -54,25 +54,25 @@ class HostTier:
         self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
         """Of all its slots."""
         self._geometry = geometry
-        self._residency = Residency(geometry, slots)
+        self._residency = SlotTable(geometry, slots)
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
         self.pool = HostPool(geometry, slots if stored is None else [0] * len(slots), self._slot_nbytes, dtype, node)
         slots_of = self.stored or self.pool
         self.readers = Readers(
             store,
             geometry,
-            lambda piece: slots_of.buffer(piece.layer, piece.slot, piece.num_segments),
+            lambda span: slots_of.buffer(span.layer, span.slot, span.num_segments),
             node=node,
             compressed_nbytes=compressed_nbytes,
             as_stored=stored is not None,
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
-        self._loading: dict[Piece, None] = {}
+        self._loading: dict[Span, None] = {}
 
     def request(
-        self, wanted: Piece, is_ahead: bool = False, spared: Container[int] = ()
-    ) -> tuple[list[Piece], list[Piece]] | None:
-        """(host pieces that are here, host pieces now to be read) of a device piece; None: no room until reads end.
+        self, wanted: Span, is_ahead: bool = False, spared: Container[int] = ()
+    ) -> tuple[list[Span], list[Span]] | None:
+        """(host spans that are here, host spans now to be read) of a device span; None: no room until reads end.
 
         `is_ahead`: read behind all others, and have room only where nothing must be waited for and no expert of
         `spared` (ids) goes.
@@ -81,45 +81,45 @@ class HostTier:
         eid, mask = self._segments(wanted)
         cache = self._caches[geometry.size_classes[wanted.layer]]
         here, missing = mask & residency.resident[eid], mask & ~residency.resident[eid]
-        assert not missing & residency.loading[eid], "a device piece is asked for once"
+        assert not missing & residency.loading[eid], "a device span is asked for once"
         if missing:
             if not self._make_room(cache, missing.bit_count(), eid, is_ahead, spared):
                 return None
             cache.keep(eid, missing)
         cache.policy.used([eid], [1], 1)
-        found = residency.pieces(wanted.layer, wanted.expert, here) if here else []
+        found = residency.spans(wanted.layer, wanted.expert, here) if here else []
         reads = residency.allocate(wanted.layer, wanted.expert, missing) if missing else []
         self._loading.update(dict.fromkeys(reads))
         (self.readers.submit_ahead if is_ahead else self.readers.submit)(reads)
         return found, reads
 
-    def find(self, wanted: Piece) -> list[Piece]:
-        """The host pieces of a device piece that is here; none where a part of it is not."""
+    def find(self, wanted: Span) -> list[Span]:
+        """The host spans of a device span that is here; none where a part of it is not."""
         eid, mask = self._segments(wanted)
         if self._residency.resident[eid] & mask != mask:
             return []
-        return self._residency.pieces(wanted.layer, wanted.expert, mask)
+        return self._residency.spans(wanted.layer, wanted.expert, mask)
 
-    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Piece]:
-        """Give up the host pieces of this layer, or of these experts of it, or of any, that were requested ahead and
+    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
+        """Give up the host spans of this layer, or of these experts of it, or of any, that were requested ahead and
         that no reader has begun.
         """
         gone = self.readers.withdraw(layer, experts)
-        for piece in gone:
-            del self._loading[piece]
-            self._release(piece)
+        for span in gone:
+            del self._loading[span]
+            self._release(span)
         return gone
 
-    def arrived(self, piece: Piece) -> None:
-        """A host piece has been read."""
-        del self._loading[piece]
-        self._residency.arrived(piece)
+    def arrived(self, span: Span) -> None:
+        """A host span has been read."""
+        del self._loading[span]
+        self._residency.arrived(span)
 
     def abandon(self) -> None:
         """Nothing is being read any more; what had not arrived is absent again."""
         self.readers.drain()
-        for piece in self._loading:
-            self._release(piece)
+        for span in self._loading:
+            self._release(span)
         self._loading.clear()
 
     @property
@@ -140,22 +140,22 @@ class HostTier:
             assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
             kept.update(cache.kept)
         loading = [0] * self._geometry.num_experts
-        for piece in self._loading:
-            eid, mask = self._segments(piece)
+        for span in self._loading:
+            eid, mask = self._segments(span)
             loading[eid] |= mask
         assert loading == residency.loading
         held = [here | coming for here, coming in zip(residency.resident, residency.loading, strict=True)]
         assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
 
-    def _segments(self, piece: Piece) -> tuple[int, int]:
+    def _segments(self, span: Span) -> tuple[int, int]:
         """The expert id and the mask of its segments."""
-        eid = self._geometry.expert_id(piece.layer, piece.expert)
-        return eid, ((1 << piece.num_segments) - 1) << piece.segment
+        eid = self._geometry.expert_id(span.layer, span.expert)
+        return eid, ((1 << span.num_segments) - 1) << span.segment
 
-    def _release(self, piece: Piece) -> None:
-        eid, mask = self._segments(piece)
-        self._caches[self._geometry.size_classes[piece.layer]].drop(eid, mask)
-        self._residency.release(piece.layer, piece.expert, mask)
+    def _release(self, span: Span) -> None:
+        eid, mask = self._segments(span)
+        self._caches[self._geometry.size_classes[span.layer]].drop(eid, mask)
+        self._residency.release(span.layer, span.expert, mask)
 
     def _make_room(
         self, cache: KeptCache, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
@@ -179,7 +179,7 @@ class HostTier:
 class _Protected:
     """The experts that may not be evicted now, as a container."""
 
-    def __init__(self, wanted: int, residency: Residency, is_busy: Callable[[int], bool]) -> None:
+    def __init__(self, wanted: int, residency: SlotTable, is_busy: Callable[[int], bool]) -> None:
         self._wanted, self._residency, self._is_busy = wanted, residency, is_busy
 
     def __contains__(self, eid: object) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from expertly.control.backlog import Backlog, Work
-from expertly.control.channel import Seen
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog, Work
+from expertly.scheduler.channel import Seen
 
 
 class ThreadChannel:

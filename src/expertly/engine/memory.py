@@ -95,10 +95,10 @@ def _cgroup_limits() -> list[tuple[int, int, int]]:
     except OSError:
         return []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
+        _, schedulers, path = line.split(":", 2)
+        if schedulers == "":
             root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
+        elif "memory" in schedulers.split(","):
             root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue

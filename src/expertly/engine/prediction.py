@@ -8,9 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from expertly.control.backlog import Backlog
-from expertly.control.channel import Channel, InlineChannel
-from expertly.control.stack import StackChannel
 from expertly.core.errors import ConfigError
 from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
@@ -20,8 +17,11 @@ from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel
 from expertly.engine.saved_maps import SavedMaps
 from expertly.engine.sharing import Sharing
-from expertly.parts import System
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog
+from expertly.scheduler.channel import Channel, InlineChannel
+from expertly.scheduler.stack import StackChannel
+from expertly.scheduler.system import System
 
 Matcher = Literal["auto", "thread", "inline"]
 MATCHERS: tuple[Matcher, ...] = ("auto", "thread", "inline")

@@ -15,12 +15,12 @@ from expertly.engine.collector import OF_ROUTERS, Collector, Embed
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Matcher, Prefetching
 from expertly.engine.saved_maps import SavedMaps
-from expertly.models.routers import RouterTap, find_routers
-from expertly.parts import System
+from expertly.model.routers import RouterTap, find_routers
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
 

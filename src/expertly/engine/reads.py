@@ -1,4 +1,4 @@
-"""What a reader does: it brings a part of a piece into its slot. Here for experts that are stored as they are."""
+"""What a reader does: it brings a part of a span into its slot. Here for experts that are stored as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from expertly.core.geometry import PAGE_NBYTES, Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.store.frame_index import FrameIndex
 from expertly.store.reader import ExpertFile
 
@@ -39,7 +39,7 @@ class Moved(NamedTuple):
 
 
 class Read(Protocol):
-    """A part of a piece. It runs once, in a reader."""
+    """A part of a span. It runs once, in a reader."""
 
     def run(self, worker: Any) -> Moved:
         """Bring it into its slot. `worker`: what `Source.worker` made for this reader. Raises TransferError."""
@@ -47,7 +47,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """All that is to be read of a piece."""
+    """All that is to be read of a span."""
 
     reads: Sequence[Read]
     nbytes: int  # of weights that it brings
@@ -55,20 +55,20 @@ class Load:
 
 
 class Source(Protocol):
-    """Where pieces come from. All but `worker` and what it makes belongs to the thread that submits."""
+    """Where spans come from. All but `worker` and what it makes belongs to the thread that submits."""
 
     batch_nbytes: int
-    """Pieces of one read travel together up to so many bytes of weights."""
+    """Spans of one read travel together up to so many bytes of weights."""
     compressed_nbytes: int
     """Memory in which experts stay as they are stored."""
 
-    def load(self, piece: Piece, buffer: memoryview) -> Load:
-        """The reads that fill `buffer`, the piece's slots. One of `ended`, `withdrawn` or `abandon` follows."""
+    def load(self, span: Span, buffer: memoryview) -> Load:
+        """The reads that fill `buffer`, the span's slots. One of `ended`, `withdrawn` or `abandon` follows."""
 
-    def ended(self, piece: Piece, ok: bool) -> None:
+    def ended(self, span: Span, ok: bool) -> None:
         """All its reads have ended; `ok`: and none has failed."""
 
-    def withdrawn(self, piece: Piece) -> None:
+    def withdrawn(self, span: Span) -> None:
         """None of its reads has begun, and none will."""
 
     def abandon(self) -> None:
@@ -94,10 +94,10 @@ class FileSource:
     def __init__(self, files: list[ExpertFile]) -> None:
         self._files = files
 
-    def ended(self, piece: Piece, ok: bool) -> None:
+    def ended(self, span: Span, ok: bool) -> None:
         """Nothing stays."""
 
-    def withdrawn(self, piece: Piece) -> None:
+    def withdrawn(self, span: Span) -> None:
         """Nothing was there."""
 
     def abandon(self) -> None:
@@ -132,12 +132,12 @@ class PlainSource(FileSource):
         self._geometry = geometry
         self._num_readers = num_readers
 
-    def load(self, piece: Piece, buffer: memoryview) -> Load:
+    def load(self, span: Span, buffer: memoryview) -> Load:
         """Cut over the readers."""
-        offset = self._offsets[piece.layer][piece.expert] + piece.segment * self._geometry.segment_nbytes(piece.layer)
+        offset = self._offsets[span.layer][span.expert] + span.segment * self._geometry.segment_nbytes(span.layer)
         size = -(-len(buffer) // self._num_readers)
         size = max(MIN_READ_NBYTES, -(-size // PAGE_NBYTES) * PAGE_NBYTES)
-        file = self._files[piece.layer]
+        file = self._files[span.layer]
         starts = range(0, len(buffer), size)
         reads = [_PlainRead(file, offset + start, buffer[start : start + size]) for start in starts]
         return Load(reads, len(buffer), len(buffer))

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import torch
 
-from expertly.choices import Choice, Machine, read_choices
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
+from expertly.engine.choices import Choice, Machine, read_choices
 from expertly.engine.division import Request, divide
-from expertly.engine.machine import cpu_name
-from expertly.engine.measure_cuda import device_name
 from expertly.engine.saved_maps import AUTO
 from expertly.engine.saved_predictor import find_weights
-from expertly.plans import check_plan
+from expertly.hardware.machine import cpu_name
+from expertly.hardware.measure_cuda import device_name
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.scheduler.plans import check_plan
+from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system
 from expertly.store.cache import entry_folder, learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
-from expertly.systems import BASE_SYSTEM, default_system, get_system
 
 
 class Settings(NamedTuple):

@@ -13,13 +13,13 @@ from pathlib import Path
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
 from expertly.engine.sharing import Sharing
-from expertly.maps.file import load_maps, save_maps
-from expertly.maps.matrices_file import load_matrices, save_matrices
-from expertly.parts import System
 from expertly.policies.maps.store import MapShape
 from expertly.policies.matrices.collection import Matrices
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.state.file import load_maps, save_maps
+from expertly.policies.state.matrices_file import load_matrices, save_matrices
+from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore
 

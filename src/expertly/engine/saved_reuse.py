@@ -16,11 +16,11 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.executor import Executor
 from expertly.engine.saved_maps import AUTO, OFF
-from expertly.maps.reuse_file import ReuseFile, save_reuse
-from expertly.parts import System
 from expertly.policies.eviction.reuse import Reuse
 from expertly.policies.maps.store import MapShape
 from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.state.reuse_file import ReuseFile, save_reuse
+from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore
 
@@ -65,7 +65,7 @@ def reuse_path(
 
 def reuse_models(executor: Executor) -> list[ReuseModel]:
     """What each device's control plane learns by; none where its eviction is another."""
-    policies = (device.controller.caches[0].policy for device in executor.devices)
+    policies = (device.scheduler.caches[0].policy for device in executor.devices)
     return [policy.model for policy in policies if isinstance(policy, Reuse)]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from expertly.maps.any_file import AnyStore
-from expertly.maps.sharing import Arrays, absorb, digests_of, like
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.state.any_file import AnyStore
+from expertly.policies.state.sharing import Arrays, absorb, digests_of, like
 
 MAX_TAKEN = 256
 """Of one other at a time, where the store is full: each is compared with all that is there, and predictions wait."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from expertly.control.counters import PhaseCounters
 from expertly.core.messages import Phase
 from expertly.engine.device_stats import allocation_over, moved, of_device
 from expertly.engine.division import Division
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
 from expertly.native.kernels import kernels_over
-from expertly.parts import System
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
 _MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes", "compressed_bytes")

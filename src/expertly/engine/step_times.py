@@ -12,14 +12,14 @@ _RECENT = 64
 """Steps of which the median is taken: a few that something else held up do not move it."""
 
 _ENOUGH = 8
-"""Pieces of one size whose median counts."""
+"""Spans of one size whose median counts."""
 
 
 class StepTimes:
     """Of one device. Attention is what lies between a layer's experts and those before it, or the beginning of a pass,
     the head what lies between the last experts and the next pass where that decodes, too. Experts are timed without
     what they waited for. Loading is timed where a layer waited for it: a segment, from asking to the last arrival. What
-    a piece costs whatever its size is what a straight line through the times of pieces of several sizes leaves at 0.
+    a span costs whatever its size is what a straight line through the times of spans of several sizes leaves at 0.
 
     Host times: where a device works behind the host, attention and experts are what asking for them takes.
     """
@@ -32,7 +32,7 @@ class StepTimes:
         self._segment: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
         self._segment_at_most: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
         self._asking: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
-        self._pieces: list[dict[int, deque[int]]] = [{} for _ in layers]  # by their number of segments
+        self._spans: list[dict[int, deque[int]]] = [{} for _ in layers]  # by their number of segments
         self._head: deque[int] = deque(maxlen=_RECENT)
         self._last_ns: int | None = None  # when the experts before ended, or the pass began
         self._head_ns: int | None = None  # before this pass, if it decodes
@@ -54,10 +54,10 @@ class StepTimes:
         self._asking[layer].append(elapsed_ns)
 
     def computed(self, layer: int, num_segments: int, elapsed_ns: int) -> None:
-        """A piece of so many segments of an expert was computed, for one token."""
-        times = self._pieces[layer].get(num_segments)
+        """A span of so many segments of an expert was computed, for one token."""
+        times = self._spans[layer].get(num_segments)
         if times is None:
-            times = self._pieces[layer][num_segments] = deque(maxlen=_RECENT)
+            times = self._spans[layer][num_segments] = deque(maxlen=_RECENT)
         times.append(elapsed_ns)
 
     def ran(self, layer: int, is_decode: bool, stall_ns: int, expert_ns: int, end_ns: int) -> None:
@@ -91,7 +91,7 @@ class StepTimes:
             moe_ns=_medians(self._experts),
             load_ns=[round(segment_ns * geometry.segments_per_expert) for segment_ns in each_ns],
             head_ns=round(median(self._head)),
-            piece_ns=[_at_no_size(pieces) for pieces in self._pieces],
+            piece_ns=[_at_no_size(spans) for spans in self._spans],
             ask_ns=[round(median(times)) if times else 0 for times in self._asking],
         )
 
@@ -103,9 +103,9 @@ def _medians(of_layers: list[deque[int]]) -> list[int]:
     return [round(usual if one is None else one) for one in known]
 
 
-def _at_no_size(pieces: dict[int, deque[int]]) -> int:
-    """What of a piece's time does not depend on its size; 0 where not enough sizes are known."""
-    known = [(num, median(times), len(times)) for num, times in sorted(pieces.items()) if len(times) >= _ENOUGH]
+def _at_no_size(spans: dict[int, deque[int]]) -> int:
+    """What of a span's time does not depend on its size; 0 where not enough sizes are known."""
+    known = [(num, median(times), len(times)) for num, times in sorted(spans.items()) if len(times) >= _ENOUGH]
     if len(known) < 2:
         return 0
     weight = sum(num for _, _, num in known)

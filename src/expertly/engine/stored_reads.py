@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from expertly.control.budget import default_ring
-from expertly.control.compressed import tier_slots
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.frame_extents import FrameRange, SegmentFrames
 from expertly.engine.frame_reads import MAX_SCRATCH_NBYTES
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reads import FileSource, Load, Moved
+from expertly.scheduler.budget import default_ring
+from expertly.scheduler.compressed import tier_slots
 from expertly.store.frames import check_frame
 from expertly.store.reader import ExpertFile
 
@@ -75,19 +75,19 @@ class StoredSource(FileSource):
         self._geometry = geometry
         self._num_readers = num_readers
 
-    def load(self, piece: Piece, buffer: memoryview) -> Load:
+    def load(self, span: Span, buffer: memoryview) -> Load:
         """Cut over the readers at frames."""
-        size = len(buffer) // piece.num_segments
+        size = len(buffer) // span.num_segments
         reads: list[_StoredRead] = []
-        for number in range(piece.num_segments):
-            frames = self._frames.of(piece.layer, piece.expert, piece.segment + number)
+        for number in range(span.num_segments):
+            frames = self._frames.of(span.layer, span.expert, span.segment + number)
             slot = buffer[number * size : (number + 1) * size]
             count = -(-frames.count // self._num_readers)
             for first in range(0, frames.count, count):
                 part = frames.part(first, min(count, frames.count - first))
                 begin = part.cover_begin - frames.cover_begin
-                reads.append(_StoredRead(self._files[piece.layer], part, slot[begin : begin + part.cover_nbytes]))
-        nbytes = piece.num_segments * self._geometry.segment_nbytes(piece.layer)
+                reads.append(_StoredRead(self._files[span.layer], part, slot[begin : begin + part.cover_nbytes]))
+        nbytes = span.num_segments * self._geometry.segment_nbytes(span.layer)
         return Load(reads, nbytes, sum(len(read.cover) for read in reads))
 
 

@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from expertly.control.channel import Channel, Seen
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement, Share
+from expertly.scheduler.channel import Channel, Seen
 
 
 class Taps:

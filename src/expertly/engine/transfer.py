@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reads import ExtentSource, Load, Moved, Read
 from expertly.engine.sources import make_source
@@ -26,9 +26,9 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """One piece under way."""
+    """One span under way."""
 
-    piece: Piece
+    span: Span
     load: Load
     is_ahead: bool
     reads_left: int
@@ -41,9 +41,9 @@ class _Job(NamedTuple):
 
 
 class Readers:
-    """Submit pieces, then take them back as they arrive, in any order. One caller thread.
+    """Submit spans, then take them back as they arrive, in any order. One caller thread.
 
-    What is submitted ahead begins only while no demand is queued or being read. One piece of it is under way at a time,
+    What is submitted ahead begins only while no demand is queued or being read. One span of it is under way at a time,
     or as many small ones as there are readers: that is all a demand may find before it (fMoE, section 4.5).
 
     The caller's thread takes no lock: an interrupt could come between taking and giving it back, and stop the readers.
@@ -54,7 +54,7 @@ class Readers:
         self,
         store: ExtentSource,
         geometry: Geometry,
-        buffer_of: Callable[[Piece], memoryview],
+        buffer_of: Callable[[Span], memoryview],
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
         compressed_nbytes: int = 0,
@@ -72,15 +72,15 @@ class Readers:
         self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # of what has begun
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
         self._ended_by: BaseException | None = None  # what ended a reader
-        self._ahead: deque[list[_Job]] = deque()  # pieces not begun; whoever removes one has it
+        self._ahead: deque[list[_Job]] = deque()  # spans not begun; whoever removes one has it
         self._lock = threading.Lock()  # of the readers
-        self._num_demanded = 0  # pieces; written by the caller
+        self._num_demanded = 0  # spans; written by the caller
         self._num_served = 0  # of these, read; written by the readers
         self._num_ahead_reads = 0  # begun and not ended; written by the readers
         self.num_in_flight = 0
-        """Pieces submitted and neither taken back nor withdrawn."""
+        """Spans submitted and neither taken back nor withdrawn."""
         self.asked_nbytes = 0
-        """Asked of the disk, for all pieces submitted and not withdrawn or dropped before they were begun."""
+        """Asked of the disk, for all spans submitted and not withdrawn or dropped before they were begun."""
         self.buffered_nbytes = 0
         """What was read through the page cache."""
         self.decoded_nbytes = 0
@@ -89,15 +89,15 @@ class Readers:
         """Processor time that this took, of all readers."""
         self._threads = [self._start(i) for i in range(num_readers)]
 
-    def submit(self, pieces: Iterable[Piece]) -> None:
-        """Start reading; large pieces are cut over the readers, small ones travel together."""
-        pieces = list(pieces)
-        self._num_demanded += len(pieces)  # from here on nothing else begins
+    def submit(self, spans: Iterable[Span]) -> None:
+        """Start reading; large spans are cut over the readers, small ones travel together."""
+        spans = list(spans)
+        self._num_demanded += len(spans)  # from here on nothing else begins
         batch: list[_Job] = []
         batch_nbytes = 0
-        for piece in pieces:
+        for span in spans:
             self.num_in_flight += 1
-            jobs = self._make(piece, False)
+            jobs = self._make(span, False)
             if len(jobs) > 1:
                 for job in jobs:
                     self._jobs.put([job])
@@ -110,42 +110,42 @@ class Readers:
         if batch:
             self._jobs.put(batch)
 
-    def submit_ahead(self, pieces: Iterable[Piece]) -> None:
-        """Read these, in this order, while no piece of `submit` is queued or being read."""
-        for piece in pieces:
+    def submit_ahead(self, spans: Iterable[Span]) -> None:
+        """Read these, in this order, while no span of `submit` is queued or being read."""
+        for span in spans:
             self.num_in_flight += 1
-            self._ahead.append(self._make(piece, True))
+            self._ahead.append(self._make(span, True))
         if self._num_demanded == self._num_served:  # else whoever serves the last demand looks for more, after this
             self._jobs.put([])
 
-    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
         """Take back what was submitted ahead of this layer, or of these experts of it, or of any, and not begun: it
         will not come.
         """
-        gone: list[Piece] = []
+        gone: list[Span] = []
         for jobs in list(self._ahead):
             ticket = jobs[0].ticket
-            is_of_layer = layer is None or ticket.piece.layer == layer
-            if is_of_layer and (experts is None or ticket.piece.expert in experts):
+            is_of_layer = layer is None or ticket.span.layer == layer
+            if is_of_layer and (experts is None or ticket.span.expert in experts):
                 try:
                     self._ahead.remove(jobs)
                 except ValueError:  # a reader was faster
                     continue
-                gone.append(ticket.piece)
+                gone.append(ticket.span)
                 self.num_in_flight -= 1
                 self.asked_nbytes -= ticket.load.disk_nbytes
-                self._source.withdrawn(ticket.piece)
+                self._source.withdrawn(ticket.span)
         return gone
 
-    def poll(self) -> Piece | None:
-        """A piece that has arrived, or None. Raises what its read raised."""
+    def poll(self) -> Span | None:
+        """A span that has arrived, or None. Raises what its read raised."""
         try:
             return self._take(self._done.get_nowait())
         except Empty:
             return None
 
-    def wait(self) -> Piece:
-        """The next piece to arrive. Raises what its read raised. Something must be in flight."""
+    def wait(self) -> Span:
+        """The next span to arrive. Raises what its read raised. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
         while True:
             try:
@@ -209,19 +209,19 @@ class Readers:
         self._threads = []
         self._source.close()
 
-    def _take(self, ticket: _Ticket | None) -> Piece:
+    def _take(self, ticket: _Ticket | None) -> Span:
         if ticket is None:
             cause = "" if self._ended_by is None else f": {type(self._ended_by).__name__}: {self._ended_by}"
             raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
         self.num_in_flight -= 1
-        self._source.ended(ticket.piece, ticket.error is None)
+        self._source.ended(ticket.span, ticket.error is None)
         if ticket.error is not None:
             raise ticket.error
-        return ticket.piece
+        return ticket.span
 
-    def _make(self, piece: Piece, is_ahead: bool) -> list[_Job]:
-        load = self._source.load(piece, self._buffer_of(piece))
-        ticket = _Ticket(piece, load, is_ahead, len(load.reads))
+    def _make(self, span: Span, is_ahead: bool) -> list[_Job]:
+        load = self._source.load(span, self._buffer_of(span))
+        ticket = _Ticket(span, load, is_ahead, len(load.reads))
         self.asked_nbytes += load.disk_nbytes
         return [_Job(ticket, read) for read in load.reads]
 

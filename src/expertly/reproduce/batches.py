@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from expertly.reproduce.lab import Lab, Runs
 from expertly.sim.schedule import Schedule, first_rows
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
 
@@ -22,7 +22,7 @@ REQUESTS = 12
 def batched(lab: Lab, hardware: str, size: int) -> Runs:
     """The same requests for every size, of which `size` run together. Routing does not depend on who else runs."""
 
-    def make() -> tuple[Trace, list[Span]]:
+    def make() -> tuple[Trace, list[RowRange]]:
         schedule = lab.schedule()
         num = REQUESTS // (3 if lab.quick else 1)
         longest = 4 * lab.num_tokens // num
@@ -52,15 +52,15 @@ def prompts_need(lab: Lab, hardware: str, size: int) -> float:
 
 
 def write_batches(
-    trace: Trace, training: Sequence[Span], test: Sequence[Span], size: int, folder: Path
-) -> tuple[Trace, list[Span]]:
+    trace: Trace, training: Sequence[RowRange], test: Sequence[RowRange], size: int, folder: Path
+) -> tuple[Trace, list[RowRange]]:
     """A trace of `training` one request after the other, then of `test` in batches of `size`; and its spans, the last
     of which is all of the batches.
     """
     manifest = trace.manifest
     fields = [field for name, field in manifest.fields.items() if name != "iteration"]
     stored = [field.name for field in manifest.stored_fields if field.name not in ("iteration", "request")]
-    spans: list[Span] = []
+    spans: list[RowRange] = []
     with TraceWriter(
         folder,
         model=manifest.model,
@@ -71,7 +71,7 @@ def write_batches(
     ) as writer:
         for span in training:
             number = writer.begin_request()
-            spans.append(Span(number, writer.num_rows, span.num_rows))
+            spans.append(RowRange(number, writer.num_rows, span.num_rows))
             stop = span.first_row + span.num_rows
             for block in trace.blocks(["iteration", *stored], span.first_row, stop):
                 sizes = np.unique(block.columns["iteration"], return_counts=True)[1]
@@ -79,10 +79,10 @@ def write_batches(
         first = writer.num_rows
         for start in range(0, len(test), size):
             _write_batch(trace, writer, stored, test[start : start + size])
-    return Trace.open(folder), [*spans, Span(None, first, writer.num_rows - first)]
+    return Trace.open(folder), [*spans, RowRange(None, first, writer.num_rows - first)]
 
 
-def _write_batch(trace: Trace, writer: TraceWriter, names: Sequence[str], spans: Sequence[Span]) -> None:
+def _write_batch(trace: Trace, writer: TraceWriter, names: Sequence[str], spans: Sequence[RowRange]) -> None:
     columns: list[dict[str, npt.NDArray[Any]]] = []
     prompts: list[int] = []
     for span in spans:

@@ -14,14 +14,14 @@ from expertly.core.errors import ExpertlyError
 from expertly.reproduce.finding import Check, Finding, Table
 from expertly.reproduce.subject import Subject
 from expertly.reproduce.watch import LastRun
+from expertly.scheduler.presets import get_system
 from expertly.sim.arrivals import Arrivals
 from expertly.sim.geometry_file import read_geometry
 from expertly.sim.hardware import Hardware
 from expertly.sim.metrics import percentile
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Memory, Study
-from expertly.sim.workload import Span
-from expertly.systems import get_system
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 SPLIT = (7, 3)
@@ -136,7 +136,7 @@ class Runs:
         )
 
 
-def decode_passes(trace: Trace, span: Span) -> Bools:
+def decode_passes(trace: Trace, span: RowRange) -> Bools:
     """Of each pass of a span, whether it is of decode alone."""
     rows = span.first_row, span.first_row + span.num_rows
     iteration, is_prefill = trace.rows("iteration", *rows), trace.rows("is_prefill", *rows)
@@ -192,7 +192,7 @@ class Lab:
         made = make_schedule(self.trace, Selection(num_tokens=num, split=SPLIT, seed=self.seed))
         return Schedule(first_rows(made.training, TRAINING * num), made.test)
 
-    def requests_to_test(self) -> list[Span]:
+    def requests_to_test(self) -> list[RowRange]:
         """Whole requests of the part that is not learned from."""
         return make_schedule(self.trace, Selection(split=SPLIT, seed=self.seed)).test
 

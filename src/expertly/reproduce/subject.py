@@ -9,10 +9,10 @@ from pathlib import Path
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.data import demo_predictor
-from expertly.learned.file import PredictorFile
-from expertly.parts import names_of_options
 from expertly.policies.learned import LearnedWeights
-from expertly.systems import get_system
+from expertly.policies.learned_file import PredictorFile
+from expertly.scheduler.presets import get_system
+from expertly.scheduler.system import names_of_options
 from expertly.trace.reader import Trace
 
 SMALL_NBYTES = 1 << 20

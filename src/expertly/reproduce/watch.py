@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 
 
 class Watch:
@@ -35,7 +35,7 @@ class Watch:
             self.layers.append([*self._begins, begin_ns])
             self._begins, self._computing = [], 0
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
+    def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
         """See LinkWatcher."""
         if where == "link":
             self.loading += end_ns - begin_ns

@@ -14,7 +14,7 @@ from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.memory import Split
 from expertly.serve.readings import Readings, compressed_here
 from expertly.serve.request import Request
-from expertly.serve.scheduler import Scheduler
+from expertly.serve.scheduler import RequestScheduler
 
 log = logging.getLogger("expertly.serve")
 
@@ -66,7 +66,7 @@ class RequestMetrics:
 class EngineMetrics(Collector):
     """Reads the engine's own counters when it is asked."""
 
-    def __init__(self, readings: Readings, scheduler: Scheduler, split: Split) -> None:
+    def __init__(self, readings: Readings, scheduler: RequestScheduler, split: Split) -> None:
         self._readings = readings
         self._scheduler = scheduler
         self._split = split

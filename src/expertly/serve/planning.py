@@ -8,10 +8,10 @@ from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
 from expertly.engine.backends import available_nbytes
 from expertly.engine.device_choice import choose_devices
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
+from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Shape, Split, split_total
 from expertly.serve.scheduler import Room
-from expertly.systems import AUTO_SYSTEM, get_system
 
 DEFAULT_CONTEXT = 4096
 """Tokens of one text where neither the user nor the model says less."""
@@ -39,7 +39,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """`memory`: what `expertly.load` is asked for."""
 
     memory: str | int
@@ -47,7 +47,7 @@ class Plan:
     split: Split
 
 
-def plan(wishes: Wishes) -> Plan:
+def plan(wishes: Wishes) -> ServePlan:
     """Packs the model where it is not packed yet. Raises ConfigError, BudgetError."""
     if wishes.total_memory is not None and wishes.memory != "auto":
         raise ConfigError(
@@ -74,7 +74,7 @@ def plan(wishes: Wishes) -> Plan:
             least = shape.pages_of_one() * PAGE_TOKENS
             raise ConfigError(f"--kv-tokens {wishes.kv_tokens}: accepted: {least} or more, for one text of {context}")
     memory, split = _split(wishes, shape, pages)
-    return Plan(memory, Room(context, PAGE_TOKENS, split.num_pages, wishes.max_running, wishes.max_queue), split)
+    return ServePlan(memory, Room(context, PAGE_TOKENS, split.num_pages, wishes.max_running, wishes.max_queue), split)
 
 
 def _context(wished: int | None, most: int | None) -> int:

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from expertly.core.amounts import parse_share
 from expertly.core.codecs import DEVICE, check_codec
 from expertly.core.errors import ConfigError
+from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.fleet_metrics import together
 from expertly.serve.named import Named
-from expertly.systems import AUTO_SYSTEM, get_system
 
 try:
     from ray import serve

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from expertly.control.counters import PhaseCounters
+from expertly.api import Handle
 from expertly.core.messages import Phase
-from expertly.engine.api import Handle
+from expertly.scheduler.counters import PhaseCounters
 
 RECENT_S = 60.0
 """What "recent" is."""
@@ -93,8 +93,8 @@ class Readings:
         placement = getattr(executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in executor.geometry.layers]
         for number, device in enumerate(executor.devices):
-            geometry = device.controller.geometry
-            resident = list(device.controller.residency.resident)
+            geometry = device.scheduler.geometry
+            resident = list(device.scheduler.residency.resident)
             for layer, row in enumerate(rows):
                 first = geometry.first_expert_id(layer)
                 for expert in range(geometry.layers[layer].num_experts):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.engine import api
 from expertly.engine.sharing import Sharing
 from expertly.serve.fleet_metrics import of_others
 from expertly.serve.planning import Wishes, plan

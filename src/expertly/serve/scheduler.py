@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from expertly.core.errors import EngineClosedError
-from expertly.models.stepping import Entry, Stepper
+from expertly.model.stepping import Entry, Stepper
 from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
 from expertly.serve.request import Request, Text
 from expertly.serve.sampling import Choice, Sampler
@@ -50,7 +50,7 @@ class Watcher(Protocol):
         """`stop` or `length` of its last text, `cancelled`, `failed`."""
 
 
-class Scheduler:
+class RequestScheduler:
     """Lives in the server's event loop, which alone calls it, but for `told` and `failed`: the model's threads do.
 
     A text's pages are taken for its whole length when it is admitted, so that what runs never lacks any.

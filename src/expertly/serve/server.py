@@ -14,17 +14,17 @@ from typing import Any
 
 import uvicorn
 
+from expertly.api import handle
 from expertly.core.errors import ConfigError
-from expertly.engine.api import handle
-from expertly.models.probing import why_not_together
-from expertly.models.stepping import Batch, Limits, OneAtATime, Stepper, end_tokens
+from expertly.model.probing import why_not_together
+from expertly.model.stepping import Batch, Limits, OneAtATime, Stepper, end_tokens
 from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Split
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
 from expertly.serve.readings import Readings
 from expertly.serve.sampling import Sampler
-from expertly.serve.scheduler import Room, Scheduler
+from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
 from expertly.serve.service import About, Service
 from expertly.serve.settings import Settings
@@ -44,7 +44,7 @@ class Assembled:
     app: Any
     about: About
     service: Service
-    scheduler: Scheduler
+    scheduler: RequestScheduler
     view: View
     start: Callable[[], None]
     """In the loop that serves: requests are taken from then on."""
@@ -64,7 +64,7 @@ def assemble(
     if why is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
     metrics = RequestMetrics()
-    scheduler = Scheduler(room, metrics)
+    scheduler = RequestScheduler(room, metrics)
     about = About(
         name=settings.name,
         created=int(time.time()),

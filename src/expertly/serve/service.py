@@ -13,7 +13,7 @@ from expertly.serve.errors import ApiError, invalid
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Request
 from expertly.serve.sampling import Sampling
-from expertly.serve.scheduler import Scheduler
+from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation
 from expertly.serve.settings import Settings
 from expertly.serve.tools import ToolReader
@@ -54,7 +54,7 @@ class Service:
     """One model and who may use it. Lives in the server's event loop."""
 
     def __init__(
-        self, about: About, settings: Settings, prompts: Prompts, scheduler: Scheduler, ends: Sequence[int]
+        self, about: About, settings: Settings, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int]
     ) -> None:
         self.about = about
         self.settings = settings

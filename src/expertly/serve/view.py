@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from expertly.serve.memory import Split
 from expertly.serve.metrics import EngineMetrics, RequestMetrics, rendered
 from expertly.serve.readings import Readings, compressed_here
-from expertly.serve.scheduler import Scheduler
+from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.service import About
 
 _RATE_S = 5.0
@@ -27,7 +27,7 @@ class View:
         self,
         about: About,
         readings: Readings,
-        scheduler: Scheduler,
+        scheduler: RequestScheduler,
         metrics: RequestMetrics,
         split: Split,
         now_s: Callable[[], float],

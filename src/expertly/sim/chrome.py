@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from expertly.core.errors import ConfigError
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.sim.link import LinkWatcher
 from expertly.sim.simulator import Watcher
 
@@ -103,10 +103,10 @@ class Run:
         name = what if layer < 0 else f"{what}, layer {layer}"
         self._write(name, what.split()[0], "device", begin_ns, end_ns)
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
+    def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
         """See LinkWatcher."""
-        parts = f"{piece.segment}..{piece.segment + piece.num_segments - 1}"
-        self._write(f"layer {piece.layer}, expert {piece.expert}, segments {parts}", "load", where, begin_ns, end_ns)
+        parts = f"{span.segment}..{span.segment + span.num_segments - 1}"
+        self._write(f"layer {span.layer}, expert {span.expert}, segments {parts}", "load", where, begin_ns, end_ns)
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
         """See LinkWatcher."""

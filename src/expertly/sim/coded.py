@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from expertly.control.compressed import CompressedTier, tier_slots
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
+from expertly.scheduler.compressed import CompressedTier, tier_slots
 from expertly.sim.readers import NUM_READERS, Readers
 from expertly.sim.server import NEVER_NS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from expertly.sim.link import LinkWatcher
 
 MIN_JOB_NBYTES = 256 << 10
-"""Of weights. The engine cuts a piece over so many readers, but not into less; each reads its part and decodes it."""
+"""Of weights. The engine cuts a span over so many readers, but not into less; each reads its part and decodes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Coding:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A piece that is not there."""
+    """A span that is not there."""
 
     is_ahead: bool
     segments: Collection[int]  # that are brought
@@ -60,7 +60,7 @@ class _UnderWay:
 
 
 class CodedDisk:
-    """Serves pieces as a Server does, but by readers: each reads a part of a piece, which takes the time of its stored
+    """Serves spans as a Server does, but by readers: each reads a part of a span, which takes the time of its stored
     bytes, and decodes it. What the tier holds is not read.
     """
 
@@ -71,7 +71,7 @@ class CodedDisk:
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._watcher, self._name = watcher, name
         self._seen_until_ns = 0  # by the watcher: what it sees of the disk is one thing after the other
-        self._under_way: dict[Piece, _UnderWay] = {}
+        self._under_way: dict[Span, _UnderWay] = {}
         self.tier = coding.tier(geometry)
         self.read_nbytes = 0
         """Stored bytes that the disk brought."""
@@ -89,65 +89,65 @@ class CodedDisk:
     def num_waiting(self) -> int:
         return self._readers.num_waiting
 
-    def submit(self, piece: Piece, since_ns: int, segments: Collection[int], is_ahead: bool) -> None:
-        """Bring `segments` of a piece; it waits from `since_ns` on."""
-        size = self._segment_nbytes[piece.layer]
-        slots = [self.tier.begin(piece.layer, piece.expert, segment) for segment in segments]
+    def submit(self, span: Span, since_ns: int, segments: Collection[int], is_ahead: bool) -> None:
+        """Bring `segments` of a span; it waits from `since_ns` on."""
+        size = self._segment_nbytes[span.layer]
+        slots = [self.tier.begin(span.layer, span.expert, segment) for segment in segments]
         num_held = sum(slot is not None and slot.is_filled for slot in slots)
         held, absent = num_held * size, (len(slots) - num_held) * size
         read = self._parts(absent, is_held=False)
         parts = self._parts(held, is_held=True) + read
-        self._under_way[piece] = _UnderWay(is_ahead, segments, held, absent, len(parts), len(read))
-        self._readers.submit(piece, since_ns, parts, is_ahead)
+        self._under_way[span] = _UnderWay(is_ahead, segments, held, absent, len(parts), len(read))
+        self._readers.submit(span, since_ns, parts, is_ahead)
 
-    def begin(self) -> tuple[Piece, bool, int, int] | None:
-        """Do what is next. Where that ends a piece: (what, whether it was submitted ahead, its begin, its end)."""
+    def begin(self) -> tuple[Span, bool, int, int] | None:
+        """Do what is next. Where that ends a span: (what, whether it was submitted ahead, its begin, its end)."""
         done = self._readers.step()
         if done is None:
             return None
-        piece = done.piece
-        under_way = self._under_way[piece]
+        span = done.span
+        under_way = self._under_way[span]
         under_way.begin_ns = min(under_way.begin_ns, done.begin_ns)
         if done.is_read:
             under_way.read_begin_ns = min(under_way.read_begin_ns, done.begin_ns)
             under_way.reads_left -= 1
             if not under_way.reads_left:
-                self._was_read(piece, under_way, done.end_ns)
+                self._was_read(span, under_way, done.end_ns)
             return None
         under_way.parts_left -= 1
         if under_way.parts_left:
             return None
-        del self._under_way[piece]
-        self.decoded_nbytes += len(under_way.segments) * self._segment_nbytes[piece.layer]
+        del self._under_way[span]
+        self.decoded_nbytes += len(under_way.segments) * self._segment_nbytes[span.layer]
         self.held_nbytes += under_way.held_nbytes
         for segment in under_way.segments:
-            self.tier.end(piece.layer, piece.expert, segment)
-        return piece, under_way.is_ahead, under_way.begin_ns, done.end_ns
+            self.tier.end(span.layer, span.expert, segment)
+        return span, under_way.is_ahead, under_way.begin_ns, done.end_ns
 
     def computing(self, begin_ns: int, end_ns: int, slowdown: float) -> None:
         """See Readers: of a machine that decodes on the processors that compute."""
         self._readers.computing(begin_ns, end_ns, slowdown)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget what was submitted ahead of this layer, or of these experts of it, and has not begun."""
         gone = self._readers.withdraw_where(
-            lambda piece: piece.layer == layer and (experts is None or piece.expert in experts)
+            lambda span: span.layer == layer and (experts is None or span.expert in experts)
         )
-        for piece in gone:
-            for segment in self._under_way.pop(piece).segments:
-                self.tier.withdraw(layer, piece.expert, segment)
+        for span in gone:
+            for segment in self._under_way.pop(span).segments:
+                self.tier.withdraw(layer, span.expert, segment)
         return gone
 
     def busy_until_ns(self, now_ns: int) -> int:
         """When everything that waits has been served, if it could begin at once."""
         return self._readers.busy_until_ns(now_ns)
 
-    def _was_read(self, piece: Piece, under_way: _UnderWay, end_ns: int) -> None:
+    def _was_read(self, span: Span, under_way: _UnderWay, end_ns: int) -> None:
         self.read_nbytes += self._coding.stored_nbytes(under_way.to_read_nbytes)
         if self._watcher is not None:
             begin = max(self._seen_until_ns, under_way.read_begin_ns)
             self._seen_until_ns = max(begin, end_ns)
-            self._watcher.moved(self._name, piece, begin, self._seen_until_ns)
+            self._watcher.moved(self._name, span, begin, self._seen_until_ns)
 
     def _parts(self, nbytes: int, is_held: bool) -> list[tuple[int | None, int]]:
         """Cut so many bytes of weights over the readers: how long each part takes to read, and to decode."""

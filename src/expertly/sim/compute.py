@@ -24,12 +24,12 @@ class ComputeModel(Protocol):
     def dense_ns(self, layer: int, num_tokens: int) -> int:
         """Of one MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
 
-    def piece_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
+    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
         """Of `num_segments` adjacent segments of one expert, for that many of its tokens."""
 
     @property
     def submit_ns(self) -> int:
-        """The computing thread's own time for pieces that are demanded together, besides what the link takes."""
+        """The computing thread's own time for spans that are demanded together, besides what the link takes."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         """And for each of them, when it is taken."""
@@ -74,7 +74,7 @@ class Roofline:
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._itemsize = [layer.itemsize for layer in geometry.layers]
         self._dense_ns: dict[tuple[int, int], int] = {}
-        self._piece_ns: dict[tuple[int, int, int], int] = {}
+        self._span_ns: dict[tuple[int, int, int], int] = {}
         self._head_ns: dict[int, int] = {}
 
     def dense_ns(self, layer: int, num_tokens: int) -> int:
@@ -85,12 +85,12 @@ class Roofline:
             found = self._dense_ns[key] = work + self._hardware.layer_ns
         return found
 
-    def piece_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
+    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
         key = (self._shape_of[layer], num_tokens, num_segments)
-        found = self._piece_ns.get(key)
+        found = self._span_ns.get(key)
         if found is None:
             work = self._ns(num_segments * self._segment_nbytes[layer], self._itemsize[layer], max(1, num_tokens))
-            found = self._piece_ns[key] = work + self._hardware.launch_ns
+            found = self._span_ns[key] = work + self._hardware.launch_ns
         return found
 
     def load_ns(self, layer: int, num_segments: int) -> int:
@@ -119,7 +119,7 @@ class Measured:
         self.slowdown_while_loading = measured.slowdown_while_loading
         self.submit_ns = measured.submit_ns
         self._dense_ns: dict[int, int] = {}
-        self._piece_ns: dict[tuple[int, int], int] = {}
+        self._span_ns: dict[tuple[int, int], int] = {}
         self._head_ns: dict[int, int] = {}
 
     def dense_ns(self, layer: int, num_tokens: int) -> int:
@@ -128,9 +128,9 @@ class Measured:
             found = self._dense_ns[num_tokens] = self._at(self._measured.dense_ns, num_tokens)
         return found
 
-    def piece_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
+    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
         key = (num_tokens, num_segments)
-        found = self._piece_ns.get(key)
+        found = self._span_ns.get(key)
         if found is None:
             measured, tokens = self._measured, max(1, num_tokens)
             if num_segments == self._num_segments:
@@ -138,7 +138,7 @@ class Measured:
             else:
                 parts = self._at(measured.parts_ns, tokens) * num_segments // self._num_segments
                 found = parts + self._at(measured.part_ns, tokens)
-            self._piece_ns[key] = found
+            self._span_ns[key] = found
         return found
 
     def load_ns(self, layer: int, num_segments: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.sim.coded import Coding
 from expertly.sim.hardware import Hardware
 from expertly.sim.link import Clock, VirtualLink
@@ -64,7 +64,7 @@ def _layer_ns(num_absent: int, disk: Link, coding: Coding, compute: MeasuredComp
         coding=coding,
     )
     num_segments = geometry.segments_per_expert
-    link.submit([Piece(0, expert, 0, num_segments, expert * num_segments) for expert in range(num_absent)])
+    link.submit([Span(0, expert, 0, num_segments, expert * num_segments) for expert in range(num_absent)])
     left, here = num_absent, compute.layer.top_k - num_absent
     while left or here:
         arrived = link.poll() if left else None

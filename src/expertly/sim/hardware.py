@@ -47,7 +47,7 @@ class Hardware:
     memory_nbytes_per_s: float  # weights streamed by the computing device
     flops_per_s: float  # peak, dense, of the weights' 16-bit type
     efficiency: float  # of both, above 0 to 1: what kernels reach
-    launch_ns: int  # fixed cost of computing one piece of an expert
+    launch_ns: int  # fixed cost of computing one span of an expert
     layer_ns: int  # fixed cost of one layer: its kernels' launches, router, control plane
     iteration_ns: int  # fixed cost of one iteration
     link: Link  # into the device's memory: PCIe, or the disk where that memory is RAM

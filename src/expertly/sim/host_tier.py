@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 
 _Key = tuple[int, int, int]  # layer, expert, segment
 
@@ -26,40 +26,40 @@ class HostTier:
                     self._held[layer, expert, segment] = 0
                     self._room -= nbytes
 
-    def here_ns(self, piece: Piece, now_ns: int) -> int | None:
-        """When all of a piece is there, which is a use of it; None where something must be read."""
-        if self.missing(piece):
+    def here_ns(self, span: Span, now_ns: int) -> int | None:
+        """When all of a span is there, which is a use of it; None where something must be read."""
+        if self.missing(span):
             return None
-        return self._use(piece, now_ns)
+        return self._use(span, now_ns)
 
-    def missing(self, piece: Piece) -> list[int]:
+    def missing(self, span: Span) -> list[int]:
         """Segments to read."""
-        return [key[2] for key in _keys(piece) if key not in self._held]
+        return [key[2] for key in _keys(span) if key not in self._held]
 
-    def read(self, piece: Piece, end_ns: int) -> int:
-        """What was missing of a piece has been read by then; when all of it is there."""
-        for key in _keys(piece):
+    def read(self, span: Span, end_ns: int) -> int:
+        """What was missing of a span has been read by then; when all of it is there."""
+        for key in _keys(span):
             if key not in self._held:
                 self._held[key] = end_ns
-                self._room -= self._segment_nbytes[piece.layer]
-        here = self._use(piece, end_ns)
+                self._room -= self._segment_nbytes[span.layer]
+        here = self._use(span, end_ns)
         while self._room < 0:
             (layer, _, _), _ = self._held.popitem(last=False)
             self._room += self._segment_nbytes[layer]
         return here
 
-    def _use(self, piece: Piece, now_ns: int) -> int:
+    def _use(self, span: Span, now_ns: int) -> int:
         here = now_ns
-        for key in _keys(piece):
+        for key in _keys(span):
             self._held.move_to_end(key)
             here = max(here, self._held[key])
         return here
 
 
-def segments_of(piece: Piece) -> range:
-    """Those of an expert that a piece is made of."""
-    return range(piece.segment, piece.segment + piece.num_segments)
+def segments_of(span: Span) -> range:
+    """Those of an expert that a span is made of."""
+    return range(span.segment, span.segment + span.num_segments)
 
 
-def _keys(piece: Piece) -> list[_Key]:
-    return [(piece.layer, piece.expert, segment) for segment in segments_of(piece)]
+def _keys(span: Span) -> list[_Key]:
+    return [(span.layer, span.expert, segment) for segment in segments_of(span)]

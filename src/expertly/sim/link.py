@@ -1,4 +1,4 @@
-"""The simulator's clock and its transport: a link that brings one piece after the other, demands first."""
+"""The simulator's clock and its transport: a link that brings one span after the other, demands first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.sim.coded import CodedDisk, Coding
 from expertly.sim.hardware import Hardware
 from expertly.sim.host_tier import HostTier, segments_of
@@ -25,23 +25,23 @@ class Clock:
 class LinkWatcher(Protocol):
     """Sees what is moved, with its times."""
 
-    def moved(self, where: str, piece: Piece, begin_ns: int, end_ns: int) -> None:
-        """The "link" or the "disk" served a piece, or what of it was to be read."""
+    def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
+        """The "link" or the "disk" served a span, or what of it was to be read."""
         ...
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """The computing thread spent time on asking for pieces ("ask") or on one that had arrived ("take")."""
+        """The computing thread spent time on asking for spans ("ask") or on one that had arrived ("take")."""
         ...
 
 
 class VirtualLink:
-    """An AheadTransport on a clock that it moves in `wait`, and by what asking for pieces and taking them costs. Pieces
+    """An AheadTransport on a clock that it moves in `wait`, and by what asking for spans and taking them costs. Spans
     arrive one after the other.
 
     Behind the link there may be a disk: what the host tier does not hold is read from there first, and meanwhile the
     link serves others. With a `coding`, what comes from the disk (from the link, where no disk is behind it) is decoded
     before it is there, and may stay in memory as it is stored. `taking_ns(layer, segments)` is the computing thread's
-    own time for a piece it takes, `submit_ns` for pieces that are demanded together.
+    own time for a span it takes, `submit_ns` for spans that are demanded together.
     """
 
     def __init__(
@@ -73,27 +73,27 @@ class VirtualLink:
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._taking_ns = taking_ns
         self._watcher = watcher
-        self._arrivals: deque[tuple[int, Piece]] = deque()
+        self._arrivals: deque[tuple[int, Span]] = deque()
         self.stall_ns = 0
         self.moved_nbytes = 0
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, spans: Sequence[Span]) -> None:
         """See Transport."""
-        self._submit(pieces, False)
+        self._submit(spans, False)
         self._spend("ask", self._submit_ns)
 
-    def submit_ahead(self, pieces: Sequence[Piece]) -> None:
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
         """See AheadTransport."""
-        if pieces:
-            self._submit(pieces, True)
+        if spans:
+            self._submit(spans, True)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """See AheadTransport. What is on its way from the disk to the link has not been begun, unless it is decoded."""
         self._begin_until(self._clock.now_ns)
         gone = self._link.withdraw(layer, experts)
         return gone if self._host is None else gone + self._disk.withdraw(layer, experts)
 
-    def poll(self) -> Piece | None:
+    def poll(self) -> Span | None:
         """See Transport."""
         now = self._clock.now_ns
         if self._host is not None or self._link.next_ns <= now:
@@ -102,7 +102,7 @@ class VirtualLink:
             return None
         return self._take()
 
-    def wait(self) -> Piece:
+    def wait(self) -> Span:
         """See Transport: the clock moves on to the next arrival."""
         while not self._arrivals:
             assert self._begin_next(), "nothing is in flight that could arrive"
@@ -127,22 +127,22 @@ class VirtualLink:
         self._begin_until(self._clock.now_ns)
         return self._link.busy_until_ns(self._clock.now_ns)
 
-    def _submit(self, pieces: Sequence[Piece], is_ahead: bool) -> None:
+    def _submit(self, spans: Sequence[Span], is_ahead: bool) -> None:
         now = self._clock.now_ns
         self._begin_until(now)
-        for piece in pieces:
-            here = now if self._host is None else self._host.here_ns(piece, now)
+        for span in spans:
+            here = now if self._host is None else self._host.here_ns(span, now)
             server, since = (self._disk, now) if here is None else (self._link, here)
             if isinstance(server, Server):
-                server.submit(piece, since, self._nbytes(piece), is_ahead)
+                server.submit(span, since, self._nbytes(span), is_ahead)
             else:
-                segments = segments_of(piece) if self._host is None else self._host.missing(piece)
-                server.submit(piece, since, segments, is_ahead)
+                segments = segments_of(span) if self._host is None else self._host.missing(span)
+                server.submit(span, since, segments, is_ahead)
 
-    def _take(self) -> Piece:
-        piece = self._arrivals.popleft()[1]
-        self._spend("take", self._taking_ns(piece.layer, piece.num_segments))
-        return piece
+    def _take(self) -> Span:
+        span = self._arrivals.popleft()[1]
+        self._spend("take", self._taking_ns(span.layer, span.num_segments))
+        return span
 
     def _spend(self, what: str, duration_ns: int) -> None:
         if duration_ns:
@@ -180,30 +180,30 @@ class VirtualLink:
         begun = self._link.begin()
         if begun is None:  # a step on the way
             return
-        piece, _, begin, end = begun
-        self.moved_nbytes += self._nbytes(piece)
+        span, _, begin, end = begun
+        self.moved_nbytes += self._nbytes(span)
         if self._link is self.coded:
-            insort(self._arrivals, (end, piece))
+            insort(self._arrivals, (end, span))
             return
-        self._arrivals.append((end, piece))
+        self._arrivals.append((end, span))
         if self._watcher is not None:
-            self._watcher.moved("link", piece, begin, end)
+            self._watcher.moved("link", span, begin, end)
 
     def _read(self) -> None:
         """From the disk into the host tier; then it waits for the link."""
         assert self._host is not None and isinstance(self._link, Server)
         if isinstance(self._disk, Server):
-            piece = self._disk.next_piece()
-            missing = len(self._host.missing(piece))
-            _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[piece.layer])
+            span = self._disk.next_span()
+            missing = len(self._host.missing(span))
+            _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[span.layer])
             if self._watcher is not None and missing:
-                self._watcher.moved("disk", piece, begin, end)
+                self._watcher.moved("disk", span, begin, end)
         else:
             begun = self._disk.begin()
             if begun is None:
                 return
-            piece, is_ahead, _, end = begun
-        self._link.submit(piece, self._host.read(piece, end), self._nbytes(piece), is_ahead)
+            span, is_ahead, _, end = begun
+        self._link.submit(span, self._host.read(span, end), self._nbytes(span), is_ahead)
 
-    def _nbytes(self, piece: Piece) -> int:
-        return self._segment_nbytes[piece.layer] * piece.num_segments
+    def _nbytes(self, span: Span) -> int:
+        return self._segment_nbytes[span.layer] * span.num_segments

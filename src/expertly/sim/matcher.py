@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from expertly.control.backlog import Backlog, Work
-from expertly.control.channel import Seen
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog, Work
+from expertly.scheduler.channel import Seen
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock
 from expertly.sim.server import NEVER_NS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from expertly.control.budget import Budget, class_segment_nbytes, default_ring, split_budget
 from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
+from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 
 
 @dataclass(frozen=True, slots=True)

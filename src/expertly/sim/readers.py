@@ -9,7 +9,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from expertly.core.costs import CodecCosts, Link
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 from expertly.sim.server import NEVER_NS
 
 NUM_READERS = 4
@@ -21,7 +21,7 @@ _NOTHING_NS = 1e-3
 class Done(NamedTuple):
     """A part that has been read or decoded, by then."""
 
-    piece: Piece
+    span: Span
     is_read: bool  # else it is decoded, and so all of it is there
     begin_ns: int  # when the disk began it; of what is decoded, when a reader took it
     end_ns: int
@@ -29,9 +29,9 @@ class Done(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of a piece; times are what is left with the disk, and a processor, to itself."""
+    """A part of a span; times are what is left with the disk, and a processor, to itself."""
 
-    piece: Piece
+    span: Span
     is_ahead: bool
     is_held: bool  # and so not read
     latency_ns: float
@@ -45,7 +45,7 @@ class Readers:
     """Times are in nanoseconds. The disk serves one read after the other; all that are decoded share the processors,
     which also what computes takes, and the disk while it reads (`CodecCosts.read_processors`).
 
-    What is submitted ahead begins only where no part that is demanded is left, one piece at a time, or as many parts of
+    What is submitted ahead begins only where no part that is demanded is left, one span at a time, or as many parts of
     small ones as there are readers: as in the engine.
     """
 
@@ -53,7 +53,7 @@ class Readers:
         self._latency_ns = disk.latency_ns
         self._free = NUM_READERS
         self._queue: deque[_Part] = deque()  # begun, and no reader has taken them
-        self._ahead: deque[list[_Part]] = deque()  # pieces not begun
+        self._ahead: deque[list[_Part]] = deque()  # spans not begun
         self._late: list[_Part] = []  # taken by a reader, and no byte has come
         self._reading: list[_Part] = []  # the first of them moves
         self._decoding: list[_Part] = []
@@ -73,10 +73,10 @@ class Readers:
         """Parts that are not done."""
         return self._num_demanded + self._num_ahead + sum(map(len, self._ahead))
 
-    def submit(self, piece: Piece, since_ns: int, parts: list[tuple[int | None, int]], is_ahead: bool) -> None:
-        """Bring a piece from now on; of each part, how long it takes to read (None: it is in memory) and to decode."""
+    def submit(self, span: Span, since_ns: int, parts: list[tuple[int | None, int]], is_ahead: bool) -> None:
+        """Bring a span from now on; of each part, how long it takes to read (None: it is in memory) and to decode."""
         self._advance(since_ns)
-        made = [_Part(piece, is_ahead, read is None, self._latency_ns, read or 0, decode) for read, decode in parts]
+        made = [_Part(span, is_ahead, read is None, self._latency_ns, read or 0, decode) for read, decode in parts]
         if is_ahead:
             self._ahead.append(made)
         else:
@@ -89,14 +89,14 @@ class Readers:
         self._advance(self.next_ns)
         done = None
         if (part := _finished(self._decoding, lambda part: part.decode_ns)) is not None:
-            done = Done(part.piece, False, part.begin_ns, self._now_ns)
+            done = Done(part.span, False, part.begin_ns, self._now_ns)
             self._free += 1
             if part.is_ahead:
                 self._num_ahead -= 1
             else:
                 self._num_demanded -= 1
         elif (part := _finished(self._reading, lambda part: part.read_ns)) is not None:
-            done = Done(part.piece, True, part.disk_ns, self._now_ns)
+            done = Done(part.span, True, part.disk_ns, self._now_ns)
             self._decoding.append(part)
             self._disk_begins()
         elif (part := _finished(self._late, lambda part: part.latency_ns)) is not None:
@@ -114,12 +114,12 @@ class Readers:
         self._taken = self._computing / slowdown
         self._find_next()
 
-    def withdraw_where(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Forget pieces that have not begun."""
-        gone = [parts for parts in self._ahead if is_meant(parts[0].piece)]
+    def withdraw_where(self, is_meant: Callable[[Span], bool]) -> list[Span]:
+        """Forget spans that have not begun."""
+        gone = [parts for parts in self._ahead if is_meant(parts[0].span)]
         if gone:
-            self._ahead = deque(parts for parts in self._ahead if not is_meant(parts[0].piece))
-        return [parts[0].piece for parts in gone]
+            self._ahead = deque(parts for parts in self._ahead if not is_meant(parts[0].span))
+        return [parts[0].span for parts in gone]
 
     def busy_until_ns(self, now_ns: int) -> int:
         """When everything has been done, if reading and decoding could begin at once and be shared out evenly."""

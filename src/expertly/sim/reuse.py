@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from expertly.control.compressed_share import Reuse, reuse_of
 from expertly.policies.allocation.stack import StackDistances
+from expertly.scheduler.compressed_share import Reuse, reuse_of
 from expertly.sim.usage import decoding
-from expertly.sim.workload import Span, Workload
+from expertly.sim.workload import RowRange, Workload
 from expertly.trace.reader import Trace
 
 MAX_ITERATIONS = 4000
 """That are looked at: it takes a second for each few thousand, and changes little after the first."""
 
 
-def reuse_of_training(trace: Trace, spans: Sequence[Span]) -> Reuse | None:
+def reuse_of_training(trace: Trace, spans: Sequence[RowRange]) -> Reuse | None:
     """Of what these requests decode first, over all layers; None where they decode nothing."""
     if not spans:
         return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from expertly.core.geometry import Geometry
-from expertly.parts import System
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.reuse.model import ReuseModel
+from expertly.scheduler.system import System
 from expertly.sim.schedule import first_rows
-from expertly.sim.workload import Span, Workload
+from expertly.sim.workload import RowRange, Workload
 from expertly.trace.reader import Trace
 
 MOST_ROWS = 8192
@@ -19,7 +19,7 @@ MOST_ROWS = 8192
 class ReuseOfTraining:
     """Learned once for all systems."""
 
-    def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
+    def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
         self._trace = trace
         self._spans = spans
         self._found: ReuseModel | None = None
@@ -34,7 +34,7 @@ class ReuseOfTraining:
         return self._found
 
 
-def teach(model: ReuseModel, trace: Trace, spans: Sequence[Span]) -> None:
+def teach(model: ReuseModel, trace: Trace, spans: Sequence[RowRange]) -> None:
     """Let it see what these requests needed, the first MOST_ROWS of their rows. It is of the trace's model."""
     first = first_rows(list(spans), MOST_ROWS)
     if first:

@@ -12,7 +12,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.iteration import layer_ahead
 from expertly.core.observation import Floats, Want
 from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
-from expertly.sim.workload import Iteration, Span, Workload
+from expertly.sim.workload import Iteration, RowRange, Workload
 from expertly.trace.reader import Trace
 
 _WANTS: frozenset[Want] = frozenset({"experts", "lookahead"})
@@ -29,7 +29,7 @@ class RoutingRates:
 
 
 def rates_of_trace(
-    trace: Trace, spans: Sequence[Span], progress: Callable[[int, int], None] | None = None
+    trace: Trace, spans: Sequence[RowRange], progress: Callable[[int, int], None] | None = None
 ) -> RoutingRates:
     """Every decoded token of `spans` counts alike. Predicted is what a lookahead of one layer says, the first layer by
     the last one of the token before; in a trace without lookahead nothing is. `progress(rows done, in all)`.

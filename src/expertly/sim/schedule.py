@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expertly.core.errors import ConfigError
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.requests import TraceRequest
 
@@ -33,8 +33,8 @@ class Selection:
 class Schedule:
     """Spans to train on (none without a split) and to simulate; how many requests were cut short of their arrivals'."""
 
-    training: list[Span]
-    test: list[Span]
+    training: list[RowRange]
+    test: list[RowRange]
     num_cut: int = 0
 
 
@@ -45,9 +45,9 @@ def make_schedule(trace: Trace, selection: Selection, arrivals: Arrivals | None 
     reasons = {"split": selection.split, "requests": selection.num_requests, "arrivals": arrivals}
     reason = next((name for name, value in reasons.items() if value is not None), None)
     if reason is None:
-        return Schedule([], first_rows([Span(None, 0, trace.num_rows)], selection.num_tokens))
+        return Schedule([], first_rows([RowRange(None, 0, trace.num_rows)], selection.num_tokens))
     requests = _apart(trace, reason)
-    training: list[Span] = []
+    training: list[RowRange] = []
     if selection.split is not None:
         first, requests = split_requests(requests, selection.split, selection.seed)
         training = [_span(request) for request in first]
@@ -105,30 +105,30 @@ def split_requests(
     return training, test
 
 
-def _span(request: TraceRequest) -> Span:
-    return Span(request.number, request.first_row, request.num_rows)
+def _span(request: TraceRequest) -> RowRange:
+    return RowRange(request.number, request.first_row, request.num_rows)
 
 
-def first_rows(spans: list[Span], num_tokens: int | None) -> list[Span]:
+def first_rows(spans: list[RowRange], num_tokens: int | None) -> list[RowRange]:
     """Of these spans the first `num_tokens` rows; None: all."""
     if num_tokens is None:
         return spans
-    kept: list[Span] = []
+    kept: list[RowRange] = []
     for span in spans:
         if num_tokens <= 0:
             break
         num = min(span.num_rows, num_tokens)
-        kept.append(Span(span.request, span.first_row, num, span.arrival_ns))
+        kept.append(RowRange(span.request, span.first_row, num, span.arrival_ns))
         num_tokens -= num
     return kept
 
 
-def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals) -> tuple[list[Span], int]:
+def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals) -> tuple[list[RowRange], int]:
     """Requests one after the other take the arrivals' times, and their lengths as far as the trace holds them.
 
     The first token of an answer comes out of the prompt's pass; where the trace has no prompts every token is a pass.
     """
-    spans: list[Span] = []
+    spans: list[RowRange] = []
     num_cut = 0
     columns = (arrivals.times_ns, arrivals.prompt_tokens, arrivals.output_tokens)
     for request, time_ns, prompt, output in zip(requests, *columns, strict=False):
@@ -139,5 +139,5 @@ def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals
         num_cut += (0 < num_prompt < prompt) or num_after < wanted_after
         end = request.first_row + num_prompt
         parts = ((request.first_row, min(num_prompt, int(prompt))), (end, min(num_after, wanted_after)))
-        spans += [Span(request.number, first, num, int(time_ns)) for first, num in parts if num]
+        spans += [RowRange(request.number, first, num, int(time_ns)) for first, num in parts if num]
     return spans, num_cut

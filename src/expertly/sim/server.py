@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 
 from expertly.core.costs import Link
-from expertly.core.messages import Piece
+from expertly.core.messages import Span
 
 NEVER_NS = 1 << 62
 
-_Entry = tuple[int, int, Piece, int]  # when it may move, order of arrival, what, how long it takes
+_Entry = tuple[int, int, Span, int]  # when it may move, order of arrival, what, how long it takes
 
 
 class Server:
@@ -33,38 +33,38 @@ class Server:
     def num_waiting(self) -> int:
         return len(self._demands) + len(self._ahead)
 
-    def submit(self, piece: Piece, since_ns: int, nbytes: int, is_ahead: bool) -> None:
+    def submit(self, span: Span, since_ns: int, nbytes: int, is_ahead: bool) -> None:
         """A transfer waits from `since_ns` on."""
         takes_ns = self._takes_ns(nbytes)
         self._waiting_ns += takes_ns
         self._order += 1
-        entry = (since_ns + self._link.latency_ns, self._order, piece, takes_ns)
+        entry = (since_ns + self._link.latency_ns, self._order, span, takes_ns)
         heappush(self._ahead if is_ahead else self._demands, entry)
         if entry[0] < self.next_ns:
             self.next_ns = max(entry[0], self._free_at_ns)
 
-    def next_piece(self) -> Piece:
+    def next_span(self) -> Span:
         """What that is."""
         return self._next()[0][2]
 
-    def begin(self, nbytes: int | None = None) -> tuple[Piece, bool, int, int]:
+    def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:
         """Begin it: (what, whether it was submitted ahead, its begin, its end). `nbytes` where it became less."""
         queue = self._next()
         is_ahead = queue is self._ahead
-        _, _, piece, takes_ns = heappop(queue)
+        _, _, span, takes_ns = heappop(queue)
         self._waiting_ns -= takes_ns
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
         begin = self.next_ns
         self._free_at_ns = begin + takes_ns
         self._find_next()
-        return piece, is_ahead, begin, self._free_at_ns
+        return span, is_ahead, begin, self._free_at_ns
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Piece]:
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget what was submitted ahead of this layer, or of these experts of it, and has not begun."""
-        return self.withdraw_where(lambda piece: piece.layer == layer and (experts is None or piece.expert in experts))
+        return self.withdraw_where(lambda span: span.layer == layer and (experts is None or span.expert in experts))
 
-    def withdraw_where(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
+    def withdraw_where(self, is_meant: Callable[[Span], bool]) -> list[Span]:
         """Forget what was submitted ahead, is meant, and has not begun."""
         ahead: list[_Entry] = []
         gone: list[_Entry] = []

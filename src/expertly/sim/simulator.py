@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-from expertly.control.backlog import Backlog
-from expertly.control.channel import Channel, InlineChannel
-from expertly.control.controller import Controller
-from expertly.control.loop import Ahead, run_layer
-from expertly.control.stack import StackChannel
-from expertly.core.messages import Piece, RouterRan
+from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Want
 from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.backlog import Backlog
+from expertly.scheduler.channel import Channel, InlineChannel
+from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.scheduler import Scheduler
+from expertly.scheduler.stack import StackChannel
 from expertly.sim.coded import CodedDisk
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
@@ -42,7 +42,7 @@ class Simulator:
 
     def __init__(
         self,
-        controller: Controller,
+        scheduler: Scheduler,
         compute: ComputeModel,
         clock: Clock,
         link: VirtualLink,
@@ -53,7 +53,7 @@ class Simulator:
         watcher: Watcher | None = None,
         times: Timing | None = None,
     ) -> None:
-        self.controller = controller
+        self.scheduler = scheduler
         self.metrics = Metrics()
         self.predictor = predictor
         self._compute = compute
@@ -64,7 +64,7 @@ class Simulator:
         self._ahead: Ahead | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
-            num_layers = controller.geometry.num_layers
+            num_layers = scheduler.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             catch_up = None
             if costs is not None:
@@ -73,7 +73,7 @@ class Simulator:
                 catch_up = self._matcher.catch_up
             if future is None:  # who knows the future looks beyond the pass
                 channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(controller, link, channel, catch_up, lambda: clock.now_ns)
+            self._ahead = Ahead(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
@@ -98,19 +98,19 @@ class Simulator:
 
     def preload(self) -> None:
         """Keep every expert before anything runs; takes no time, as it is not part of any request."""
-        geometry = self.controller.geometry
+        geometry = self.scheduler.geometry
         for layer in range(geometry.num_layers):
             for expert in range(geometry.layers[layer].num_experts):
-                for piece in self.controller.preload(layer, expert):
-                    self.controller.loaded(piece)
+                for span in self.scheduler.preload(layer, expert):
+                    self.scheduler.loaded(span)
 
     def run(self, iterations: Iterable[Iteration], progress: Callable[[int], None] | None = None) -> None:
         """Run them all; `progress(rows done)` now and then."""
         clock, future = self._clock, self._future
         for iteration in iterations:
             clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-            if self._times is not None and (job := self.controller.configuration_due()) is not None:
-                self.controller.configure(job(self._times).plan)
+            if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
+                self.scheduler.configure(job(self._times).plan)
             begin, stalled, (hits, demands) = clock.now_ns, self._stall_ns, self._decoded()
             if self._stack is not None:
                 self._stack.run(iteration.stack)
@@ -139,7 +139,7 @@ class Simulator:
 
     def _decoded(self) -> tuple[int, int]:
         """Hits and demands of decode so far."""
-        phases = [counters.decode for counters in self.controller.counters]
+        phases = [counters.decode for counters in self.scheduler.counters]
         return sum([phase.hits for phase in phases]), sum([phase.demands for phase in phases])
 
     def _run_layer(self, router: RouterRan, iteration: Iteration) -> None:
@@ -150,16 +150,16 @@ class Simulator:
         else:
             self._tokens = {}
         routed = partial(iteration.routed, router, self._wants) if self._wants else None
-        run_layer(self.controller, self._link, router, self._use, self._ahead, routed)
+        run_layer(self.scheduler, self._link, router, self._use, self._ahead, routed)
 
-    def _use(self, piece: Piece) -> None:
-        num_tokens = self._tokens.get(piece.expert, 1) if self._tokens else 1
-        duration_ns = self._compute.piece_ns(piece.layer, num_tokens, piece.num_segments)
+    def _use(self, span: Span) -> None:
+        num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
+        duration_ns = self._compute.span_ns(span.layer, num_tokens, span.num_segments)
         begin = self._clock.now_ns
         self._clock.now_ns = begin + duration_ns
         self._link.computing(begin, begin + duration_ns)
         if self._watcher is not None:
-            self._watcher.computed(f"expert {piece.expert}", piece.layer, begin, begin + duration_ns)
+            self._watcher.computed(f"expert {span.expert}", span.layer, begin, begin + duration_ns)
 
     def _spend(self, what: str, layer: int, duration_ns: int) -> None:
         """Compute for so long beside the experts; while the link is busy it takes longer by the slowdown."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertly.control.budget import Budget, class_segment_nbytes, least_nbytes, split_budget
-from expertly.control.compressed_share import REUSES, Reuse, ShareChoice, choose_share
 from expertly.core.amounts import parse_share
 from expertly.core.codecs import CODECS
 from expertly.core.costs import CodecCosts
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
+from expertly.scheduler.budget import Budget, class_segment_nbytes, least_nbytes, split_budget
+from expertly.scheduler.compressed_share import REUSES, Reuse, ShareChoice, choose_share
 from expertly.sim.coded import Coding
 from expertly.sim.hardware import Hardware
 

@@ -7,17 +7,18 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from expertly.control.budget import Budget, split_budget
-from expertly.control.compressed_share import Reuse, ShareChoice
-from expertly.control.counters import PhaseCounters
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
-from expertly.parts import System
-from expertly.plans import check_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.compressed_share import Reuse, ShareChoice
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.plans import check_plan
+from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.system import System
 from expertly.sim.chrome import Timelines
 from expertly.sim.coded import Coding
 from expertly.sim.compute import compute_model
@@ -36,7 +37,6 @@ from expertly.sim.storage import Storage, has_host_tier
 from expertly.sim.training import Training
 from expertly.sim.usage import UsageOfTraining
 from expertly.sim.workload import Workload
-from expertly.systems import SYSTEMS, get_system
 from expertly.trace.reader import Trace
 
 __all__ = ["BOUNDS", "MATCHERS", "RATES", "Memory", "Study"]
@@ -238,7 +238,7 @@ class Study:
         simulator = self.simulate(system, budget, label, geometry)
         metrics = simulator.metrics
         prefill, decode = PhaseCounters(), PhaseCounters()
-        for counters in simulator.controller.counters:
+        for counters in simulator.scheduler.counters:
             prefill.add(counters.prefill)
             decode.add(counters.decode)
         row |= decode.rates()
@@ -247,13 +247,13 @@ class Study:
         if simulator.predictor is not None:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
-            gate = simulator.controller.gate
+            gate = simulator.scheduler.gate
             row["gate"] = None if gate is None else gate.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
-            by_layer = enumerate(simulator.controller.counters)
+            by_layer = enumerate(simulator.scheduler.counters)
             row["layers"] = [{"layer": layer, **one.decode.goodpred()} for layer, one in by_layer]
         row |= decode.rates_by_distance()
-        row["allocation"] = system.sharing(simulator.controller)
+        row["allocation"] = system.sharing(simulator.scheduler)
         if self.layers is not None:
             row["memory_bytes"] = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
@@ -302,7 +302,7 @@ class Study:
         known = replace(known, usage=self._usage.of(system, geometry, known))
         known = replace(known, reuse=self._learned_reuse.of(system, geometry))
         budget, coding = self._divide(geometry, budget, system)
-        controller = system.controller(geometry, system.budget(geometry, budget, known), known, order)
+        scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         compute = compute_model(hardware, geometry, self.dense)
         clock = Clock()
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
@@ -315,7 +315,7 @@ class Study:
             self.wants |= predictor.wants
         costs = hardware.predictor if self.matcher == "virtual" and future is None else None
         simulator = Simulator(
-            controller,
+            scheduler,
             compute,
             clock,
             link,

@@ -7,11 +7,11 @@ from copy import deepcopy
 
 from expertly.core.geometry import Geometry
 from expertly.core.observation import History, Want
-from expertly.parts import System
 from expertly.policies.known import Known
 from expertly.policies.predictor import Predictor
+from expertly.scheduler.system import System
 from expertly.sim.rows import read_rows
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 1024
@@ -23,7 +23,7 @@ _Key = tuple[str, int, tuple[tuple[str, str], ...]]
 class Training:
     """Makes predictors, filled where they learn; systems that differ in something else share what was learned."""
 
-    def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
+    def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
         self._trace = trace
         self._spans = list(spans)
         self._filled: dict[_Key, Predictor] = {}  # as they are before a run
@@ -66,7 +66,7 @@ def learns(predictor: Predictor) -> bool:
     return type(predictor).learn is not Predictor.learn
 
 
-def histories(trace: Trace, spans: Sequence[Span], wants: Collection[Want]) -> Iterator[History]:
+def histories(trace: Trace, spans: Sequence[RowRange], wants: Collection[Want]) -> Iterator[History]:
     """The rows of a training part, a block at a time, in the order of `spans`."""
     for span in spans:
         for rows in read_rows(trace, span.first_row, span.num_rows, _BLOCK_ROWS):

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.parts import System
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.stack import StackDistances
 from expertly.policies.known import Known, Usage
 from expertly.policies.predictor import Predictor
-from expertly.sim.workload import Span, Workload
+from expertly.scheduler.system import System
+from expertly.sim.workload import RowRange, Workload
 from expertly.trace.reader import Trace
 
 
 class UsageOfTraining:
     """Looked at once for all systems that predict alike."""
 
-    def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
+    def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
         self._trace = trace
         self._spans = list(spans)
         self._found: dict[tuple[object, ...], Usage] = {}

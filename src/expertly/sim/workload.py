@@ -22,7 +22,7 @@ _BLOCK_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowRange:
     """Rows of one request, or of a whole trace, that are served one after the other."""
 
     request: int | None  # None: the requests that the rows say
@@ -72,7 +72,7 @@ class Iteration:
 class Workload:
     """A trace's rows in the order of `spans`. Rows and iterations are counted in that order, from 0."""
 
-    def __init__(self, trace: Trace, spans: Sequence[Span]) -> None:
+    def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
         if not spans:
             raise ConfigError(f"trace={str(trace.folder)!r}: no tokens to simulate in it")
         self.trace = trace

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from expertly.core.errors import ExpertlyError
-from expertly.engine.playing import Played
+from expertly.lab.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.verification import Player

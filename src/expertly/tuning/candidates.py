@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.parts import ACCEPTED, OF_PREDICTION, PARTS, WITH_OPTIONS, System, names_of_options
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.options import option_text
 from expertly.policies.predictor import PREDICTORS
+from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, WITH_OPTIONS, System, names_of_options
 from expertly.sim.storage import Storage
-from expertly.systems import SYSTEMS, get_system
 
 NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 4, 8, 16)}
 """What is tried of parts that are numbers."""

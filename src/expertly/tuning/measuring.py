@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from expertly import api
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.engine import api
-from expertly.engine.measure_codec import store_costs
-from expertly.engine.model_profile import ModelProfile, measure_model
+from expertly.hardware.measure_codec import store_costs
+from expertly.lab.model_profile import ModelProfile, measure_model
 from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 from expertly.store.packed import PackedStore
@@ -41,7 +41,7 @@ def measure_hardware(
         about = f"the rates of this machine, as the model's own times cannot be measured: {error}"
     else:
         hardware = hardware.with_model(measured.link, measured.compute)
-        if disk is not None and api.handle(model).store.codec != "none":  # how long its pieces took has decoding in it
+        if disk is not None and api.handle(model).store.codec != "none":  # how long its spans took has decoding in it
             hardware = hardware.with_disk(disk)
             if not is_hosted and costs is not None:
                 geometry = stores["planes"].geometry(1)

@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from expertly import api
 from expertly.core.errors import ExpertlyError
-from expertly.engine import api
 from expertly.engine.backends import available_nbytes
 from expertly.engine.memory import available_host_nbytes
-from expertly.engine.playing import Played, feed
 from expertly.engine.saved_reuse import reuse_models
+from expertly.lab.playing import Played, feed
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.sim.reuse_learning import teach
 from expertly.sim.training import histories

@@ -11,20 +11,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from expertly.choices import Choice, Gain, Machine, save_choice
+from expertly import api
 from expertly.core.amounts import parse_share
 from expertly.core.codecs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, write_atomic
-from expertly.engine import api
+from expertly.engine.choices import Choice, Gain, Machine, save_choice
 from expertly.engine.saved_choice import choices_path, in_codec, this_machine
 from expertly.engine.saved_predictor import find_weights
-from expertly.models.packing import pack_cached
+from expertly.model.packing import pack_cached
 from expertly.policies.learned import LearnedWeights
+from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
 from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
-from expertly.systems import BASE_SYSTEM, SYSTEMS, default_system, get_system
 from expertly.tuning.calibration import Calibration, calibrate, representatives
 from expertly.tuning.candidates import Candidate, Space
 from expertly.tuning.deadline import Clock, Deadline
@@ -191,7 +191,7 @@ def _observed(
         tell("measuring", 0, 1)
         seconds = min(MEASURING_S, MEASURING * wishes.time_limit_s)
         hardware, times = measure_hardware(model, lambda: load_base(memory="50%")[0], stores, seconds, machine)
-        memory_nbytes = api.handle(model).engine.controller.budget.memory_nbytes
+        memory_nbytes = api.handle(model).engine.scheduler.budget.memory_nbytes
         here, reason = this_machine(model.device), api.stats(model).memory_reason
     finally:
         api.unload(model)

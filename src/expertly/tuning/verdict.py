@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from expertly.choices import Gain
+from expertly.engine.choices import Gain
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.verification import MIN_TURNS, Player, Progress, Turns, is_faster, take_turns

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from expertly.choices import Gain
 from expertly.core.errors import ExpertlyError
-from expertly.engine.playing import Played
+from expertly.engine.choices import Gain
+from expertly.lab.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.interval import median_interval

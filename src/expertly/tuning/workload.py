@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.engine.playing import answer, chooser, max_positions
-from expertly.engine.recording import record
+from expertly.lab.playing import answer, chooser, max_positions
+from expertly.lab.recording import record
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.trace.reader import Trace
 from expertly.tuning.deadline import Deadline

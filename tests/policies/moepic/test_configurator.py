@@ -73,8 +73,8 @@ def test_the_gap_to_the_best_of_all_budgets(piece_ns: int) -> None:
     assert statistics.median(gaps) <= 0.05
 
 
-def test_split_experts_are_expected_to_be_kept_only_where_their_pieces_pay() -> None:
-    """The dearer a piece, the fewer layers keep parts; what is expected is of the plan, pieces and all."""
+def test_split_experts_are_expected_to_be_kept_only_where_their_spans_pay() -> None:
+    """The dearer a span, the fewer layers keep parts; what is expected is of the plan, spans and all."""
     num_split = []
     for piece_ns in (1, 15_000, 1_000_000):
         found_split = 0

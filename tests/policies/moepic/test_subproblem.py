@@ -69,7 +69,7 @@ def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
 
 
 def met_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> tuple[float, ...]:
-    """Further pieces, what of them is early, and experts that lack something."""
+    """Further spans, what of them is early, and experts that lack something."""
     taken = needed = foretold = 0.0
     for y in range(rates.num_experts):
         taken += 1 - rates.predicted_hits[y, experts] * theta
@@ -84,8 +84,8 @@ def met_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float,
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_with_pieces_that_cost_something_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
-    """Equation 6 and what pieces add, over every number of missing experts, against trying all splits."""
+def test_with_spans_that_cost_something_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
+    """Equation 6 and what spans add, over every number of missing experts, against trying all splits."""
     dice = np.random.default_rng(seed)
     num, segments, top_k = int(dice.integers(2, 9)), int(dice.choice([2, 4, 8])), int(dice.integers(1, 3))
     rates, moe_ns = gathered(seed, num, top_k), int(dice.integers(10_000, 200_000))
@@ -119,8 +119,8 @@ def test_with_pieces_that_cost_something_every_budget_gets_the_best_of_all_split
             assert of[chosen] == pytest.approx(min(cost for (c, s), cost in of.items() if c * s <= budget), abs=1e-3)
 
 
-def test_pieces_that_cost_more_than_they_spare_are_not_made() -> None:
-    """As below, where an eighth of all experts is best: from some cost of a piece on, four whole ones are kept."""
+def test_spans_that_cost_more_than_they_spare_are_not_made() -> None:
+    """As below, where an eighth of all experts is best: from some cost of a span on, four whole ones are kept."""
     ranks = np.zeros((32, 32))
     ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
     rates, found = rates_of(ranks, (np.arange(32) < 2).astype(float)), []

@@ -67,8 +67,8 @@ def parts(further: float = 0, early: float = 0, lacking: float = 0) -> Parts[flo
     return Parts(further, early, lacking)
 
 
-def test_pieces_and_asking_cost_their_own_time() -> None:
-    """All there in halves: two pieces more. One of two always missing: asked for in 3 tokens of 4, as either may be."""
+def test_spans_and_asking_cost_their_own_time() -> None:
+    """All there in halves: two spans more. One of two always missing: asked for in 3 tokens of 4, as either may be."""
     assert COSTLY.exposed_ns(0, 2.0, parts(further=2)) == 20
     assert COSTLY.next_window_ns(0, 2.0, parts(further=2)) == 100 + 20 + 50
     without_load = replace(COSTLY, load_ns=(0, 0))
@@ -84,7 +84,7 @@ def test_what_is_exposed_is_the_mean_over_tokens() -> None:
 
 
 def test_tops_are_computed_while_their_rest_loads() -> None:
-    """Both tops are there, half of each: 80 load behind 50 and the 10 that half a piece each costs more."""
+    """Both tops are there, half of each: 80 load behind 50 and the 10 that half a span each costs more."""
     free_asking = replace(COSTLY, ask_ns=(0, 0))
     exposed = free_asking.exposed_ns(0, 1.0, parts(further=2, early=1, lacking=2))
     assert exposed == pytest.approx(80 - 50 - 10 + 20)

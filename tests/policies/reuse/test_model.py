@@ -10,8 +10,8 @@ import pytest
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.reuse.model import ReuseModel
-from tests.control.drive import geometry, one_token
 from tests.policies.reuse.reference import Reference
+from tests.scheduler.drive import geometry, one_token
 
 LAYERS, EXPERTS = 3, 16
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)

@@ -10,8 +10,8 @@ import pytest
 
 from expertly.policies.reuse.layer import LayerReuse
 from expertly.policies.reuse.model import ReuseModel, num_weights
-from tests.control.drive import geometry, one_token
 from tests.policies.reuse.test_model import SHAPE, ranks, told_by_another
+from tests.scheduler.drive import geometry, one_token
 
 
 def taught() -> ReuseModel:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from expertly.lab.trace_entropy import EntropyMeter
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Finding, Table
 from expertly.reproduce.lab import CannotRun, Lab
-from expertly.trace.entropy import EntropyMeter
 from expertly.trace.schema import max_experts
 
 _BLOCK_ROWS = 1024

@@ -14,7 +14,7 @@ from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
 from expertly.reproduce.lab import Lab
 from expertly.sim.schedule import Schedule
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 from expertly.trace.requests import TraceRequest
 
 HARDWARE = "a5000"
@@ -101,7 +101,7 @@ def _run(lab: Lab) -> Finding:
 
 def _hits(lab: Lab, system: str, requests: Sequence[TraceRequest]) -> list[float | None]:
     """The hit rate of each request's decode."""
-    spans = [Span(one.number, one.first_row, min(one.num_rows, MOST_ROWS)) for one in requests]
+    spans = [RowRange(one.number, one.first_row, min(one.num_rows, MOST_ROWS)) for one in requests]
     found: list[float | None] = lab.runs_of(Schedule([], spans), HARDWARE).row(system)["hit_rate_by_request"]
     return found
 

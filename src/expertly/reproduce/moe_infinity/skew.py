@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from expertly.lab.trace_entropy import entropy
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
 from expertly.reproduce.moe_infinity.groups import elbow, grouped, transitions
-from expertly.trace.entropy import entropy
 from expertly.trace.schema import NO_EXPERT, max_experts
 
 UNIFORM = 0.95

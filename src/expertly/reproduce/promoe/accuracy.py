@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from expertly.learned.accuracy import Accuracy, accuracies, is_below, means
-from expertly.learned.dataset import Dataset
+from expertly.lab.accuracy import Accuracy, accuracies, is_below, means
+from expertly.lab.dataset import Dataset
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
 from expertly.reproduce.lab import Lab
 from expertly.sim.schedule import first_rows
-from expertly.sim.workload import Span
+from expertly.sim.workload import RowRange
 
 LEARNED_AT = (2, 4, 8)
 
 
-def _rows(spans: list[Span]) -> list[int]:
+def _rows(spans: list[RowRange]) -> list[int]:
     return [row for span in spans for row in range(span.first_row, span.first_row + span.num_rows)]
 
 

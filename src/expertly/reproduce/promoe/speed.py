@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from expertly.control.counters import PhaseCounters
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Check, Finding, Table
 from expertly.reproduce.lab import Lab, Row, Runs
 from expertly.reproduce.promoe.baseline import LRU, RATES
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import get_system
 from expertly.sim.study import Memory
-from expertly.systems import get_system
 
 HARDWARE = "rtx4090"
 STATIC = "static:order=id:preemption=late"
@@ -95,7 +95,7 @@ def _reads(runs: Runs, system: str, memory: str) -> float | None:
     parts = get_system(runs.subject.fitted(system)[0])
     prompts = PhaseCounters()
     simulator = runs.study.simulate(parts, Memory(memory).budget(runs.study.geometry_of(parts)))
-    for counters in simulator.controller.counters:
+    for counters in simulator.scheduler.counters:
         prompts.add(counters.prefill)
     absent = prompts.demanded_nbytes - prompts.hit_nbytes
     return (prompts.loaded_nbytes - prompts.prefetched_nbytes) / absent if absent else None

@@ -1,0 +1,1 @@
+"""What `expertly doctor` measures of a machine."""

@@ -1,0 +1,247 @@
+"""Examines the machine for `expertly doctor`: measures it, and says what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from expertly.core.cpus import allowed_cpus
+from expertly.core.errors import ConfigError
+from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
+from expertly.engine.transfer import NUM_READERS
+from expertly.hardware import measure
+from expertly.hardware.measure_codec import measure_decoding
+from expertly.hardware.measure_cuda import measure_devices
+from expertly.hardware.profile import (
+    CopyRate,
+    DecodeProfile,
+    DeviceProfile,
+    DiskProfile,
+    DiskRate,
+    MachineProfile,
+    MatvecRate,
+)
+
+SCRATCH_NBYTES = 1 << 30
+LEAST_FREE_NBYTES = 8 << 30
+"""Disk for packed stores under which `doctor` warns: a small MoE model's."""
+
+_DISTRIBUTIONS = ("torch", "transformers", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is missing. An error keeps expertly from working here, a warning makes it slower or smaller."""
+
+    level: str  # "error", "warning" or "note"
+    subject: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure, in seconds, and how much to write."""
+
+    scratch_nbytes: int = SCRATCH_NBYTES
+    write_s: float = 5.0
+    reads_s: float = 8.0
+    each_s: float = 0.4  # of each thing measured in memory
+    device_s: float = 2.0
+
+
+def examine(
+    folder: Path, effort: Effort, progress: Callable[[str], None] | None = None
+) -> tuple[MachineProfile, list[Problem]]:
+    """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins."""
+    tell = progress or (lambda what: None)
+    keep_off_trapped_instructions()
+    problems = version_problems(_requirements(), _installed)
+    available, total = available_host_nbytes(), _total_nbytes()
+    if available < 2 * WORKING_NBYTES:
+        text = f"{available >> 20} MiB are free; torch and a forward pass alone take about {WORKING_NBYTES >> 20}"
+        problems.append(Problem("warning", "memory", text))
+    load, num_cpus = _load(), allowed_cpus()
+    if load > num_cpus / 2:
+        text = f"{load:.1f} processes were running on {num_cpus} CPUs in the last minute: the figures are too low"
+        problems.append(Problem("warning", "cpu", text))
+    tell("disk")
+    disk = _examine_disk(folder, effort, problems)
+    tell("memory")
+    cache_nbytes = last_level_cache_nbytes()
+    nbytes = max(64 << 20, min(max(256 << 20, 4 * cache_nbytes), available // 8))  # more than any cache holds
+    threads = sorted({1, torch.get_num_threads()})
+    copies = tuple(measure.measure_copy(n, nbytes, effort.each_s) for n in threads)
+    tell("matrix-vector speed")
+    matvec = tuple(_examine_matvec(threads, nbytes, effort.each_s, problems))
+    tell("decompression")
+    decoding = measure_decoding(effort.each_s)
+    tell("devices")
+    devices = _examine_devices(effort.device_s, problems)
+    profile = _profile(total, available, cache_nbytes, disk, copies, matvec, decoding, devices)
+    return profile, problems
+
+
+def _profile(
+    total: int,
+    available: int,
+    cache_nbytes: int,
+    disk: DiskProfile | None,
+    copies: tuple[CopyRate, ...],
+    matvec: tuple[MatvecRate, ...],
+    decoding: DecodeProfile,
+    devices: tuple[DeviceProfile, ...],
+) -> MachineProfile:
+    return MachineProfile(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        platform=platform.platform(),
+        cpu=cpu_name(),
+        num_cpus=allowed_cpus(),
+        cache_nbytes=cache_nbytes,
+        memory_nbytes=total,
+        available_nbytes=available,
+        versions={"python": platform.python_version(), **{name: _installed(name) or "" for name in _DISTRIBUTIONS}},
+        disk=disk,
+        copies=copies,
+        matvec=matvec,
+        decoding=decoding,
+        devices=devices,
+    )
+
+
+def _examine_disk(folder: Path, effort: Effort, problems: list[Problem]) -> DiskProfile | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        problems.append(Problem("error", "folder", f"{folder}: cannot be made or read ({error.strerror})"))
+        return None
+    if free < LEAST_FREE_NBYTES:
+        text = f"{free >> 20} MiB are free in {folder}; a packed store is as large as the model"
+        problems.append(Problem("warning", "disk", text))
+    nbytes = min(effort.scratch_nbytes, free // 2)
+    if nbytes < measure.READ_SIZES[-1]:
+        problems.append(Problem("error", "disk", f"{folder}: {free >> 20} MiB free is too little to measure reads"))
+        return None
+    try:
+        with measure.scratch_file(folder, nbytes, effort.write_s) as file:
+            reads = tuple(_reads(file.path, effort.reads_s))
+    except ConfigError as error:
+        problems.append(Problem("error", "folder", str(error)))
+        return None
+    if not all(read.is_direct for read in reads):
+        text = (
+            f"{folder}: its file system refuses direct reads (O_DIRECT); reads go through the page cache and cost more"
+        )
+        problems.append(Problem("warning", "disk", text))
+    return DiskProfile(str(folder), free, file.nbytes, file.write_nbytes_per_s, reads)
+
+
+def _reads(path: Path, seconds: float) -> list[DiskRate]:
+    """Every size at every depth, the better of two rounds: disks of virtual machines come and go.
+
+    On a disk too slow for that, one thread and the engine's number of them come first.
+    """
+    end = monotonic() + 1.5 * seconds
+    each = seconds / (2 * len(measure.DEPTHS) * len(measure.READ_SIZES))
+    sizes = [size for size in measure.READ_SIZES if size <= path.stat().st_size]
+    depths = sorted(measure.DEPTHS, key=lambda depth: depth not in (1, NUM_READERS))
+    best: dict[tuple[int, int], DiskRate] = {}
+    for depth, size in 2 * [(depth, size) for depth in depths for size in sizes]:
+        if monotonic() > end:
+            break
+        rate = measure.measure_disk(path, size, depth, each)
+        if (depth, size) not in best or best[depth, size].nbytes_per_s < rate.nbytes_per_s:
+            best[depth, size] = rate
+    return list(best.values())
+
+
+def _examine_matvec(threads: list[int], nbytes: int, seconds: float, problems: list[Problem]) -> Iterable[MatvecRate]:
+    for dtype in measure.DTYPES:
+        try:
+            for num_threads in threads:
+                yield measure.measure_matvec(dtype, num_threads, nbytes, seconds)
+        except RuntimeError as error:  # torch builds differ in what they multiply on a CPU
+            problems.append(
+                Problem("warning", "torch", f"no {dtype} products on this CPU: {str(error).splitlines()[0]}")
+            )
+
+
+def _examine_devices(seconds: float, problems: list[Problem]) -> tuple[DeviceProfile, ...]:
+    try:
+        devices = measure_devices(seconds)
+    except RuntimeError as error:
+        problems.append(Problem("warning", "device", f"found but not usable: {str(error).splitlines()[0]}"))
+        return ()
+    if not devices:
+        problems.append(Problem("note", "device", "no CUDA device (or a torch without CUDA): models run on the CPU"))
+    return devices
+
+
+def version_problems(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[Problem]:
+    """Requirements (as in package metadata, those of extras left out) that what is installed does not meet."""
+    from packaging.requirements import Requirement
+
+    problems = []
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed(requirement.name)
+        if version is None:
+            problems.append(Problem("error", requirement.name, f"not installed; needed: {text}"))
+        elif not requirement.specifier.contains(version, prereleases=True):
+            accepted = f"{version} is installed; accepted: {requirement.specifier}"
+            problems.append(Problem("error", requirement.name, accepted))
+    return problems
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("expertly") or []
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return []
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _total_nbytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _load() -> float:
+    return os.getloadavg()[0]
+
+
+def cpu_name() -> str:
+    """As the system calls the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def last_level_cache_nbytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the largest cache of a core, 0 where the system does not say."""
+    sizes = [0]
+    for path in root.glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+        digits = text[:-1] if unit else text
+        sizes.append(int(digits) << unit if digits.isdigit() else 0)
+    return max(sizes)

@@ -1,0 +1,190 @@
+"""What `expertly doctor` measures: disk, memory and matrix-vector speed, each by the path the engine takes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Span
+from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine.transfer import Readers
+from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
+from expertly.native.kernels import choose_kernels
+
+READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
+DEPTHS = (1, 2, 4, 8)
+DTYPES = ("bfloat16", "float16", "float32")
+
+_CHUNK_NBYTES = 16 << 20
+_ROW_NBYTES = 2048  # of the made-up experts that are read
+_MATRIX_SHAPE = (2048, 2816)
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchFile:
+    path: Path
+    nbytes: int
+    write_nbytes_per_s: float
+
+
+@contextmanager
+def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchFile]:
+    """A file of incompressible bytes that are on the disk and not in the page cache; removed afterwards.
+
+    It is shorter than `nbytes` where writing it would take longer than `seconds`. Raises ConfigError where the
+    folder takes no such file.
+    """
+    path = folder / f".doctor-{os.getpid()}.scratch"
+    try:
+        try:
+            _remove_abandoned(folder)
+            file = _write(path, nbytes, seconds)
+        except OSError as error:
+            raise ConfigError(f"folder {folder}: a test file cannot be written there ({error.strerror})") from error
+        yield file
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Scratch files of processes that were killed."""
+    for path in folder.glob(".doctor-*.scratch"):
+        if not Path("/proc", path.name.split("-")[1].split(".")[0]).exists():
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, nbytes: int, seconds: float) -> ScratchFile:
+    block = np.random.default_rng(0).integers(0, 256, _CHUNK_NBYTES, dtype=np.uint8)
+    written, start = 0, time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        while written < nbytes and (not written or time.perf_counter() - start < seconds):
+            block[::4096] += 1  # no two blocks alike
+            view = block.data
+            while view:
+                view = view[file.write(view) :]
+            os.fdatasync(file.fileno())
+            written += _CHUNK_NBYTES
+        elapsed = time.perf_counter() - start
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return ScratchFile(path, written, written / elapsed)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneExtent:
+    """As much of a PackedStore as readers use: one layer, which is the whole file."""
+
+    path: Path
+
+    def layer_extent(self, layer: int) -> tuple[Path, int]:
+        return self.path, 0
+
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        return expert
+
+    def frame_index(self, layer: int) -> None:
+        return None
+
+
+def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
+    """Sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
+
+    Goes through the engine's reader threads, `depth` of them, with enough spans queued that none is idle: as the
+    engine does, they cut large spans among themselves. No place is read twice before all have been read.
+    """
+    num_places = path.stat().st_size // read_nbytes
+    if read_nbytes % 4096 or num_places < 1:
+        raise ConfigError(f"read_nbytes={read_nbytes}: must be a multiple of 4096, and at most the file's size")
+    in_flight = max(2, 2 * depth * MIN_READ_NBYTES // max(read_nbytes, MIN_READ_NBYTES))
+    geometry = Geometry((LayerGeometry(num_places, 1, _ROW_NBYTES // 2, read_nbytes // _ROW_NBYTES, 2, 1),))
+    memory = memoryview(mmap.mmap(-1, in_flight * read_nbytes))
+    memory[:: mmap.PAGESIZE] = bytes(len(memory[:: mmap.PAGESIZE]))  # take the pages before the clock runs
+
+    def buffer_of(span: Span) -> memoryview:
+        return memory[span.slot * read_nbytes : (span.slot + 1) * read_nbytes]
+
+    places = np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist()
+    num_reads = 0
+    readers = Readers(_OneExtent(path), geometry, buffer_of, num_readers=depth)
+    try:
+        for slot in range(in_flight):
+            readers.submit([Span(0, places[slot % num_places], 0, 1, slot)])
+        readers.wait()  # threads are up, the queue is full
+        start = now = time.perf_counter()
+        while now - start < seconds or not num_reads:
+            slot = readers.wait().slot
+            now = time.perf_counter()
+            num_reads += 1
+            readers.submit([Span(0, places[(in_flight + num_reads) % num_places], 0, 1, slot)])
+        readers.drain()
+        is_direct = readers.buffered_nbytes == 0
+    finally:
+        readers.close()
+    return DiskRate(read_nbytes, depth, num_reads * read_nbytes / (now - start), is_direct)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
+    """RAM to RAM, `nbytes` at a time."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    with _threads(num_threads):
+        target.copy_(source)
+        num_copies, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds or not num_copies:
+            target.copy_(source)
+            num_copies += 1
+    return CopyRate(num_threads, num_copies * nbytes / elapsed)
+
+
+def kernels_here() -> dict[str, str]:
+    """What multiplies experts on this processor, and why. Raises ConfigError as `choose_kernels`."""
+    chosen = choose_kernels(torch.device("cpu"))
+    return {"name": chosen.name, "why": chosen.why}
+
+
+def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
+    """Matrices of 2048 x 2816 times one vector, one after the other over `nbytes` of them, by what multiplies a model's
+    experts here.
+    """
+    kind = getattr(torch, dtype)
+    matrix_nbytes = _MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * kind.itemsize
+    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=kind) for _ in range(max(1, -(-nbytes // matrix_nbytes)))]
+    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=kind)
+    product = _product_of(x)
+    with torch.inference_mode(), _threads(num_threads):
+        product(matrices[0])
+        num_products, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds or num_products < len(matrices):
+            product(matrices[num_products % len(matrices)])
+            num_products += 1
+    return MatvecRate(dtype, num_threads, num_products * matrix_nbytes / elapsed)
+
+
+def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Of a matrix [r, H] with x [1, H]."""
+    kernels = choose_kernels(x.device)
+    if not kernels.takes(x.dtype, x.device):
+        return partial(linear, x)
+    out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
+    return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())

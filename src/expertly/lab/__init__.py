@@ -1,0 +1,1 @@
+"""What researchers use: recordings, profiles of models, training of predictors."""

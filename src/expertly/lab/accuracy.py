@@ -1,0 +1,146 @@
+"""How often predictors are right on rows that none of them learned from: learned, lookahead, token id (ProMoE, figures
+8 and 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.lab.dataset import Dataset, Rows, needed
+from expertly.policies.learned import LearnedWeights, Network, pairs
+from expertly.trace.reader import Trace
+
+_BLOCK_ROWS = 1024
+
+Scores = Callable[[Rows], npt.NDArray[np.float32]]
+"""[rows, E] of rows of the data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of one layer, predicted `distance` layers ahead or from the first layer: the share of the experts named that were
+    needed, as many of each row as its router chooses. None: the trace does not show it.
+    """
+
+    distance: int
+    source: int
+    layer: int
+    learned: float | None
+    lookahead: float | None
+    token_id: float | None
+
+
+def accuracies(
+    trace: Trace, data: Dataset, trace_rows: Rows, weights: LearnedWeights, training: Rows, test: Rows
+) -> list[Accuracy]:
+    """By distance and layer, on the rows `test` of `data`, whose rows are `trace_rows` of the trace; token ids are
+    counted over `training`.
+    """
+    ids = trace.rows("token", 0, trace.num_rows)[trace_rows]
+    of_ids: dict[int, float | None] = {}
+    of_pairs: dict[tuple[int, int], tuple[float | None, float | None]] = {}
+    found = []
+    for distance in weights.distances:
+        for source, layer in pairs(weights.starts, distance):
+            if layer not in of_ids:
+                scores = _TokenIds(data, layer, ids, training) if (ids[training] >= 0).any() else None
+                of_ids[layer] = _accuracy(data, layer, test, scores)
+            if (source, layer) not in of_pairs:
+                network = Network(weights.mlps[source, layer])
+                rows = test[data.ran[source, test]]
+                of_pairs[source, layer] = (
+                    _accuracy(data, layer, rows, lambda rows: network.probabilities(data.inputs(source, rows))),  # noqa: B023
+                    _accuracy(data, layer, rows, _lookahead(trace, trace_rows, source, layer)),
+                )
+            found.append(Accuracy(distance, source, layer, *of_pairs[source, layer], of_ids[layer]))
+    return found
+
+
+def means(accuracies: Sequence[Accuracy]) -> dict[int, dict[str, Any]]:
+    """By distance: the mean of each predictor over the layers, and how many layers the learned one is at least as good
+    in as the other (`learned_over_...`), or lookahead worse than the token id (`lookahead_below_token_id`).
+    """
+    result: dict[int, dict[str, Any]] = {}
+    for distance in sorted({one.distance for one in accuracies}):
+        those = [one for one in accuracies if one.distance == distance]
+        row: dict[str, Any] = {"layers": len(those)}
+        for name in ("learned", "lookahead", "token_id"):
+            values = [value for one in those if (value := getattr(one, name)) is not None]
+            row[name] = sum(values) / len(values) if values else None
+        for name in ("lookahead", "token_id"):
+            row[f"learned_over_{name}"] = _num_at_least(those, "learned", name)
+        row["lookahead_below_token_id"] = sum(map(is_below, those))
+        result[distance] = row
+    return result
+
+
+def is_below(one: Accuracy) -> bool:
+    """Whether lookahead is worse than the token id."""
+    return one.lookahead is not None and one.token_id is not None and one.lookahead < one.token_id
+
+
+def _num_at_least(those: Sequence[Accuracy], name: str, other: str) -> int | None:
+    both = [(getattr(one, name), getattr(one, other)) for one in those]
+    known = [(value, than) for value, than in both if value is not None and than is not None]
+    return sum(value >= than for value, than in known) if known else None
+
+
+def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None) -> float | None:
+    """Never is an expert named whose score is 0; ties go to the lowest id."""
+    if scores is None:
+        return None
+    right = named = 0
+    rows = rows[data.ran[layer, rows]]
+    for first in range(0, len(rows), _BLOCK_ROWS):
+        block = rows[first : first + _BLOCK_ROWS]
+        given = scores(block)
+        top = np.argsort(-given, axis=1, kind="stable")[:, : data.layers[layer].top_k]
+        is_named = np.take_along_axis(given, top, 1) > 0
+        is_right = np.take_along_axis(needed(data.experts(layer, block), data.layers[layer].num_experts), top, 1)
+        right += int((is_named & is_right).sum())
+        named += int(is_named.sum())
+    return right / named if named else None
+
+
+def _lookahead(trace: Trace, trace_rows: Rows, source: int, layer: int) -> Scores | None:
+    """Scores of the router of `layer`, asked about the input of `source`; None where the trace does not look so far."""
+    if not trace.has("lookahead") or layer - source > trace.manifest.fields["lookahead"].shape[1]:
+        return None
+    num_experts = trace.manifest.layers[layer].num_experts
+
+    def scores(rows: Rows) -> npt.NDArray[np.float32]:
+        out = np.empty((len(rows), num_experts), np.float32)
+        wanted = trace_rows[rows]
+        starts = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)  # of runs of adjacent rows
+        for start, end in zip(starts, [*starts[1:], len(wanted)], strict=True):
+            found = trace.rows("lookahead", int(wanted[start]), int(wanted[end - 1]) + 1)
+            out[start:end] = found[:, source, layer - source - 1, :num_experts]
+        return out
+
+    return scores
+
+
+class _TokenIds:
+    """How often each token id chose each expert of a layer in the training part; an id that is not in it, all ids."""
+
+    def __init__(self, data: Dataset, layer: int, ids: npt.NDArray[np.int32], training: Rows) -> None:
+        num_experts = data.layers[layer].num_experts
+        rows = training[(ids[training] >= 0) & data.ran[layer, training]]
+        self._ids = ids
+        self._known, places = np.unique(ids[rows], return_inverse=True)
+        self._counts = np.zeros((len(self._known) + 1, num_experts), np.float32)  # the last: of all
+        experts = data.experts(layer, rows)
+        is_choice = (experts >= 0) & (experts < num_experts)
+        np.add.at(self._counts, (np.broadcast_to(places[:, None], experts.shape)[is_choice], experts[is_choice]), 1)
+        self._counts[-1] = self._counts[:-1].sum(axis=0)
+
+    def __call__(self, rows: Rows) -> npt.NDArray[np.float32]:
+        wanted = self._ids[rows]
+        places = np.searchsorted(self._known, wanted)
+        is_known = np.append(self._known, -1)[places] == wanted
+        return self._counts[np.where(is_known & (wanted >= 0), places, len(self._known))]

@@ -1,0 +1,149 @@
+"""What loading costs a layer in real passes: fitted to how long layers with no, one, two ... absent experts took.
+
+Measured alone, a link is faster and computing is faster than when both go on at once: reader threads and copies share
+cores and memory with the arithmetic. So both are taken from passes in which they do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertly.core.costs import LayerTime, Link
+from expertly.lab.link_profile import nonnegative_fit
+
+_LEAST_SAMPLES = 3
+"""Layers with a number of absent experts that was seen less often say nothing."""
+
+_GRID = 33
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSample:
+    """One layer of one decode step of one token."""
+
+    num_absent: int  # of its experts, wholly
+    total_ns: int  # the experts function
+    stall_ns: int  # of it, waited for transfers
+
+    @property
+    def busy_ns(self) -> int:
+        return self.total_ns - self.stall_ns
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Nanoseconds of the computing thread, and the link that explains the rest."""
+
+    resident_ns: int | None  # a layer with every expert resident; None: not seen
+    submit_ns: int  # once a layer that loads: deciding, evicting, waking readers, and sharing the cores with them
+    load_ns: int  # for each expert loaded
+    link: Link
+
+
+def layer_times(samples: Iterable[LayerSample]) -> tuple[LayerTime, ...]:
+    """By rising number of absent experts; those that were seen too rarely are left out."""
+    seen = _by_absent(samples)
+    return tuple(LayerTime(n, round(statistics.median(one.total_ns for one in of)), len(of)) for n, of in seen.items())
+
+
+def _by_absent(samples: Iterable[LayerSample]) -> dict[int, list[LayerSample]]:
+    by_absent: dict[int, list[LayerSample]] = defaultdict(list)
+    for sample in samples:
+        by_absent[sample.num_absent].append(sample)
+    return {n: found for n, found in sorted(by_absent.items()) if len(found) >= _LEAST_SAMPLES}
+
+
+def fit_layers(
+    samples: Iterable[LayerSample], top_k: int, expert_ns: int, expert_nbytes: int, fallback: Link
+) -> LayerCosts:
+    """The costs under which layers take what they took. `expert_ns`: computing one resident expert.
+
+    Where too few layers loaded anything, nothing is charged for it and the link is `fallback`.
+    """
+    seen = _by_absent(samples)
+    busy = {n: statistics.median(sample.busy_ns for sample in found) for n, found in seen.items()}
+    total = {n: statistics.median(sample.total_ns for sample in found) for n, found in seen.items()}
+    resident = round(busy[0]) if 0 in busy else None
+    loading = [n for n in seen if n]
+    if not loading:
+        return LayerCosts(resident, 0, 0, fallback)
+    base = resident if resident is not None else top_k * expert_ns
+    weights = np.sqrt([len(seen[n]) for n in loading])
+    columns = np.array([[1.0, n] for n in loading]) * weights[:, None]
+    extra = np.array([busy[n] - base for n in loading]) * weights
+    submit_ns, load_ns = nonnegative_fit(columns, extra)
+    around_ns = max(0.0, base - top_k * expert_ns)
+
+    def error(latency_ns: float, each_ns: float) -> float:
+        errors = [
+            _layer_ns(n, top_k, expert_ns, around_ns + submit_ns, load_ns, latency_ns, each_ns) / total[n] - 1
+            for n in loading
+        ]
+        return float(np.square(np.array(errors) * weights).sum())
+
+    latency_ns, each_ns = _least(error, max(total.values()))
+    link = Link(nbytes_per_s=float(expert_nbytes / each_ns * 1e9), latency_ns=round(latency_ns), overhead_ns=0)
+    return LayerCosts(resident, round(submit_ns), round(load_ns), link)
+
+
+def _layer_ns(
+    num_absent: int,
+    top_k: int,
+    expert_ns: float,
+    before_ns: float,
+    load_ns: float,
+    latency_ns: float,
+    each_ns: float,
+) -> float:
+    """What the loop of a layer takes: what has arrived is computed first, then what is here, then it waits."""
+    now, ready = before_ns, top_k - num_absent
+    arrivals = [latency_ns + (i + 1) * each_ns for i in range(num_absent)]
+    for _ in range(top_k):
+        if arrivals and (arrivals[0] <= now or not ready):
+            now = max(now, arrivals.pop(0)) + load_ns
+        else:
+            ready -= 1
+        now += expert_ns
+    return now
+
+
+def _least(error: Callable[[float, float], float], most_ns: float) -> tuple[float, float]:
+    """(latency, time of each transfer) of the least error: a grid, again and again around its best point."""
+    latencies = (0.0, most_ns)
+    eaches = (most_ns / 1e4, most_ns)
+    best = (0.0, most_ns)
+    for _ in range(_ROUNDS):
+        points = [(a, b) for a in np.linspace(*latencies, _GRID) for b in np.geomspace(*eaches, _GRID)]
+        best = min(points, key=lambda point: (error(*point), point))
+        width = (latencies[1] - latencies[0]) / 8
+        latencies = (max(0.0, best[0] - width), best[0] + width)
+        factor = (eaches[1] / eaches[0]) ** (1 / 8)
+        eaches = (best[1] / factor, best[1] * factor)
+    return best
+
+
+def samples_of(
+    before: Sequence[tuple[int, ...]],
+    after: Sequence[tuple[int, ...]],
+    expert_nbytes: int,
+    processor_ns: Sequence[int] | None = None,
+) -> list[LayerSample]:
+    """Of one decode step, from each layer's (absent, loaded bytes, total, stalled) counters before and after it.
+
+    `processor_ns`: where readers decode on the processors that compute, what the computing thread had of them in each
+    layer. How long it was without one is no cost of its own: others worked in that time.
+    """
+    samples = []
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        absent, nbytes, total, stall = (b - a for a, b in zip(old, new, strict=True))
+        if processor_ns is not None:
+            stall = max(0, total - processor_ns[number])
+        if total and nbytes == absent * expert_nbytes:  # no part of an expert was here
+            samples.append(LayerSample(absent, total, stall))
+    return samples

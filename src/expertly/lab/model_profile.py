@@ -1,0 +1,397 @@
+"""What a loaded model's passes and transfers cost on this machine, measured by running the engine itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from expertly.api import handle
+from expertly.core.costs import LayerTime, Link, MeasuredCompute
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.messages import Span
+from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.lab.layer_profile import LayerSample, fit_layers, layer_times, samples_of
+from expertly.lab.link_profile import fit_link
+from expertly.lab.part_profile import cuts, parts_and_part
+from expertly.lab.playing import forward
+from expertly.model.loading import experts_modules
+
+TOKENS = (1, 2, 4, 16, 64, 256)
+CONTEXT = 32
+"""Tokens in the KV cache when a decode step is measured."""
+
+MAX_BATCH = 4
+"""Up to so many tokens are those of so many requests that decode; more are a prompt."""
+
+PIECES = (1, 2, 4, 8)
+"""So many are brought at a time to measure the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What the simulator needs to know of one model on one machine."""
+
+    link: Link
+    compute: MeasuredCompute
+    layers: tuple[LayerTime, ...] = ()  # of decode steps of one token, from which the costs of loading come
+
+
+def measure_model(model: Any, seconds: float = 20.0, tokens: Sequence[int] = TOKENS) -> ModelProfile:
+    """Measure for about `seconds` a model that `expertly.load` loaded with part of its experts in memory; passes of
+    these numbers of `tokens`, which rise.
+
+    Random tokens run through it, so its cache and its statistics are no longer what they were. Everything is measured
+    in turn, again and again, and medians are taken, so that what else the machine does in some of that time is no
+    part of it. Raises ConfigError where the memory budget leaves nothing to measure, ModelUseError for models whose
+    layers' experts differ in shape and for encoder-decoder models.
+    """
+    measurement = Measurement(model, tokens)
+    start, count = time.monotonic(), 0
+    with torch.no_grad():
+        while not count or time.monotonic() - start < seconds:
+            for task in measurement.tasks():
+                task()
+                if count and time.monotonic() - start >= seconds:
+                    break
+            count += 1
+    return measurement.profile()
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Nanoseconds, measured with one number of tokens."""
+
+    between: list[int] = field(default_factory=list)  # from one layer's experts to the next one's, of a pass
+    outside: list[int] = field(default_factory=list)  # of a pass, outside all of its experts and what is between them
+    one: list[int] = field(default_factory=list)  # one resident expert through the engine
+    each: list[int] = field(default_factory=list)  # each further one
+    in_parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the number of parts, alone
+
+
+class Measurement:
+    """What has been measured of one model so far; run all `tasks` at least once before `profile`."""
+
+    def __init__(self, model: Any, tokens: Sequence[int] = TOKENS) -> None:
+        self._model = model
+        self._tokens = tuple(tokens)
+        self._handle = handle(model)
+        self._engine = self._handle.engine
+        self._scheduler = self._engine.scheduler
+        self._geometry = self._scheduler.geometry
+        self._modules = experts_modules(model)
+        self._layer = self._geometry.layers[0]
+        self._generator = torch.Generator().manual_seed(0)
+        self._turn = 0
+        self._of_tokens = {num_tokens: _Samples() for num_tokens in tokens}
+        self._shots: dict[tuple[int, int], list[int]] = defaultdict(list)  # by spans and segments each
+        self._alone: list[int] = []  # computing an expert
+        self._loading: list[int] = []  # the same while spans are on their way
+        self._layers_run: list[LayerSample] = []  # of decode steps of one token
+        self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
+        if model.config.is_encoder_decoder:
+            raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
+        if set(self._geometry.layers) != {self._layer}:
+            raise ModelUseError("this model's layers have experts of several shapes: its costs cannot be measured yet")
+
+    def tasks(self) -> Iterator[Callable[[], None]]:
+        """Each measures one thing a few times. To be run without gradients, in this order."""
+        for tokens in reversed(self._tokens):
+            if tokens > MAX_BATCH:
+                yield partial(self._prompt, tokens)
+            else:
+                yield partial(self._decode, tokens)
+            if tokens > MAX_BATCH or tokens == self._tokens[-1]:
+                yield from self._of_one_token()  # most of what a simulation adds up: it is measured most often
+            yield partial(self._resident_experts, tokens)
+            yield partial(self._parts, tokens)
+
+    def _of_one_token(self) -> Iterator[Callable[[], None]]:
+        yield partial(self._decode, 1)
+        yield partial(self._resident_experts, 1)
+        yield self._link
+        yield self._busy_link
+
+    def tasks_of_a_token(self) -> Iterator[Callable[[], None]]:
+        """Those that a decode step of one request depends on: a fraction of the time, to follow a drifting machine."""
+        for task in (self._decode, self._resident_experts, self._parts):
+            yield partial(task, 1)
+
+    def profile(self) -> ModelProfile:
+        """The medians of what the tasks have measured."""
+        samples = [self._of_tokens[tokens] for tokens in self._tokens]
+        between = [_median(one.between) for one in samples]
+        expert = [max(1, _median(one.each)) for one in samples]
+        parts = [parts_and_part(one.in_parts) for one in samples]
+        around = [max(0, ns - _median(one.in_parts[1])) for one, ns in zip(samples, expert, strict=True)]
+        nbytes = self._geometry.segment_nbytes(0)
+        shots = [(n, n * size * nbytes, _median(times)) for (n, size), times in self._shots.items()]
+        costs = fit_layers(self._layers_run, self._layer.top_k, expert[0], self._layer.expert_nbytes, fit_link(shots))
+        around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
+        if costs.resident_ns is not None:
+            around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
+        source = self._handle.store.manifest.source
+        with self._threads(1):
+            num_threads = torch.get_num_threads()
+        compute = MeasuredCompute(
+            model=source if source.isprintable() else ascii(source),
+            dtype=self._handle.store.manifest.dtype,
+            num_threads=num_threads,
+            context=CONTEXT,
+            num_layers=self._geometry.num_layers,
+            layer=self._layer,
+            tokens=self._tokens,
+            dense_ns=tuple(b + more for b, more in zip(between, around_experts, strict=True)),
+            head_ns=tuple(max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)),
+            expert_ns=tuple(expert),
+            parts_ns=tuple(whole for whole, _ in parts),
+            part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
+            submit_ns=costs.submit_ns,
+            load_ns=costs.load_ns,
+            slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
+        )
+        return ModelProfile(costs.link, compute, layer_times(self._layers_run))
+
+    # -- whole passes ------------------------------------------------------------------------------------------
+
+    def _ids(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+        vocabulary = self._model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (num_requests, num_tokens), generator=self._generator)
+        return ids.to(self._engine.backend.device)
+
+    def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
+        """One pass as `generate` makes it: logits of the last token alone where the model can, and the choice."""
+        logits, cache = forward(self._model, ids, cache)
+        logits.argmax(-1).tolist()
+        return cache
+
+    def _decode(self, num_requests: int) -> None:
+        """Steps after short prompts."""
+        cache = self._forward(self._ids(num_requests, CONTEXT), None)
+        cache = self._forward(self._ids(num_requests, 1), cache)
+        for _ in range(12 // num_requests):
+            before = self._counts()
+            cache = self._pass(self._ids(num_requests, 1), cache, self._of_tokens[num_requests])
+            if num_requests == 1:
+                processor_ns = None if self._engine.threads is None else self._processor_ns
+                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes, processor_ns)
+
+    def _counts(self) -> list[tuple[int, ...]]:
+        """Of each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
+        return [
+            (one.misses + one.partial_hits, one.loaded_nbytes, one.expert_ns, one.stall_ns)
+            for one in (counters.decode for counters in self._scheduler.counters)
+        ]
+
+    def _prompt(self, num_tokens: int) -> None:
+        self._pass(self._ids(1, num_tokens), None, self._of_tokens[num_tokens])
+
+    def _pass(self, ids: torch.Tensor, cache: Any, samples: _Samples) -> Any:
+        with self._watched() as times:
+            start = time.perf_counter_ns()
+            cache = self._forward(ids, cache)
+            total = time.perf_counter_ns() - start
+        begins, ends = ([wall for wall, _ in which] for which in (times[::2], times[1::2]))
+        self._processor_ns = [end - begin for (_, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
+        samples.between += [begin - end for end, begin in zip(ends, begins[1:], strict=False)] or [0]
+        samples.outside.append(total - (ends[-1] - begins[0]))
+        return cache
+
+    @contextmanager
+    def _watched(self) -> Iterator[list[tuple[int, int]]]:
+        """Times of each layer's experts, begin and end in turn, and of the processor, while the block runs."""
+        times: list[tuple[int, int]] = []
+
+        def note(*_: Any) -> None:
+            times.append((time.perf_counter_ns(), time.thread_time_ns()))
+
+        hooks = [module.register_forward_pre_hook(note) for module in self._modules]
+        hooks += [module.register_forward_hook(note) for module in self._modules]
+        try:
+            yield times
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # -- experts -----------------------------------------------------------------------------------------------
+
+    def _resident(self) -> list[list[Span]]:
+        """Of each layer that has at least two, the experts that lie whole in one frame."""
+        whole, geometry = self._scheduler.residency.whole, self._geometry
+        layers = []
+        for layer in range(geometry.num_layers):
+            first = geometry.first_expert_id(layer)
+            spans = [span for span in whole[first : first + self._layer.num_experts] if span is not None]
+            if len(spans) > 1:
+                layers.append(spans)
+        if not layers:
+            nbytes = self._scheduler.budget.memory_nbytes
+            raise ConfigError(f"memory={nbytes} bytes: too few experts stay in it to measure them; give it more")
+        return layers
+
+    def _some_layers(self, num_tokens: int) -> list[list[Span]]:
+        """`_resident`, and of many tokens, which take long, three layers of it."""
+        layers = self._resident()
+        if num_tokens <= MAX_BATCH:
+            return layers
+        first = self._turn % len(layers)
+        return (layers[first:] + layers[:first])[:3]
+
+    def _hidden(self, num_tokens: int) -> torch.Tensor:
+        width = self._layer.hidden_size
+        hidden = torch.randn(num_tokens, width, generator=self._generator)
+        return hidden.to(self._engine.backend.device, getattr(torch, self._handle.store.manifest.dtype))
+
+    def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Those of a pass in which an expert has so many tokens; of a decode step where there is one."""
+        if self._engine.threads is None:
+            return nullcontext()
+        num_rows = num_tokens * self._layer.num_experts // self._layer.top_k if num_tokens > MAX_BATCH else num_tokens
+        return self._engine.threads.of_pass(num_rows)
+
+    def _run_experts(self, layer: int, experts: list[int], hidden: torch.Tensor) -> int:
+        """Nanoseconds of a layer's experts, all tokens going to all of these."""
+        index = torch.tensor([experts], device=hidden.device).repeat(len(hidden), 1)
+        weights = torch.full(index.shape, 1 / len(experts), dtype=hidden.dtype, device=hidden.device)
+        with self._threads(len(hidden)):
+            start = time.perf_counter_ns()
+            self._engine.forward_experts(self._modules[layer], layer, hidden, index, weights)
+            self._synchronise()
+            return time.perf_counter_ns() - start
+
+    def _resident_experts(self, num_tokens: int) -> None:
+        """Several of a layer against one of the layer before: nothing that is timed has just been used."""
+        hidden, samples = self._hidden(num_tokens), self._of_tokens[num_tokens]
+        before = self._resident()[-1]
+        self._run_experts(before[0].layer, [before[0].expert], hidden)  # what is made at a first use is no part of it
+        for spans in self._some_layers(num_tokens):
+            self._turn += 1
+            alone = before[self._turn % len(before)]
+            turn = self._turn % len(spans)
+            several = [span.expert for span in spans[turn:] + spans[:turn]][: max(2, self._layer.top_k)]
+            one = self._run_experts(alone.layer, [alone.expert], hidden)
+            samples.one.append(one)
+            samples.each.append((self._run_experts(spans[0].layer, several, hidden) - one) // (len(several) - 1))
+            before = spans
+
+    def _parts(self, num_tokens: int) -> None:
+        """Whole experts and two ways to cut them, through the arithmetic alone."""
+        hidden, in_parts = self._hidden(num_tokens), self._of_tokens[num_tokens].in_parts
+        out = torch.empty_like(hidden)
+        few, many = cuts(self._layer.intermediate_size)
+        experts = self._slot_views(many)
+        with self._threads(num_tokens):
+            for num_parts in (1, few, many) * (8 if num_tokens <= MAX_BATCH else 2):
+                in_parts[num_parts].append(_timed(partial(_in_parts, *next(experts), hidden, out, num_parts)))
+
+    def _slot_views(self, num_segments: int) -> Iterator[tuple[LayerCompute, int, Callable[[], None]]]:
+        """For ever: a layer's arithmetic for so many segments, and the first slot of one of its resident experts.
+
+        It goes on where the last one ended, so that no cache holds what comes.
+        """
+        old, resident = self._geometry.segments_per_expert, self._resident()
+        rows, kernels = self._engine.backend.rows, self._engine.executor.devices[0].kernels
+        computes = {
+            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), kernels=kernels)
+            for layer in (spans[0].layer for spans in resident)
+        }
+        frames = [span for spans in resident for span in spans]
+        while True:
+            self._turn += 1
+            span = frames[self._turn % len(frames)]
+            yield computes[span.layer], span.slot * num_segments // old, self._synchronise
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def _free_frames(self) -> list[int]:
+        """First slots of places for a whole expert that hold nothing."""
+        num_segments = self._geometry.segments_per_expert
+        free = set(self._scheduler.residency.pools[0].free_slots())
+        starts = [slot for slot in sorted(free) if slot % num_segments == 0]
+        frames = [slot for slot in starts if all(slot + i in free for i in range(num_segments))]
+        if not frames:
+            nbytes = self._scheduler.budget.memory_nbytes
+            raise ConfigError(
+                f"memory={nbytes} bytes: all experts stay in it, or its ring holds no whole one; give it part of them"
+            )
+        return frames
+
+    def _loads(self, num_spans: int, num_segments: int) -> list[Span]:
+        """Spans of random experts, into places that hold nothing; places may be taken twice, nobody reads them."""
+        geometry, frames = self._geometry, self._free_frames()
+        layers = torch.randint(geometry.num_layers, (num_spans,), generator=self._generator).tolist()
+        experts = torch.randperm(self._layer.num_experts, generator=self._generator).tolist()
+        pairs = zip(layers, cycle(experts), cycle(frames), strict=False)
+        return [Span(layer, expert, 0, num_segments, slot) for layer, expert, slot in pairs]
+
+    def _link(self) -> None:
+        """The time after which spans submitted together to an idle link have all arrived."""
+        backend = self._engine.backend
+        for n in PIECES:
+            for size in sorted({1, self._geometry.segments_per_expert}):
+                loads = self._loads(n, size)
+                start = time.perf_counter_ns()
+                backend.submit(loads)
+                for _ in loads:
+                    backend.wait()
+                self._synchronise()
+                self._shots[n, size].append(time.perf_counter_ns() - start)
+
+    def _busy_link(self) -> None:
+        """Computing an expert alone, and while spans are on their way."""
+        backend, hidden = self._engine.backend, self._hidden(1)
+        out = torch.empty_like(hidden)
+        experts = self._slot_views(1)
+        with self._threads(1):
+            for _ in range(2):
+                self._alone += [_timed(lambda: _in_parts(*next(experts), hidden, out, 1)) for _ in range(8)]
+                loads = self._loads(8, self._geometry.segments_per_expert)
+                backend.submit(loads)
+                num_coming = len(loads)
+                while num_coming:
+                    spent = _timed(lambda: _in_parts(*next(experts), hidden, out, 1))
+                    while num_coming and backend.poll() is not None:
+                        num_coming -= 1
+                    if num_coming or not self._loading:
+                        self._loading.append(spent)
+
+    def _synchronise(self) -> None:
+        if self._engine.backend.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _in_parts(
+    compute: LayerCompute,
+    slot: int,
+    synchronise: Callable[[], None],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    num_parts: int,
+) -> None:
+    """Compute the expert that begins at `slot`, at once or in equal parts."""
+    size = compute.num_segments // num_parts
+    if num_parts == 1:
+        compute.whole(x, Span(0, 0, 0, compute.num_segments, slot), out)
+    else:
+        expert = PartialExpert(compute, x, out)
+        for first in range(0, compute.num_segments, size):
+            expert.add(Span(0, 0, first, size, slot + first))
+    synchronise()
+
+
+def _timed(run: Callable[[], None]) -> int:
+    start = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - start
+
+
+def _median(values: list[int]) -> int:
+    return round(statistics.median(values))

@@ -1,0 +1,265 @@
+"""`pack`: a checkpoint rewritten as a packed store, one expert and one dense tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from expertly.core.codecs import CODECS, CodecChoice, check_codec
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.headers import TensorSpec
+from expertly.data import demo_folder
+from expertly.model.adapter import find_experts, read_config
+from expertly.model.conversion import Conversion, Group, make_quantizer, meta_model
+from expertly.model.hub import local_folder
+from expertly.model.layout import ExpertsReader
+from expertly.model.tensors import cast, read_tensor, to_bytes
+from expertly.store.cache import entry_folder
+from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
+from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES, check_store_dtype
+from expertly.store.extras import copy_extras
+from expertly.store.manifest import Manifest
+from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
+from expertly.store.writer import Progress, StoreWriter, begun_codec
+
+DEMO_NAME = "demo"
+
+
+def pack_cached(
+    model: str | Path | None,
+    dtype: str | None = None,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    codec: str = "auto",
+) -> PackedStore:
+    """The packed store of `model`, made in the cache folder where it is not there yet.
+
+    `model`: a checkpoint folder, a packed store (opened as it is), a hub id (downloaded), or None or "demo" for the
+    demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made; where that does
+    not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store says which it
+    was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or the folder.
+    """
+    check_codec(codec)
+    folder = source_folder(model)
+    if is_packed_store(folder):
+        return _open_store(folder, dtype, codec)
+    checkpoint = Checkpoint.open(folder)
+    name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    model_type = str(checkpoint.config.get("model_type"))
+    folders = {one: entry_folder(model_type, checkpoint.identity, name, cache_dir, one) for one in CODECS}
+    return _pack(checkpoint, folders, name, codec, progress)
+
+
+def pack(
+    source: str | Path,
+    folder: str | Path,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    codec: str = "auto",
+) -> PackedStore:
+    """Write the checkpoint folder `source` as a packed store at `folder`, and open it.
+
+    Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
+    opened. `dtype` is that of the experts (default: the config's, else what most weights have); dense tensors stay
+    as they are stored. `codec`: see `pack_cached`. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one
+    quantised dense tensor, in memory. Raises CheckpointError (UnsupportedModelError) for the source, StoreError for
+    what is at `folder` or a disk that is full, ConfigError for the dtype or the codec.
+    """
+    check_codec(codec)
+    if is_packed_store(Path(source)):
+        raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
+    checkpoint = Checkpoint.open(Path(source))
+    name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), name, codec, progress)
+
+
+def source_folder(model: str | Path | None) -> Path:
+    """The folder of what a user calls a model."""
+    return demo_folder() if model is None or model == DEMO_NAME else local_folder(model)
+
+
+def default_dtype(checkpoint: Checkpoint) -> str:
+    """The config's dtype, else the one that most bytes of weights have. Raises CheckpointError naming the field."""
+    config = checkpoint.config
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) is not None:
+                try:
+                    return check_store_dtype(str(part[key]).removeprefix("torch."), key)
+                except ConfigError as error:
+                    raise CheckpointError(
+                        f"{checkpoint.folder / 'config.json'}: {error}; or name one with dtype"
+                    ) from None
+    names = {code: name for name, code in STORE_DTYPES.items()}
+    nbytes = dict.fromkeys(names, 0)
+    for ref in checkpoint.tensors.values():
+        if ref.dtype in nbytes:
+            nbytes[ref.dtype] += ref.nbytes
+    stored = max(names, key=lambda code: nbytes[code])
+    return "bfloat16" if config.get("quantization_config") or not nbytes[stored] else names[stored]
+
+
+def _open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
+    store = PackedStore.open(folder, identity)
+    again = f"pack {store.manifest.source} again for another"
+    if dtype is not None and check_store_dtype(dtype) != store.manifest.dtype:
+        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {store.manifest.dtype}; {again}")
+    if codec not in ("auto", store.codec):
+        raise ConfigError(f"codec={codec!r}: the packed store {folder} is in {store.codec}; {again}")
+    return replace(store, why_codec="the packed store is in it" if codec == "auto" else "it was asked for")
+
+
+def _pack(
+    checkpoint: Checkpoint, folders: Mapping[str, Path], dtype: str, codec: str, progress: Progress | None
+) -> PackedStore:
+    """`folders`: where a store in each codec is or goes."""
+    packing = cache(partial(_Packing, checkpoint, dtype))
+    choice = CodecChoice(codec, "it was asked for")
+    if codec == "auto":
+        choice = _choose(checkpoint, folders, packing)
+    folder = folders[choice.codec]
+    if is_packed_store(folder):
+        store = _open_store(folder, dtype, choice.codec, checkpoint.identity)
+        copy_extras(checkpoint.folder, folder)
+    else:
+        store = packing().write(folder, choice.codec, progress)
+    return replace(store, why_codec=choice.why)
+
+
+def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], _Packing]) -> CodecChoice:
+    """That of the store that is there, or else was begun; where none or both are, the faster one."""
+    found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
+    stores = {store.codec: store for store in (PackedStore.open(folder, checkpoint.identity) for folder in found)}
+    if len(stores) == 1:
+        return CodecChoice(next(iter(stores)), "the model is packed in it")
+    if stores:
+        layers, planes = stores["planes"].manifest.layers, stores["planes"]
+        return choose_for(
+            layers, lambda: read_sample(layers, planes.frames), lambda: disk_rate_of(path for path, _ in planes.extents)
+        )
+    begun = {one for one in map(begun_codec, folders.values()) if one is not None}
+    if len(begun) == 1:
+        return CodecChoice(begun.pop(), "packing was begun in it")
+    return packing().choose(folders["none"])
+
+
+class _Packing:
+    """One checkpoint on its way into a store."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+        """Plans everything from config and headers. Raises CheckpointError."""
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._torch_dtype: torch.dtype = getattr(torch, dtype)
+        quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
+        config = read_config(checkpoint.folder)
+        model = meta_model(config, self._torch_dtype)
+        self._conversion = Conversion(model, quantizer)
+        self._plain = Conversion(model) if quantizer is not None else self._conversion
+        groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
+        self._sites = find_experts(model, ITEMSIZE[dtype])
+        self._readers = [ExpertsReader(site, checkpoint, self._conversion, groups) for site in self._sites]
+        experts = set().union(*(reader.source_names for reader in self._readers))
+        self._check_unexpected()
+        self._dense = self._plan_dense([g for g in groups.values() if not experts.intersection(g.names)])
+        missing = self._conversion.missing(groups)
+        if missing:
+            raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
+
+    def choose(self, folder: Path) -> CodecChoice:
+        """The codec for a store at `folder`."""
+        return choose_for([site.geometry for site in self._sites], self._sample, lambda: disk_rate_at(folder))
+
+    def _sample(self) -> Sample:
+        layers = [site.geometry for site in self._sites]
+        return Sample(
+            layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in sampled(layers))
+        )
+
+    def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
+        checkpoint = self._checkpoint
+        plan = Manifest(
+            identity=checkpoint.identity,
+            source=str(checkpoint.folder.absolute()),
+            model_type=str(checkpoint.config.get("model_type")),
+            dtype=self._dtype,
+            layers=tuple(site.geometry for site in self._sites),
+            sites=tuple(site.name for site in self._sites),
+            files={},
+            codec=codec,
+        )
+        ratio = 1.0 if codec == "none" else self._sample().ratio
+        with StoreWriter(folder, plan, tuple(self._dense), progress, ratio) as writer:
+            store = writer.finished_store()
+            if store is not None:
+                return store
+            for layer, reader in enumerate(self._readers):
+                if not writer.is_layer_done(layer):
+                    writer.write_layer(layer, reader.experts(self._torch_dtype))
+            if not writer.is_done(DENSE_NAME):
+                writer.write_dense(self._dense_chunks)
+            writer.write_file("config.json", self._config_bytes())
+            writer.copy_extras(checkpoint.folder)
+            return writer.finish()
+
+    def _plan_dense(self, groups: list[Group]) -> dict[TensorSpec, Group | None]:
+        """What to write: a stored tensor as it is under its name (None), or a group's dequantised parameter."""
+        plan: dict[TensorSpec, Group | None] = {}
+        for group in groups:
+            names = group.names
+            if group.is_dequantized and not all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names):
+                spec = TensorSpec(
+                    self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
+                )
+                plan[spec] = group
+                continue
+            for name in names:
+                ref = self._checkpoint.tensors[name]
+                if group.converter is None and ref.shape != self._conversion.shape(group.target):
+                    raise CheckpointError(
+                        f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but config.json makes it "
+                        f"{list(self._conversion.shape(group.target))}"
+                    )
+                plan[TensorSpec(name, ref.dtype, ref.shape)] = None
+        return plan
+
+    def _dense_name(self, group: Group) -> str:
+        """A name that an unquantised checkpoint could have for the group's parameter."""
+        for name in (*group.names, group.target):
+            if self._plain.target(name) == (group.target, None):
+                return name
+        raise CheckpointError(f"{self._checkpoint.folder}: {group.target}: cannot be stored without its quantisation")
+
+    def _dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
+        group = self._dense[spec]
+        if group is None:
+            yield from self._checkpoint.read_chunks(spec.name)
+            return
+        tensors = {p: [read_tensor(self._checkpoint, n) for n in names] for p, names in group.sources.items()}
+        tensor = self._conversion.convert(group, tensors)
+        if tuple(tensor.shape) != spec.shape:
+            raise CheckpointError(f"tensor {group.names[0]!r}: makes {list(tensor.shape)}, not {list(spec.shape)}")
+        yield to_bytes(cast(tensor, self._torch_dtype, group.target))
+
+    def _check_unexpected(self) -> None:
+        """Tensors that transformers ignores are left out, unless they are experts that the config does not know."""
+        for site in self._sites:
+            for name in self._unexpected:
+                if name.startswith(f"{site.name}.expert"):
+                    raise CheckpointError(
+                        f"{self._checkpoint.tensors[name].path}: tensor {name!r}: belongs to no expert; config.json "
+                        f"says {site.geometry.num_experts} experts in {site.name}"
+                    )
+
+    def _config_bytes(self) -> bytes:
+        if not self._checkpoint.config.get("quantization_config"):
+            return (self._checkpoint.folder / "config.json").read_bytes()
+        config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
+        return (json.dumps(config, indent=2) + "\n").encode()

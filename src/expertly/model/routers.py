@@ -1,0 +1,171 @@
+"""The routers of a loaded model: found by watching one forward pass, watched, or asked about any hidden states.
+
+T tokens, H hidden, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from expertly.core.geometry import LayerGeometry
+from expertly.model.router_probe import Call, LayerCalls, parts_of, split_arguments, watch_blocks
+
+Scoring = Literal["softmax", "sigmoid"]
+Ran = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+_NUM_COMPARED = 3  # rows, to see whether a router can be asked by itself
+_TOLERANCE = 0.02  # of logits and sums in bfloat16
+
+_CANNOT = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+
+
+class RouterTap:
+    """One layer's router: watch it run, or ask it about other hidden states."""
+
+    def __init__(self, layer: int, call: Call, position: int, scoring: Scoring, is_normalised: bool) -> None:
+        self.layer = layer
+        self.scoring = scoring
+        self.hidden_size: int = call.inputs.shape[-1]
+        self.can_look_ahead = False
+        """Can it be asked about hidden states that are not its own? Some routers need more than these."""
+        self._module = call.module
+        self._position = position
+        self._is_normalised = is_normalised
+        self._args, self._kwargs = call.args, call.kwargs
+        self._handle: Any = None
+
+    def attach(self, ran: Ran) -> None:
+        """Call `ran(layer, inputs [T, H], logits [T, E])` whenever the model runs this router, until `detach`."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            inputs, self._args, self._kwargs = split_arguments(args, kwargs)
+            ran(self.layer, _rows(inputs), _rows(parts_of(output)[self._position]))
+
+        self.detach()
+        self._handle = self._module.register_forward_hook(hook, with_kwargs=True)
+
+    def detach(self) -> None:
+        """Idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def logits(self, router_input: torch.Tensor) -> torch.Tensor:
+        """[T, E] of hidden states [T, H], its other arguments as they last were. Watchers are not told."""
+        with torch.no_grad():
+            output = self._module.forward(router_input, *self._args, **self._kwargs)
+        return _rows(parts_of(output)[self._position])
+
+    def normalised(self, logits: torch.Tensor) -> torch.Tensor:
+        """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum."""
+        if self._is_normalised:
+            return logits.float()
+        if self.scoring == "softmax":
+            return logits.softmax(dim=-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(dim=-1, keepdim=True)
+
+    def scores(self, router_input: torch.Tensor) -> torch.Tensor:
+        """Normalised routing scores [T, E] of hidden states [T, H]."""
+        return self.normalised(self.logits(router_input))
+
+
+def attach_all(taps: Iterable[RouterTap | None], ran: Ran) -> None:
+    """Watch the routers of these layers; None: a layer without one."""
+    for tap in taps:
+        if tap is not None:
+            tap.attach(ran)
+
+
+def detach_all(taps: Iterable[RouterTap | None]) -> None:
+    for tap in taps:
+        if tap is not None:
+            tap.detach()
+
+
+def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[RouterTap | None]:
+    """The router of each MoE layer of a loaded model; None where no module beside the experts is one.
+
+    A router is the module whose output holds the choice that the experts received; its logits are the [T, E] beside
+    it. Else it is the outermost module fed what the experts were fed whose output is [T, E]. The runtime is not told
+    of the forward pass that shows it.
+    """
+    seen = watch_blocks(model)
+    return [_find(layer, seen.get(layer), one.num_experts) for layer, one in enumerate(layers)]
+
+
+def _find(layer: int, seen: LayerCalls | None, num_experts: int) -> RouterTap | None:
+    if seen is None or seen.hidden is None or seen.index is None or seen.weights is None:
+        return None
+    found = [call for call in seen.calls.values() if any(_is_same(part, seen.choice) for part in call.parts)]
+    outermost_first = sorted(seen.calls, key=lambda name: name.count("."))
+    beside = (seen.calls[name] for name in outermost_first)
+    found += [call for call in beside if len(call.parts) == 1 and _is_same(call.inputs, seen.hidden)]
+    for call in found:
+        position = _logits_position(call.parts, seen, num_experts)
+        if position is not None:
+            logits = _rows(call.parts[position]).float()
+            is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
+            scoring: Scoring = "softmax" if is_normalised else _scoring(logits, seen.index, seen.weights)
+            tap = RouterTap(layer, call, position, scoring, is_normalised)
+            tap.can_look_ahead = _can_look_ahead(tap, _rows(call.inputs), logits)
+            return tap
+    return None
+
+
+def _logits_position(parts: list[Any], seen: LayerCalls, num_experts: int) -> int | None:
+    """Of the [T, E] floats; where K is E, rather not the weights that the experts received."""
+    assert seen.hidden is not None
+    num_elements = seen.hidden.shape[0] * num_experts
+    found = [
+        i
+        for i, part in enumerate(parts)
+        if _is_floating(part) and part.shape[-1] == num_experts and part.numel() == num_elements
+    ]
+    return min(found, key=lambda i: _is_same(parts[i], seen.weights), default=None)
+
+
+def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Scoring:
+    """Which of the two explains the experts' weights? The usual one where neither does."""
+    tolerance = 1e-3 if weights.dtype == torch.float32 else 1e-2
+    is_chosen = index < logits.shape[-1]
+    index, weights = index.clamp(max=logits.shape[-1] - 1), weights.float()
+
+    def error(scores: torch.Tensor) -> float:
+        expected, actual = scores.gather(-1, index), weights
+        if index.shape[-1] > 1:  # they may have been scaled
+            expected, actual = (one / one.sum(-1, keepdim=True).clamp(min=1e-9) for one in (expected, actual))
+        return float(((expected - actual).abs() * is_chosen).max())
+
+    of_sigmoid = error(logits.sigmoid())
+    return "sigmoid" if of_sigmoid < tolerance and of_sigmoid < error(logits.softmax(-1)) else "softmax"
+
+
+def _can_look_ahead(tap: RouterTap, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Asked about some of the rows it saw, does it answer as it did?"""
+    try:
+        answer = tap.logits(inputs[:_NUM_COMPARED]).float()
+    except _CANNOT:
+        return False
+    expected = logits[:_NUM_COMPARED]
+    return answer.shape == expected.shape and torch.allclose(answer, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _is_floating(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dim() > 0 and part.is_floating_point()
+
+
+def _is_same(part: Any, other: Any) -> bool:
+    """The same values in the same order, whatever the shape?"""
+    if not isinstance(part, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return part.numel() == other.numel() and torch.equal(part.reshape(-1).to(other.dtype), other.reshape(-1))

@@ -1,0 +1,179 @@
+"""What happened, counted a layer and a phase (docs/conventions.md, Hit)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from expertly.core.messages import Phase, Prediction, RouterRan
+from expertly.scheduler.correlation import Correlation
+
+
+@dataclass(slots=True)
+class PhaseCounters:
+    """One layer in one phase. Hits and misses are counted per (iteration, distinct expert)."""
+
+    hits: int = 0
+    partial_hits: int = 0
+    misses: int = 0
+    demanded_nbytes: int = 0
+    hit_nbytes: int = 0
+    loaded_nbytes: int = 0
+    evicted_nbytes: int = 0
+    prefetched_nbytes: int = 0  # of what was loaded, that nobody waited for when it was asked for
+    filled_nbytes: int = 0  # of what was loaded, that nobody had predicted either: it fills a layer's share
+    predicted: int = 0  # experts that predictions named, over all distances
+    predicted_needed: int = 0
+    predicted_resident: int = 0  # when the router spoke
+    predicted_of: int = 0  # experts that were needed, once for each prediction of their layer
+    prefetched: int = 0  # experts of which something was loaded ahead
+    prefetched_needed: int = 0
+    prefetched_in_time: int = 0  # wholly resident when the router spoke
+    wasted_nbytes: int = 0  # of what was loaded ahead, that of experts that were not needed
+    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # predicted, needed of them, resident
+    similarity_semantic: Correlation = field(default_factory=Correlation)  # see count_prediction
+    similarity_trajectory: Correlation = field(default_factory=Correlation)
+    stall_ns: int = 0
+    expert_ns: int = 0  # the whole experts function, stalls included
+
+    def add(self, other: PhaseCounters) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for distance, counted in other.by_distance.items():
+            self._count_distance(distance, *counted)
+        self.similarity_semantic.merge(other.similarity_semantic)
+        self.similarity_trajectory.merge(other.similarity_trajectory)
+
+    def count_prediction(
+        self, prediction: Prediction, needed: set[int], is_resident: Sequence[bool], top_k: int
+    ) -> None:
+        """The router of the predicted layer has spoken: was it right, and was what it named there?
+
+        Where it says how sure it is, that is paired with the hit rate of its `top_k` surest (fMoE, figure 8):
+        `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert.
+        """
+        experts = prediction.experts
+        right = len(needed.intersection(experts))
+        self.predicted += len(experts)
+        self.predicted_needed += right
+        there = sum([is_resident[expert] for expert in experts])
+        self.predicted_resident += there
+        self.predicted_of += len(needed)
+        self._count_distance(prediction.distance, len(experts), right, there)
+        if prediction.confidence is not None and needed:
+            is_first = prediction.distance == prediction.layer + 1
+            similarity = self.similarity_semantic if is_first else self.similarity_trajectory
+            similarity.add(prediction.confidence, len(needed.intersection(experts[:top_k])) / len(needed))
+
+    def _count_distance(self, distance: int, predicted: int, needed: int, resident: int) -> None:
+        before = self.by_distance.get(distance, (0, 0, 0))
+        self.by_distance[distance] = (before[0] + predicted, before[1] + needed, before[2] + resident)
+
+    def count_ahead(self, num_segments: int, segment_nbytes: int, *, is_fill: bool = False) -> None:
+        """So many segments are loaded ahead, or to fill a layer's share; fewer than 0: were taken back."""
+        self.loaded_nbytes += num_segments * segment_nbytes
+        if is_fill:
+            self.filled_nbytes += num_segments * segment_nbytes
+        else:
+            self.prefetched_nbytes += num_segments * segment_nbytes
+
+    @property
+    def demands(self) -> int:
+        return self.hits + self.partial_hits + self.misses
+
+    @property
+    def coverage(self) -> float | None:
+        """Of what would have been missed, the share that loading ahead served; None where nothing was loaded ahead."""
+        would_miss = self.prefetched_in_time + self.partial_hits + self.misses
+        return _share(self.prefetched_in_time, would_miss) if self.prefetched else None
+
+    def rates_by_distance(self) -> dict[str, dict[str, float] | None]:
+        """ACCURACY, FETCHRATE and GOODPRED of each distance k at which anything was predicted (ProMoE, section 4): by
+        the name of the rate, then by the distance as text, rising; None where nothing was.
+        """
+        counted = {k: counts for k, counts in sorted(self.by_distance.items()) if counts[0]}
+        accuracy = {str(k): needed / predicted for k, (predicted, needed, _) in counted.items()}
+        fetched = {str(k): resident / predicted for k, (predicted, _, resident) in counted.items()}
+        return {
+            "accuracy_by_distance": accuracy or None,
+            "fetch_rate_by_distance": fetched or None,
+            "goodpred_by_distance": {k: accuracy[k] * fetched[k] for k in accuracy} or None,
+        }
+
+    def goodpred(self) -> dict[str, Any]:
+        """The same rates, over all distances and of each."""
+        rates = self.rates()
+        names = ("prediction_accuracy", "fetch_rate", "goodpred")
+        return {name: rates[name] for name in names} | self.rates_by_distance()
+
+    def rates(self) -> dict[str, float | None]:
+        """Shares (docs/conventions.md); None where there is nothing to have a share of."""
+        accuracy = _share(self.predicted_needed, self.predicted)
+        fetched = _share(self.predicted_resident, self.predicted)
+        return {
+            "hit_rate": _share(self.hits, self.demands),
+            "partial_hit_rate": _share(self.partial_hits, self.demands),
+            "byte_hit_rate": _share(self.hit_nbytes, self.demanded_nbytes),
+            "prediction_accuracy": accuracy,
+            "fetch_rate": fetched,
+            "goodpred": accuracy * fetched if accuracy is not None and fetched is not None else None,
+            "recall": _share(self.predicted_needed, self.predicted_of),
+            "coverage": self.coverage,
+            "accuracy": _share(self.prefetched_needed, self.prefetched),
+            "timeliness": _share(self.prefetched_in_time, self.prefetched_needed),
+            "similarity_correlation_semantic": self.similarity_semantic.pearson(),
+            "similarity_correlation_trajectory": self.similarity_trajectory.pearson(),
+        }
+
+
+_NUMBERS = [field.name for field in fields(PhaseCounters) if field.type == "int"]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+class LayerCounters:
+    """The counters of one layer, by phase."""
+
+    __slots__ = ("decode", "prefill")
+
+    def __init__(self) -> None:
+        self.prefill = PhaseCounters()
+        self.decode = PhaseCounters()
+
+    def of(self, phase: Phase) -> PhaseCounters:
+        return self.decode if phase is Phase.DECODE else self.prefill
+
+    def count_demand(
+        self, router: RouterRan, missing: list[int], segments_here: list[int], expert_nbytes: int, num_segments: int
+    ) -> None:
+        """Count what real tokens demand, before anything is admitted.
+
+        `missing`: positions in the router's list that are not wholly resident, `segments_here` of each how many
+        segments are. Experts that only pad tokens chose do not count.
+        """
+        experts, decode = router.experts, sum(router.is_decode)
+        if 0 < decode < len(experts) or not router.batch_tokens or 0 in router.num_tokens:
+            here = dict(zip(missing, segments_here, strict=True))
+            for position, num in enumerate(router.num_tokens):
+                if num and router.batch_tokens:
+                    phase = self.decode if router.is_decode[position] else self.prefill
+                    _count(phase, 1, [here[position]] if position in here else [], expert_nbytes, num_segments)
+        else:
+            _count(self.decode if decode else self.prefill, len(experts), segments_here, expert_nbytes, num_segments)
+
+
+def _count(phase: PhaseCounters, num: int, segments_here: list[int], expert_nbytes: int, num_segments: int) -> None:
+    """`num` demands, of which those that are no hit have `segments_here` resident segments each."""
+    phase.demanded_nbytes += num * expert_nbytes
+    hits = num - len(segments_here)
+    phase.hits += hits
+    phase.hit_nbytes += hits * expert_nbytes
+    for here in segments_here:
+        if here:
+            phase.partial_hits += 1
+            phase.hit_nbytes += here * expert_nbytes // num_segments
+        else:
+            phase.misses += 1

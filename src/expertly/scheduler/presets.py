@@ -1,0 +1,348 @@
+"""The presets: systems by name (docs/conventions.md). Adding one here is adding it everywhere, and each can be taken
+with other parts: `name:key=value:key=value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import LayerGeometry
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.options import option_text, parse_int
+from expertly.policies.predictor import PREDICTORS
+from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.policies.registry import Registry
+from expertly.scheduler.system import (
+    ACCEPTED,
+    NUMBERS,
+    OF_KEEPING,
+    OF_PREDICTION,
+    PARTS,
+    REGISTRIES,
+    WITH_OPTIONS,
+    System,
+    names_of_options,
+    unknown,
+)
+
+BASE_SYSTEM = "lru"
+"""What others are measured against."""
+
+AUTO_SYSTEM = "auto"
+"""Where a model is loaded, unless it is said: what `expertly tune` chose for it, else `default_system`."""
+
+LEAST_NBYTES = 1 << 20
+"""Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
+
+_BUILT_IN = {
+    system.name: system
+    for system in (
+        System(
+            "on-demand",
+            "loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)",
+            eviction="lru",
+            scope="global",
+        ),
+        System("lru", "keeps the most recently used experts of each layer", eviction="lru", scope="layer"),
+        System("lfu", "keeps the most frequently used experts of each layer", eviction="lfu", scope="layer"),
+        System(
+            "lcp", "keeps the experts of highest frequency x decayed recency (MoEpic)", eviction="lcp", scope="layer"
+        ),
+        System("random", "keeps any experts: the baseline every policy must beat", eviction="random", scope="layer"),
+        System(
+            "static",
+            "pins each layer's most popular experts, with two spare places",
+            eviction="static",
+            scope="layer",
+        ),
+        System(
+            "expertly",
+            "keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)",
+            eviction="reuse",
+            scope="global",
+            admission="best",
+        ),
+        System(
+            "expertly-ahead",
+            "the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)",
+            eviction="reuse",
+            scope="global",
+            prediction="lookahead",
+            transfer="asynchronous",
+            admission="best",
+            ahead="ring",
+            gate="confidence",
+        ),
+        System(
+            "resident",
+            "keeps every expert: the speed of enough memory",
+            eviction="none",
+            scope="global",
+            transfer="at load",
+            keeps_everything=True,
+        ),
+        System(
+            "deepspeed-index",
+            "loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)",
+            eviction="lru",
+            scope="global",
+            prediction="index",
+            transfer="asynchronous",
+        ),
+        System(
+            "brainstorm",
+            "counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)",
+            eviction="lfu",
+            scope="global",
+            prediction="popularity",
+            transfer="asynchronous",
+        ),
+        System(
+            "mixtral-offloading",
+            "LRU per layer; each layer waits for what the next one's router, asked early, makes it load",
+            eviction="lru",
+            scope="layer",
+            prediction="lookahead",
+            transfer="synchronous",
+        ),
+        System(
+            "moe-infinity-lfu",
+            "what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)",
+            eviction="lfu",
+            scope="global",
+            prediction="counts",
+            transfer="synchronous",
+        ),
+        System(
+            "belady",
+            "keeps what is used again soonest: the least that replacement in each layer must load",
+            eviction="belady",
+            scope="layer",
+            admission="best",
+        ),
+        System(
+            "belady-global",
+            "the same in one cache over all layers: no system loads fewer bytes",
+            eviction="belady",
+            scope="global",
+            admission="best",
+        ),
+        System(
+            "oracle",
+            "belady-global with perfect prediction, loading as early as places and the link allow",
+            eviction="belady",
+            scope="global",
+            prediction="perfect",
+            transfer="asynchronous",
+            admission="best",
+            ahead="ring",
+            distance=ALL_LAYERS,
+        ),
+        System(
+            "modelled-lookahead",
+            "LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)",
+            eviction="lru",
+            scope="layer",
+            prediction="modelled",
+            transfer="asynchronous",
+        ),
+        System(
+            "adapmoe",
+            "LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)",
+            eviction="lru",
+            scope="layer",
+            allocation="adapmoe",
+            prediction="lookahead",
+            transfer="asynchronous",
+            ahead="ring",  # a layer that keeps nothing is loaded ahead, too
+        ),
+        System(
+            "fmoe",
+            "expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)",
+            eviction="fmoe",
+            scope="global",
+            prediction="fmoe",
+            prefetch="proximity",
+            transfer="asynchronous",
+            distance=2,
+        ),
+        System(
+            "promoe",
+            "LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)",
+            eviction="lru",
+            scope="layer",
+            prediction="learned",
+            transfer="asynchronous",
+            distance=4,
+            segments=4,
+        ),
+        System(
+            "pre-gated",
+            "keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)",
+            eviction="lru",
+            scope="layer",
+            allocation="none",
+            prediction="learned",
+            transfer="asynchronous",
+            ahead="ring",
+        ),
+        System(
+            "moepic",
+            "tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)",
+            eviction="lcp",
+            scope="layer",
+            allocation="moepic",
+            prediction="speculative",
+            transfer="asynchronous",
+            ahead="ring",
+            segments=4,
+        ),
+        System(
+            "moe-infinity",
+            "activation matrices of earlier requests predict and say what goes (MoE-Infinity)",
+            eviction="eam",
+            scope="global",
+            prediction="eam",
+            transfer="asynchronous",
+        ),
+    )
+}
+
+SYSTEMS: Registry[System] = Registry(
+    "system",
+    "expertly.systems",
+    _BUILT_IN,
+    lambda one: isinstance(one, System),
+    "a System",
+    adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again
+)
+
+
+def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
+    """The system for a model that nothing has been tuned for, and the mean MiB of its experts, by which it is: of tiny
+    ones, loading what `expertly` spares takes less time than finding out what that is.
+    """
+    nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
+    return "expertly" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
+
+
+def get_system(spec: str) -> System:
+    """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
+    options of its predictor and its allocation; another one brings its own. The system's name is the spec with keys in
+    a fixed order and values as they are usually written: by it the same system can be had again.
+
+    Raises ConfigError naming the key and what is accepted.
+    """
+    name, *settings = [part.strip() for part in spec.split(":")]
+    if name not in SYSTEMS:
+        raise ConfigError(f"system={name!r:.200}: unknown; accepted: {', '.join(SYSTEMS)}")
+    return _derived(SYSTEMS[name], settings, f"system={spec!r:.200}") if settings else SYSTEMS[name]
+
+
+def get_runnable(spec: str) -> System:
+    """The same, of those that an engine can run: they do not need the future. Raises ConfigError as it does."""
+    accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
+    name = spec.split(":")[0].strip()
+    if name not in SYSTEMS:
+        raise ConfigError(f"system={name!r:.200}: unknown; accepted: {accepted}")
+    system = get_system(spec)
+    if "future" in system.needs:
+        raise ConfigError(
+            f"system={spec!r:.200}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
+        )
+    return system
+
+
+def paths_in(spec: str) -> list[str]:
+    """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
+    name, *settings = spec.split(":")
+    named = [["system", name], *(setting.split("=", 1) for setting in settings if "=" in setting)]
+    registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
+    given = [(key.strip(), value.strip()) for key, value in named]
+    return [f"{key}={value}" for key, value in given if key in registries and registries[key].is_path(value)]
+
+
+def _derived(preset: System, settings: list[str], where: str) -> System:
+    if preset.keeps_everything:
+        raise ConfigError(
+            f"{where}: {preset.name!r} keeps every expert, there is nothing to choose; accepted: its name"
+        )
+    given: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        if not (key and value):
+            raise ConfigError(f"{where}: {setting!r:.80}: must be key=value")
+        if key in given:
+            raise ConfigError(f"{where}: {key!r:.80}: given twice")
+        given[key] = value
+    parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
+    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
+    prediction = parts.get("prediction", preset.prediction)
+    kept, options = _options(preset, parts, {key: given[key] for key in given if key not in PARTS}, where)
+    allocation = parts.get("allocation", preset.allocation)
+    if not ALLOCATIONS[allocation].keeps:
+        for key in OF_KEEPING:
+            if key in parts:
+                raise ConfigError(
+                    f"{where}: {key}={given[key]}: of no use where nothing is kept (allocation={allocation})"
+                )
+    if prediction == "none":
+        for key in OF_PREDICTION:
+            if key in parts:
+                raise ConfigError(
+                    f"{where}: {key}={given[key]}: of no use where nothing is predicted (prediction=none)"
+                )
+        parts |= {key: _default(key) for key in OF_PREDICTION}
+    else:
+        if "prediction" in parts:
+            if preset.prediction == "none":
+                parts.setdefault("transfer", "asynchronous")
+            if PREDICTORS[prediction].distance is not None:
+                parts.setdefault("distance", PREDICTORS[prediction].distance)
+    said = {**{key: parts[key] for key in PARTS if key in given}, **options}
+    text = [f"{key}={value}" for key, value in said.items()]
+    summary = f"{preset.name} with {', '.join(text)}"
+    every = tuple((kept | options).items())
+    return replace(preset, name=":".join([preset.name, *text]), summary=summary, options=every, needs=(), **parts)
+
+
+def _options(
+    preset: System, parts: dict[str, Any], given: dict[str, str], where: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Of a preset with other `parts`: the options that it has of parts which stay, and those that are given, as they
+    are usually written.
+    """
+    kept: dict[str, str] = {}
+    said: dict[str, str] = {}
+    accepted, described = list(PARTS), []
+    for part, registry in WITH_OPTIONS.items():
+        name = parts.get(part, getattr(preset, part))
+        if name not in ACCEPTED[part]:
+            raise unknown(where, part, name)
+        names = names_of_options(part, name)
+        if name == getattr(preset, part):
+            kept |= preset.options_of(part)
+        if name in registry:
+            parsed = registry[name].parse({key: given[key] for key in names if key in given}, where)
+            said |= {key: option_text(getattr(parsed, key)) for key in names if key in given}
+        if names or part == "prediction":
+            described.append(f"{part}={name}")
+        accepted += names
+    for key in given:
+        if key not in said:
+            raise ConfigError(
+                f"{where}: {key!r:.80}: unknown; accepted with {', '.join(described)}: {', '.join(accepted)}"
+            )
+    return kept, said
+
+
+def _default(key: str) -> object:
+    return next(field.default for field in fields(System) if field.name == key)
+
+
+def runnable_systems() -> list[str]:
+    """Names of the systems that an engine can run: those that do not need the future."""
+    return [name for name, system in SYSTEMS.items() if "future" not in system.needs]

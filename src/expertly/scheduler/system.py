@@ -1,0 +1,352 @@
+"""A system as a choice of parts, and what each part may be (docs/conventions.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.known import Known
+from expertly.policies.options import option_names
+from expertly.policies.predictor import PREDICTORS, Predictor
+from expertly.policies.prefetch import PREFETCHES
+from expertly.policies.registry import OrNone, Registry
+from expertly.scheduler.budget import Budget, allocate
+from expertly.scheduler.gate import GATES, Gate
+from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.scheduler import Scheduler
+
+_NOTHING = Known()
+
+AnyController = TypeVar("AnyController", bound=Scheduler)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A named choice of parts. Raises ConfigError where they do not fit together."""
+
+    name: str
+    summary: str
+    eviction: str  # a key of EVICTIONS, or "none": nothing ever goes
+    scope: str  # "layer": one cache a layer; "global": one over all layers
+    allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
+    prediction: str = "none"  # a key of PREDICTORS, or "none"
+    prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
+    transfer: str = "demand"  # see Ahead where something is predicted; "at load" where everything is kept
+    preemption: str = "early"  # see Scheduler
+    order: str = "resident"  # see Scheduler
+    admission: str = "always"  # see Scheduler
+    ahead: str = "cache"  # see Scheduler
+    fill: str = "demand"  # see Scheduler
+    gate: str = "none"  # see Gate
+    distance: int = 1  # layers that the predictor looks ahead
+    window: int | None = None  # see Scheduler
+    segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
+    options: tuple[tuple[str, str], ...] = ()  # of its predictor and its allocation, as they were given
+    keeps_everything: bool = False
+    needs: tuple[str, ...] = ()  # "future": runs in simulations only; else fields of a trace. Those of its parts too
+
+    def __post_init__(self) -> None:
+        _check(self)
+        of_parts = PREDICTORS[self.prediction].needs if self.prediction != "none" else ()
+        if not self.keeps_everything and EVICTIONS[self.eviction].needs_future:
+            of_parts = ("future", *of_parts)
+        object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
+
+    @property
+    def learns(self) -> str | None:
+        """What it learns that a file can be named for: "maps" or "matrices", by which it predicts, else "reuse", by
+        which it evicts; None: nothing.
+        """
+        by_prediction = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        return by_prediction or ("reuse" if self.learns_reuse else None)
+
+    @property
+    def learns_reuse(self) -> bool:
+        """Whether its eviction goes by what it learns of reuse."""
+        return not self.keeps_everything and EVICTIONS[self.eviction].takes_reuse
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether its predictor must be trained before: `expertly train-predictor`."""
+        return self.prediction != "none" and PREDICTORS[self.prediction].takes_weights
+
+    @property
+    def takes_plan(self) -> bool:
+        """Whether its allocation can begin with a plan of splits: `expertly configure`."""
+        return not self.keeps_everything and ALLOCATIONS[self.allocation].takes_plan
+
+    def scheduler(
+        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
+    ) -> Scheduler:
+        """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
+        be, and where `known` lacks what it needs.
+        """
+        return self._make(Scheduler, geometry, budget, known, order)
+
+    def journaled_scheduler(
+        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
+    ) -> JournaledScheduler:
+        """The same, able to write down what it decides."""
+        return self._make(JournaledScheduler, geometry, budget, known, order)
+
+    def _make(
+        self, kind: type[AnyController], geometry: Geometry, budget: Budget, known: Known, order: str | None
+    ) -> AnyController:
+        order = self.ordered(order)
+        make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
+        return kind(
+            geometry,
+            budget,
+            make.of_model(geometry, known),
+            scope=self.scope,
+            order=order,
+            preemption=self.preemption,
+            transfer=self.transfer,
+            admission=self.admission,
+            ahead=self.ahead,
+            prefetch=self.prefetch,
+            window=self.window,
+            fill=self.fill,
+            allocation=self._allocation(geometry, known),
+            gate=self._gate(geometry, budget),
+        )
+
+    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+        if self.gate == "none" or self.prediction == "none":
+            return None
+        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
+        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
+
+    def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
+        """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
+        if self.keeps_everything:
+            return budget
+        return allocate(geometry, budget, self._allocation(geometry, known))
+
+    def sharing(self, scheduler: Scheduler) -> dict[str, object] | None:
+        """How the layers of its scheduler share what is kept now, for results; None where they do equally.
+
+        `experts`: the share of each layer; `split`, where parts of experts are kept: of how many, and which part of
+        each, from its top. The rest is what the allocation says of itself.
+        """
+        if self.allocation == "uniform" or self.keeps_everything:
+            return None
+        num_segments, keeper = scheduler.geometry.segments_per_expert, scheduler.keeper
+        numbers = [share / num_segments for share in keeper.shares]
+        experts = [int(num) if num.is_integer() else num for num in numbers]
+        said: dict[str, object] = {"name": self.allocation, "experts": experts}
+        if ALLOCATIONS[self.allocation].splits:
+            tops = [top.bit_count() for top in keeper.tops]
+            said["split"] = [
+                {"kept_experts": share // top, "theta": top / num_segments}
+                for share, top in zip(keeper.shares, tops, strict=True)
+            ]
+        return said | scheduler.allocation.facts()
+
+    def ordered(self, order: str | None) -> str:
+        """The order in which experts are computed where `order` is asked for; None: the system's own. Raises
+        ConfigError for one that there is not, or that this system cannot have.
+        """
+        if order is None:
+            return self.order
+        if order not in ORDERS:
+            raise ConfigError(f"order={order!r:.80}: unknown; accepted: {', '.join(ORDERS)}")
+        if order == "id" and self.admission == "best":
+            raise ConfigError(
+                f"order='id': one expert at a time leaves system {self.name!r} no choice; accepted: resident"
+            )
+        return order
+
+    def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
+        """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
+        if self.prediction == "none":
+            return None
+        return PREDICTORS[self.prediction](geometry, known, self.distance, self.options_of("prediction"))
+
+    def options_of(self, part: str) -> dict[str, str]:
+        """Of its options, those of one of its parts, a key of WITH_OPTIONS."""
+        names = names_of_options(part, getattr(self, part))
+        return {key: value for key, value in self.options if key in names}
+
+    def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
+        if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
+            known = replace(known, usage=None)
+        return ALLOCATIONS[self.allocation](geometry, known, self.options_of("allocation"))
+
+
+def _check(system: System) -> None:
+    """Raise ConfigError where a part is unknown, or of no use beside the others."""
+    where = f"system={system.name!r}"
+    for key, accepted in ACCEPTED.items():
+        value = getattr(system, key)
+        is_given = key not in ("eviction", "transfer") or (key == "eviction" and not system.keeps_everything)
+        if is_given and value not in accepted:
+            raise unknown(where, key, value)
+    _check_transfer(system, where)
+    system.ordered(system.order)
+    if system.distance < 1:
+        raise ConfigError(f"{where}: distance={system.distance}: must be at least 1")
+    if system.window is not None and system.window < 1:
+        raise ConfigError(f"{where}: window={system.window}: must be at least 1")
+    if system.segments < 1:
+        raise ConfigError(f"{where}: segments={system.segments}: must be at least 1")
+    if not system.keeps_everything:
+        _check_eviction(system, where)
+        _check_allocation(system, where)
+        _check_options(system, where)
+    if system.prediction == "none":
+        return
+    predictor = PREDICTORS[system.prediction]
+    if system.prefetch != "score" and not predictor.gives_probabilities:
+        raise ConfigError(
+            f"{where}: prefetch={system.prefetch!r} weighs probabilities, which prediction={system.prediction!r} does "
+            f"not give; accepted: score"
+        )
+
+
+def _check_options(system: System, where: str) -> None:
+    """Each is of one part, and what that takes."""
+    owners: dict[str, str] = {}
+    for part, registry in WITH_OPTIONS.items():
+        name = getattr(system, part)
+        for option in names_of_options(part, name):
+            if option in PARTS:
+                raise ConfigError(f"{where}: {part}={name!r}: its option {option!r} is called as a part is")
+            if option in owners:
+                raise ConfigError(
+                    f"{where}: {part}={name!r}: its option {option!r} is called as one of {owners[option]} is"
+                )
+            owners[option] = f"{part}={name!r}"
+        if name in registry:
+            registry[name].parse(system.options_of(part), where)
+    for option, _ in system.options:
+        if option not in owners:
+            raise ConfigError(f"{where}: option {option!r:.80}: unknown; accepted: {', '.join(owners) or 'none'}")
+
+
+def names_of_options(part: str, name: str) -> list[str]:
+    """The options that a part, a key of WITH_OPTIONS, takes where it is this one."""
+    registry = WITH_OPTIONS[part]
+    return option_names(registry[name].options) if name in registry else []
+
+
+def unknown(where: str, key: str, value: str) -> ConfigError:
+    """A part that there is none of."""
+    accepted = ACCEPTED[key]
+    path = ", or the dotted path of one" if key in REGISTRIES else ""
+    return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
+
+
+def _check_transfer(system: System, where: str) -> None:
+    accepted = ACCEPTED["transfer"] if system.prediction != "none" else ("demand",)
+    if system.transfer not in (("at load",) if system.keeps_everything else accepted):
+        what = "predicts nothing" if system.prediction == "none" else "predicts"
+        raise ConfigError(
+            f"{where}: transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(accepted)}"
+        )
+    if system.gate != "none" and system.transfer == "synchronous":
+        raise ConfigError(
+            f"{where}: gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all "
+            f"that is predicted; accepted: gate=none, or transfer=asynchronous"
+        )
+    if system.preemption == "late" and system.admission == "best":
+        raise ConfigError(
+            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves admission='best' "
+            f"no choice; accepted: preemption=early"
+        )
+
+
+def _check_eviction(system: System, where: str) -> None:
+    eviction = EVICTIONS[system.eviction]
+    if system.admission == "best" and not eviction.is_scored:
+        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
+        raise ConfigError(
+            f"{where}: admission='best' compares scores, which eviction={system.eviction!r} does not have; "
+            f"accepted: admission=always, or eviction={scored}"
+        )
+    if eviction.needs_best and system.admission != "best":
+        raise ConfigError(
+            f"{where}: eviction={system.eviction!r} needs to be told what is needed before it is kept; "
+            f"accepted: admission=best"
+        )
+    predicts = system.prediction != "none" and PREDICTORS[system.prediction].gives_probabilities
+    if eviction.needs_probabilities and not predicts:
+        predictors = [name for name, one in PREDICTORS.items() if one.gives_probabilities]
+        raise ConfigError(
+            f"{where}: eviction={system.eviction!r} goes by predicted probabilities, which "
+            f"prediction={system.prediction!r} does not give; accepted: prediction={', '.join(predictors)}"
+        )
+
+
+def _check_allocation(system: System, where: str) -> None:
+    allocation, what = ALLOCATIONS[system.allocation], f"{where}: allocation={system.allocation!r}"
+    if allocation.needs_layers and system.scope != "layer":
+        raise ConfigError(
+            f"{what} shares slots out among layers, scope={system.scope!r} does not; accepted: scope=layer"
+        )
+    if allocation.needs_layers and EVICTIONS[system.eviction].is_sized:
+        others = ", ".join(name for name, one in EVICTIONS.items() if not one.is_sized)
+        raise ConfigError(
+            f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
+            f"accepted: eviction={others}"
+        )
+    if system.fill == "idle" and not (allocation.splits or EVICTIONS[system.eviction].is_scored):
+        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored and not one.needs_future)
+        raise ConfigError(
+            f"{where}: fill='idle' loads whole experts by their scores, which eviction={system.eviction!r} does not "
+            f"have; accepted: fill=demand, or eviction={scored}"
+        )
+    if system.fill == "idle" and not allocation.changes:
+        changing = ", ".join(name for name, one in ALLOCATIONS.items() if one.changes)
+        raise ConfigError(
+            f"{what} never changes what layers keep, which fill='idle' would load; accepted: fill=demand, or "
+            f"allocation={changing}"
+        )
+    if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
+        raise ConfigError(
+            f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
+        )
+
+
+ORDERS = ("resident", "id")
+
+ACCEPTED: dict[str, Collection[str]] = {
+    "eviction": EVICTIONS,
+    "scope": ("layer", "global"),
+    "allocation": ALLOCATIONS,
+    "prediction": OrNone(PREDICTORS),
+    "prefetch": PREFETCHES,
+    "transfer": ("asynchronous", "synchronous"),
+    "preemption": ("early", "late"),
+    "order": ORDERS,
+    "admission": ("always", "best"),
+    "ahead": ("cache", "ring"),
+    "fill": ("demand", "idle"),
+    "gate": GATES,
+}
+"""Of each part that is chosen by name, what it may be."""
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "eviction": EVICTIONS,
+    "allocation": ALLOCATIONS,
+    "prediction": PREDICTORS,
+    "prefetch": PREFETCHES,
+}
+"""Of the parts that can come from outside the package (docs/extending.md)."""
+
+WITH_OPTIONS: dict[str, Registry[Any]] = {"prediction": PREDICTORS, "allocation": ALLOCATIONS}
+"""Of the parts that take options, those that there are."""
+
+NUMBERS = ("distance", "window", "segments")
+OF_KEEPING = ("eviction", "scope", "admission")
+"""Parts that are of no use where nothing is kept."""
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "gate", "distance", "window")
+"""Parts that are of no use where nothing is predicted."""
+
+PARTS = (*ACCEPTED, *NUMBERS)
+"""What `name:key=value` may say of any system but one that keeps everything, beside options."""

@@ -1,0 +1,145 @@
+"""What `doctor` finds missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.hardware import machine, measure
+from expertly.hardware.machine import Effort, examine, last_level_cache_nbytes, version_problems
+from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
+
+pytestmark = pytest.mark.alone
+
+MIB = 1 << 20
+QUICK = Effort(scratch_nbytes=32 * MIB, reads_s=0.4, each_s=0.01, device_s=0.1)
+
+
+def by_subject(problems: list[machine.Problem]) -> dict[str, machine.Problem]:
+    return {problem.subject: problem for problem in problems}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch):
+    """Little memory, few depths, and no disk is too slow."""
+    monkeypatch.setattr(measure, "DEPTHS", (1, 2))
+    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
+    monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
+    monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch):
+    """For tests of what is found missing: figures from nowhere."""
+    monkeypatch.setattr(measure, "measure_disk", lambda path, size, depth, seconds: DiskRate(size, depth, 1e9, True))
+    monkeypatch.setattr(measure, "measure_copy", lambda threads, nbytes, seconds: CopyRate(threads, 1e10))
+    monkeypatch.setattr(measure, "measure_matvec", lambda dtype, threads, *rest: MatvecRate(dtype, threads, 1e10))
+
+
+def test_everything_is_measured_and_in_order(tmp_path: Path):
+    parts: list[str] = []
+    profile, problems = examine(tmp_path, QUICK, parts.append)
+    assert parts == ["disk", "memory", "matrix-vector speed", "decompression", "devices"]
+    assert profile.disk is not None
+    assert {(r.read_nbytes, r.depth) for r in profile.disk.reads} == {
+        (s, d) for s in measure.READ_SIZES for d in (1, 2)
+    }
+    assert {rate.dtype for rate in profile.matvec} == set(measure.DTYPES)
+    assert profile.copies and profile.versions["torch"]
+    assert [problem for problem in problems if problem.level == "error"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_disk_too_slow_for_everything_is_measured_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(machine, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(
+        measure, "measure_disk", lambda path, nbytes, depth, seconds: DiskRate(nbytes, depth, 1e6, True)
+    )
+    profile, _ = examine(tmp_path, dataclasses.replace(QUICK, reads_s=2.0))
+    assert profile.disk is not None
+    assert [(r.read_nbytes, r.depth) for r in profile.disk.reads] == [(size, 1) for size in measure.READ_SIZES[:3]]
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    profile, problems = examine(tmp_path / "file" / "cache", QUICK)
+    assert profile.disk is None
+    assert by_subject(problems)["folder"].level == "error"
+    assert profile.matvec, "the rest is measured all the same"
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args):
+        raise ConfigError("folder /cache: a test file cannot be written there (Permission denied)")
+
+    monkeypatch.setattr(measure, "scratch_file", refuse)
+    profile, problems = examine(tmp_path, QUICK)
+    assert profile.disk is None
+    assert "Permission denied" in by_subject(problems)["folder"].text
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 << 20, "error"), (4 << 30, "warning")])
+@pytest.mark.usefixtures("unmeasured")
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free}))
+    _, problems = examine(tmp_path, QUICK)
+    assert by_subject(problems)["disk"].level == level
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        measure, "measure_disk", lambda path, read_nbytes, depth, seconds: DiskRate(read_nbytes, depth, 1e9, False)
+    )
+    _, problems = examine(tmp_path, QUICK)
+    assert "O_DIRECT" in by_subject(problems)["disk"].text
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 512 * MIB)
+    _, problems = examine(tmp_path, QUICK)
+    assert by_subject(problems)["memory"].text.startswith("512 MiB are free")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)
+    monkeypatch.setattr(machine, "_load", lambda: 1.5)
+    assert "cpu" not in by_subject(examine(tmp_path, QUICK)[1])
+    monkeypatch.setattr(machine, "_load", lambda: 7.25)
+    assert by_subject(examine(tmp_path, QUICK)[1])["cpu"].text.startswith("7.2 processes were running on 4 CPUs")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_device_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(seconds: float):
+        raise RuntimeError("CUDA error: out of memory\nand advice")
+
+    monkeypatch.setattr(machine, "measure_devices", fail)
+    _, problems = examine(tmp_path, QUICK)
+    assert by_subject(problems)["device"].text == "found but not usable: CUDA error: out of memory"
+
+
+def test_versions_are_held_against_the_requirements():
+    installed = {"torch": "2.9.0+cpu", "transformers": "5.23.0", "numpy": "2.0"}
+    requirements = ["torch>=2.11", "transformers<6,>=5.17", "numpy>=1.26", "tqdm", 'ruff; extra == "dev"']
+    problems = by_subject(version_problems(requirements, installed.get))
+    assert problems.keys() == {"torch", "tqdm"}
+    assert problems["torch"].text == "2.9.0+cpu is installed; accepted: >=2.11"
+    assert "not installed" in problems["tqdm"].text
+
+
+def test_cache_size_is_that_of_the_last_level(tmp_path: Path):
+    for index, size in enumerate(("32K", "1024K", "32M", "odd")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert last_level_cache_nbytes(tmp_path) == 32 * MIB
+    assert last_level_cache_nbytes(tmp_path / "nowhere") == 0

@@ -1,0 +1,177 @@
+"""What is measured of a tiny model: everything is there, makes sense, and is a hardware file afterwards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import expertly
+from expertly.cli.main import main
+from expertly.core.costs import CodecCosts, Link
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.geometry import Geometry
+from expertly.hardware import machine, measure, measure_roofline
+from expertly.lab.link_profile import fit_link
+from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
+from expertly.model.packing import pack
+from expertly.sim.compute import compute_model
+from expertly.sim.hardware import Hardware
+from tests.engine.conftest import Cases
+from tests.engine.test_compressed import compressed_case
+from tests.families import FAMILIES, make_checkpoint
+
+pytestmark = pytest.mark.alone
+
+MIB = 1 << 20
+
+
+def measured(store: Path, **kwargs: object) -> ModelProfile:
+    model, _ = expertly.load(str(store), device="cpu", system="lru", **({"memory": "60%"} | kwargs))
+    try:
+        return measure_model(model, seconds=0.5)
+    finally:
+        expertly.unload(model)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> ModelProfile:
+    """Of experts large enough that their arithmetic costs more than what is around it."""
+    folder = tmp_path_factory.mktemp("profile")
+    family = replace(
+        FAMILIES["mixtral"], config=FAMILIES["mixtral"].config | {"hidden_size": 256, "intermediate_size": 512}
+    )
+    pack(make_checkpoint(family, folder / "checkpoint"), folder / "store")
+    return measured(folder / "store", segments=4)
+
+
+def test_all_costs_are_there(profile: ModelProfile):
+    compute = profile.compute
+    assert compute.num_layers == 3 and compute.layer.num_experts == 8 and compute.dtype == "float32"
+    assert compute.tokens == TOKENS
+    for times_ns in (compute.dense_ns, compute.head_ns, compute.expert_ns, compute.parts_ns):
+        assert len(times_ns) == len(TOKENS) and all(1_000 < ns < 10**9 for ns in times_ns), times_ns
+    assert all(ns >= 0 for ns in compute.part_ns) and min(compute.submit_ns, compute.load_ns) >= 0
+    assert 1 <= compute.slowdown_while_loading < 100
+    assert profile.link.nbytes_per_s > 0 and profile.link.latency_ns + profile.link.overhead_ns > 0
+
+
+def test_more_tokens_cost_more(profile: ModelProfile):
+    assert profile.compute.expert_ns[-1] > 2 * profile.compute.expert_ns[0]
+    assert profile.compute.parts_ns[-1] > 2 * profile.compute.parts_ns[0]
+
+
+def test_decode_steps_of_one_token_alone(cases: Cases):
+    """All that a configurator needs, in a fraction of the time."""
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru", segments=4)
+    found = measure_model(model, seconds=0, tokens=(1,))
+    expertly.unload(model)
+    assert found.compute.tokens == (1,)
+    for times_ns in (found.compute.dense_ns, found.compute.head_ns, found.compute.expert_ns):
+        assert len(times_ns) == 1 and times_ns[0] > 0
+    assert found.link.nbytes_per_s > 0 and found.compute.slowdown_while_loading >= 1
+
+
+def test_the_model_still_works_and_is_consistent(cases: Cases):
+    case = cases["qwen2_moe"]
+    model, _ = expertly.load(str(case.store), device="cpu", memory="60%", system="lfu")
+    measure_model(model, seconds=0.1)
+    prompt = torch.tensor([case.prompts[0]])
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert out[0, prompt.shape[1] :].tolist() == case.tokens[0][:4]
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize("memory", ["100%", "9%"])
+def test_a_budget_that_leaves_nothing_to_measure(cases: Cases, memory: str):
+    with pytest.raises(ConfigError, match="memory="):
+        measured(cases["mixtral"].store, memory=memory)
+
+
+def test_an_encoder_decoder_model(cases: Cases):
+    with pytest.raises(ModelUseError, match="encoder-decoder"):
+        measured(cases["switch_transformers"].store)
+
+
+def test_a_link_is_found_again():
+    shots = [(n, n * size, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
+    link = fit_link(shots)
+    assert link.nbytes_per_s == pytest.approx(2e9)
+    assert (link.latency_ns, link.overhead_ns) == (1_000, 50)
+
+
+def test_a_link_measured_with_one_size_has_a_rate_that_covers_everything():
+    link = fit_link([(n, n * 8_000, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
+    assert link.latency_ns == 1_000
+    assert link.occupies_ns(8_000) == pytest.approx(4_050, abs=1)
+
+
+def test_a_link_is_never_negative():
+    link = fit_link([(1, 1_000, 1_000), (2, 2_000, 3_000), (4, 4_000, 8_000)])
+    assert link.latency_ns >= 0 and link.overhead_ns >= 0 and link.nbytes_per_s > 0
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1)
+    monkeypatch.setattr(machine, "Effort", lambda: effort)
+    monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
+    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
+    monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(measure, "DEPTHS", (1, 4))
+    monkeypatch.setattr(measure_roofline, "_LEAST_NBYTES", MIB)
+    monkeypatch.setattr("expertly.cli.doctor_hardware.MODEL_SECONDS", 0.1)
+    monkeypatch.setattr("expertly.cli.doctor_hardware._EACH_S", 0.01)
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_writes_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "here.toml"
+    assert main(["doctor", "--json", "--hardware-out", str(path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    hardware = Hardware.read(str(path))
+    assert printed["hardware"] == hardware.as_dict() and printed["hardware_path"] == str(path)
+    assert hardware.compute is None and hardware.memory_nbytes_per_s > 0 and hardware.flops_per_s > 0
+    assert path.read_text().startswith("# Measured by `expertly doctor` on ")
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "here.toml"
+    flags = ["--model", str(cases["mixtral"].store), "--memory", "60%", "--segments", "2"]
+    assert main(["doctor", "--hardware-out", str(path), *flags]) == 0
+    assert f"hardware file written to {path}" in capsys.readouterr().err
+    hardware = Hardware.read(str(path))
+    assert hardware.compute is not None
+    geometry = Geometry((hardware.compute.layer,) * 3, 2)
+    assert compute_model(hardware, geometry, None).dense_ns(0, 1) == hardware.compute.dense_ns[0]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host decodes for an accelerator beside nothing")
+@pytest.mark.usefixtures("quick")
+def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = compressed_case(cases["mixtral"], tmp_path / "store")
+    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
+    monkeypatch.setattr("expertly.hardware.measure_codec.store_costs", lambda store: (disk, alone))
+    path = tmp_path / "here.toml"
+    assert main(["doctor", "--hardware-out", str(path), "--model", str(case.store), "--memory", "60%"]) == 0
+    hardware = Hardware.read(str(path))
+    assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
+    assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "demo"], "model='demo': needs --hardware-out"),
+        (["--hardware-out", "x.toml", "--memory", "25%"], "memory='25%': only with --model"),
+        (["--segments", "2"], "segments=2: only with --model"),
+    ],
+)
+def test_flags_that_would_do_nothing(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", *flags]) == 2
+    assert message in capsys.readouterr().err

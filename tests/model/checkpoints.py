@@ -1,0 +1,150 @@
+"""Checkpoints in the layouts and quantisations that hubs hold, made from tiny models; and what stores must hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from expertly.model.adapter import ExpertsSite, build_meta_model, find_experts
+from expertly.model.conversion import Conversion
+from expertly.store.packed import PackedStore
+from tests.families import NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that is one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], source: Path, **config: Any) -> Path:
+    """One file of `tensors` beside the other files of `source`, with `config` changed (None removes a field)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json" and not path.name.endswith("index.json"):
+            shutil.copy(path, folder / path.name)
+    merged = json.loads((source / "config.json").read_text()) | config
+    merged = {key: value for key, value in merged.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(merged))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_fused_checkpoint(family: str, folder: Path) -> Path:
+    """A checkpoint whose tensors have the names and shapes of the module's parameters."""
+    source = make_checkpoint(family, folder.with_name(f"{folder.name}-source"))
+    state = load_reference(source).state_dict()
+    return write_checkpoint(folder, {name: tensor.clone() for name, tensor in state.items()}, source)
+
+
+def make_mxfp4_checkpoint(folder: Path) -> Path:
+    """gpt_oss as released: experts in blocks of 32 four-bit numbers with a scale each."""
+    hidden, intermediate = 64, 32
+    family = Family(
+        "gpt_oss",
+        3,
+        config={
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_local_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 16,
+        },
+    )
+    source = folder.with_name(f"{folder.name}-source")
+    make_model(family, dtype=torch.bfloat16).save_pretrained(source)
+    tensors = read_tensors(source)
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        del tensors[name]
+        rows, columns = (2 * intermediate, hidden) if "gate_up" in name else (hidden, intermediate)
+        shape = (NUM_EXPERTS, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, shape, generator=generator, dtype=torch.uint8)
+    return write_checkpoint(folder, tensors, source, quantization_config={"quant_method": "mxfp4"})
+
+
+def make_fp8_checkpoint(family: str, folder: Path, block: int = 8) -> Path:
+    """Linear layers, those of experts too, in float8 with a scale a block, as DeepSeek-V3 is released."""
+    source = make_checkpoint(family, folder.with_name(f"{folder.name}-source"), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, tensor in read_tensors(source).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) * 0.01 + 0.005
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        tensors[name] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    return write_checkpoint(folder, tensors, source, quantization_config=quantization)
+
+
+def set_config(source: Path, **fields: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change(source: Path, function: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Rewrite each tensor of a one-file checkpoint; None drops it."""
+    changed = {name: function(name, tensor) for name, tensor in read_tensors(source).items()}
+    kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+
+
+def canonical(site: ExpertsSite, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[E, I, M, H] from a loaded model's parameters, worked out apart from the packer."""
+    if not site.is_fused:
+        pairs = [site.expert_weight_names(expert) for expert in range(site.geometry.num_experts)]
+        return torch.stack([torch.stack([state[up], state[down].T], dim=1) for up, down in pairs])
+    up, down = (state[f"{site.name}.{name}"] for name in site.weight_names)
+    if site.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    rows = [up]
+    if site.has_gate:
+        rows = list(up.chunk(2, dim=1)) if site.is_concatenated else [up[:, 0::2], up[:, 1::2]]
+    return torch.stack([*rows, down.transpose(1, 2)], dim=2)
+
+
+def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
+    with safe_open(store.layer_extent(layer)[0], "pt") as file:
+        return file.get_tensor("experts")
+
+
+def assert_holds_what_transformers_loads(
+    store: PackedStore, source: Path, reference: PreTrainedModel | None = None, **load: Any
+) -> None:
+    """Experts and dense tensors, bit for bit; all parameters of the model are there."""
+    reference = reference or load_reference(source, **load)
+    state = reference.state_dict()
+    sites = find_experts(reference, 1)
+    assert store.manifest.sites == tuple(site.name for site in sites)
+    for layer, site in enumerate(sites):
+        stored = read_experts(store, layer)
+        expected = canonical(site, state)
+        assert torch.equal(stored.view(torch.uint8), expected.to(stored.dtype).contiguous().view(torch.uint8)), (
+            site.name
+        )
+    conversion = Conversion(build_meta_model(store.folder))  # an unquantised model's names
+    dense = load_file(store.folder / "dense.safetensors")
+    for name, tensor in dense.items():
+        target, pattern = conversion.target(name)
+        if pattern is None:
+            assert torch.equal(tensor.to(state[target].dtype), state[target]), name
+    experts = {f"{site.name}.{name}" for site in sites for name in site.weight_names}
+    experts |= {
+        n for s in sites if not s.is_fused for e in range(s.geometry.num_experts) for n in s.expert_weight_names(e)
+    }
+    tied = reference.all_tied_weights_keys
+    made = {conversion.target(name)[0] for name in dense}
+    assert {n for n, _ in reference.named_parameters()} - made - experts - set(tied) - set(tied.values()) == set()

@@ -1,0 +1,41 @@
+"""Toy models: everything of expertly.model, with neither packer nor engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import make_checkpoint
+from tests.model.toy import Toy
+
+
+class Toys:
+    """One a family, made when first asked for. Tests that change a model use `fresh`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Toy] = {}
+        self._num_made = 0
+
+    def __getitem__(self, family: str) -> Toy:
+        if family not in self._made:
+            self._made[family] = self.fresh(family)
+        return self._made[family]
+
+    def fresh(self, family: str, dtype: torch.dtype = torch.float32, tokenizer: bool = False) -> Toy:
+        self._num_made += 1
+        folder = self._folder / f"{family}-{self._num_made}"
+        source = make_checkpoint(family, folder / "checkpoint", dtype=dtype, tokenizer=tokenizer)
+        return Toy.make(source, folder / "store", dtype)
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
+    return Toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,178 @@
+"""What else people do with a model: works, is shared, or says why not; never silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, ContinuousBatchingConfig, pipeline
+
+from expertly.core.errors import ModelUseError
+from expertly.model.batching import MAX_BATCH_TOKENS, bounded_config
+from tests.families import generate, logits_of, make_prompts, make_tokenizer, reference_generate
+from tests.model.conftest import Toys
+
+Model = Any
+
+
+@pytest.fixture(scope="module")
+def model(toys: Toys) -> Model:
+    return toys["mixtral"].model
+
+
+def test_writing_it_is_refused(model: Model, tmp_path: Any) -> None:
+    with pytest.raises(ModelUseError, match="without them"):
+        model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ModelUseError, match="without them"):
+        model.push_to_hub("nobody/nothing")
+    for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+        with pytest.raises(ModelUseError, match="pickling"):
+            write(model)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.half(),
+        lambda model: model.double(),
+        lambda model: model.bfloat16(),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.to("meta"),
+        lambda model: model.to(dtype=torch.float16, device="cpu"),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.cuda(),
+        lambda model: model.cuda(0),
+        lambda model: model.cuda("cuda:0"),
+        lambda model: model.to_empty(device="cpu"),
+        lambda model: model.type(torch.float16),
+        lambda model: model.share_memory(),
+    ],
+)
+def test_another_device_or_dtype_is_refused_and_changes_nothing(move: Any, model: Model) -> None:
+    before = {name: (tensor.dtype, tensor.device, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelUseError, match="load the model again"):
+        move(model)
+    after = {name: (tensor.dtype, tensor.device, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "stay",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.to(torch.float32),
+        lambda model: model.to(torch.device("cpu"), torch.float32),
+        lambda model: model.to(torch.zeros(1)),
+        lambda model: model.to(device="cpu"),
+        lambda model: model.float(),
+        lambda model: model.cpu(),
+        lambda model: model.eval(),
+    ],
+)
+def test_the_same_device_and_dtype_are_no_change(stay: Any, model: Model) -> None:
+    assert stay(model) is model
+
+
+def test_the_experts_implementation_stays(model: Model) -> None:
+    for other in ("eager", "grouped_mm", {"": "batched_mm"}):
+        with pytest.raises(ModelUseError, match="accepted: 'expertly'"):
+            model.set_experts_implementation(other)
+    model.set_experts_implementation("expertly")
+    model.set_experts_implementation(model.get_experts_implementation())
+    assert model.config._experts_implementation == "expertly"
+
+
+def test_nothing_is_compiled(toys: Toys) -> None:
+    toy, prompts = toys["mixtral"], make_prompts(1)
+    with pytest.raises(ModelUseError, match="compile"):
+        toy.model.compile()
+    everywhere = CompileConfig(backend="eager")
+    everywhere._compile_all_devices = True
+    settings: dict[str, Any] = {"cache_implementation": "static", "compile_config": everywhere}
+    assert generate(toy.model, prompts, 6, **settings) == reference_generate(toy.source, prompts, 6)
+    assert not hasattr(toy.model, "_compiled_call")
+
+
+def test_torch_compile_around_it_leaves_the_stacks_uncompiled(toys: Toys) -> None:
+    toy = toys.fresh("mixtral")
+    ids = torch.tensor(make_prompts(1))
+    expected = logits_of(toy.model, make_prompts(1))
+    num_calls = toy.runtime.num_calls
+    with torch.no_grad():
+        assert torch.equal(torch.compile(toy.model, backend="eager")(ids).logits, expected)
+    torch.compiler.reset()
+    assert toy.runtime.num_calls == num_calls + 3, "each layer once, and none while tracing"
+
+
+def test_a_deepcopy_shares_the_runtime_and_keeps_the_original_alive(toys: Toys) -> None:
+    toy, prompts = toys.fresh("gpt_oss"), make_prompts(2)
+    expected = logits_of(toy.model, prompts)
+    toy.model._expertly_anything = object()
+    duplicate = copy.deepcopy(toy.model)
+    assert duplicate is not toy.model and type(duplicate) is type(toy.model)
+    assert duplicate._expertly_anything is toy.model._expertly_anything
+    ours, theirs = toy.model.model.layers[0].mlp.experts, duplicate.model.layers[0].mlp.experts
+    assert theirs is not ours and theirs._expertly_runtime is ours._expertly_runtime is toy.runtime
+    with torch.no_grad():
+        duplicate.model.embed_tokens.weight.zero_()
+    assert not torch.equal(logits_of(duplicate, prompts), expected)
+    assert torch.equal(logits_of(toy.model, prompts), expected)
+    duplicate = copy.deepcopy(toy.model)
+    alive = weakref.ref(toy.model)
+    toy.model = None
+    gc.collect()
+    assert alive() is not None
+    assert torch.equal(logits_of(duplicate, prompts), expected)
+    with pytest.raises(ModelUseError):
+        duplicate.half()
+    del duplicate
+    gc.collect()
+    assert alive() is None
+
+
+def test_pipeline_takes_it_as_it_is(toys: Toys) -> None:
+    toy = toys.fresh("qwen3_moe", tokenizer=True)
+    tokenizer = make_tokenizer()
+    writer = pipeline("text-generation", model=toy.model, tokenizer=tokenizer)
+    text = "Once upon a time"
+    [result] = writer(text, max_new_tokens=8, do_sample=False)
+    ids = tokenizer(text)["input_ids"]
+    assert result["generated_text"] == text + tokenizer.decode(
+        reference_generate(toy.source, [ids], 8)[0], skip_special_tokens=True
+    )
+
+
+def test_lm_eval_takes_it_as_it_is(toys: Toys) -> None:
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    toy = toys["qwen3_moe"]
+    harness = huggingface.HFLM(pretrained=toy.model, tokenizer=make_tokenizer())
+    assert harness.model is toy.model
+    ids = torch.tensor(make_prompts(1))
+    assert torch.equal(harness._model_call(ids), logits_of(toy.model, make_prompts(1)))
+    context, continuation = make_prompts(1)[0], make_prompts(1, length=4)[0]
+    [(log_likelihood, is_greedy)] = harness._loglikelihood_tokens([(("", ""), context, continuation)])
+    assert log_likelihood < 0 and is_greedy in (True, False)
+
+
+def test_continuous_batching_is_bounded_and_uncaptured(model: Model) -> None:
+    unbounded = ContinuousBatchingConfig()
+    for config in (bounded_config(None, None), bounded_config(unbounded, None)):
+        tokens = config.num_blocks * getattr(config, "page_size", getattr(config, "block_size", None))
+        assert 4096 <= tokens <= 16 * (4096 + 512)
+        assert config.max_batch_tokens == MAX_BATCH_TOKENS
+        assert config.use_cuda_graph is False
+    assert unbounded.num_blocks is None, "the caller's own is not changed"
+    mine = ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=33)
+    assert (bounded_config(mine, None).num_blocks, bounded_config(mine, None).max_batch_tokens) == (7, 33)
+    with pytest.raises(ModelUseError, match="use_cuda_graph"):
+        model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=True))
+    with pytest.raises(ModelUseError, match="compile_config"):
+        config = ContinuousBatchingConfig(decode_compile_config=CompileConfig())
+        model.init_continuous_batching(continuous_batching_config=config)

@@ -1,0 +1,183 @@
+"""A loaded model computes what the unmodified one does, from dense weights and whatever its runtime does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertly.core.errors import CheckpointError, StoreError
+from expertly.model.loading import experts_modules, load_dense, load_tokenizer
+from tests.families import (
+    FAMILIES,
+    generate,
+    load_reference,
+    logits_of,
+    make_checkpoint,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    reference_generate,
+)
+from tests.model.conftest import Toys
+from tests.model.toy import ToyRuntime, make_toy_store
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_and_logits_as_the_unmodified_model(family: str, toys: Toys) -> None:
+    toy = toys[family]
+    prompts = make_prompts(3)
+    reference = load_reference(toy.source)
+    expected, actual = logits_of(reference, prompts), logits_of(toy.model, prompts)
+    assert (expected - actual).abs().max() <= 1e-5 * expected.abs().max()
+    tokens = generate(toy.model, prompts, use_cache=True)
+    assert tokens == generate(reference, prompts)
+    assert len({token for row in tokens for token in row}) > 2, "a degenerate model proves nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tiny_models_route_unlike_tokens_to_unlike_experts(family: str, toys: Toys) -> None:
+    """Else the tests above would prove little."""
+    toy = toys[family]
+    chosen: dict[int, set[tuple[int, ...]]] = {}
+    compute = toy.runtime.forward_experts
+
+    def record(module: Any, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        chosen.setdefault(layer, set()).update(tuple(sorted(ids)) for ids in index.tolist())
+        return compute(module, layer, hidden, index, weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy.runtime, "forward_experts", record)
+        logits_of(toy.model, make_prompts(2, length=24))
+    assert len(chosen) == len(toy.manifest.sites)
+    assert all(len(choices) >= 3 for choices in chosen.values()), chosen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expert_weights_are_absent_and_the_rest_is_that_of_the_checkpoint(family: str, toys: Toys) -> None:
+    toy = toys[family]
+    reference = load_reference(toy.source).state_dict()
+    mine = toy.model.state_dict()
+    absent = set(reference) - set(mine)
+    assert not set(mine) - set(reference)
+    sites = tuple(f"{site}." for site in toy.manifest.sites)
+    assert absent and all(name.startswith(sites) and "bias" not in name for name in absent)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, reference[name]), name
+    experts_nbytes = sum(layer.nbytes for layer in toy.manifest.layers)
+    assert sum(reference[name].nbytes for name in absent) == experts_nbytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "switch_transformers"])
+def test_bfloat16_keeps_the_dtypes_that_the_reference_has(family: str, toys: Toys) -> None:
+    toy = toys.fresh(family, dtype=torch.bfloat16)
+    reference = load_reference(toy.source)
+    dtypes = {name: tensor.dtype for name, tensor in reference.state_dict().items()}
+    assert torch.bfloat16 in set(dtypes.values())
+    assert all(dtypes[name] == tensor.dtype for name, tensor in toy.model.state_dict().items())
+    prompts = make_prompts(2)
+    expected, actual = logits_of(reference, prompts).float(), logits_of(toy.model, prompts).float()
+    assert (expected - actual).abs().mean() < 0.05 * expected.abs().mean() + 0.05
+
+
+def test_tied_weights_stay_tied_and_shards_load(toys: Toys, tmp_path: Path) -> None:
+    model = toys["ernie4_5_moe"].model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    sharded = make_checkpoint("qwen3_moe", tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    manifest = make_toy_store(sharded, tmp_path / "store")
+    model = load_dense(tmp_path / "store", manifest, torch.float32, "cpu", ToyRuntime(sharded))
+    assert generate(model, make_prompts(2)) == reference_generate(sharded, make_prompts(2))
+
+
+def test_two_models_of_one_family_and_a_plain_one_do_not_mix(toys: Toys, tmp_path: Path) -> None:
+    first, prompts = toys["qwen3_moe"], make_prompts(2)
+    other_source = make_checkpoint("qwen3_moe", tmp_path / "other", seed=5)
+    manifest = make_toy_store(other_source, tmp_path / "other-store")
+    second = load_dense(tmp_path / "other-store", manifest, torch.float32, "cpu", ToyRuntime(other_source))
+    plain = make_model("qwen3_moe", seed=5)
+    assert generate(second, prompts) == generate(plain, prompts)
+    assert generate(first.model, prompts) == reference_generate(first.source, prompts)
+    assert generate(second, prompts) != generate(first.model, prompts)
+    assert plain.config._experts_implementation == "grouped_mm"
+
+
+def test_a_plain_model_made_from_a_loaded_models_config_runs(toys: Toys) -> None:
+    plain = AutoModelForCausalLM.from_config(toys["mixtral"].model.config)
+    assert torch.isfinite(logits_of(plain, make_prompts(1))).all()
+
+
+def test_the_class_looks_like_the_familys_own(toys: Toys) -> None:
+    model = toys["mixtral"].model
+    plain = make_model("mixtral")
+    assert isinstance(model, type(plain)) and type(model).__name__ == "MixtralForCausalLM"
+    assert type(model).__module__ == type(plain).__module__
+    assert isinstance(model.model, type(plain.model)) and type(model.model).__name__ == "MixtralModel"
+    assert type(plain).__mro__[1:] and not hasattr(type(plain), "_expertly_is_sealed")
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert "expertly" in ALL_EXPERTS_FUNCTIONS
+    modules = experts_modules(model)
+    assert [module._expertly_layer for module in modules] == [0, 1, 2]
+
+
+def test_a_forward_outside_no_grad_works(toys: Toys) -> None:
+    toy = toys["mixtral"]
+    ids = torch.tensor(make_prompts(1))
+    assert not toy.model(ids).logits.requires_grad
+
+
+def _spoil(store: Path, change: object) -> None:
+    tensors = load_file(store / "dense.safetensors")
+    change(tensors)  # type: ignore[operator]
+    save_file(tensors, store / "dense.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_and_mismatched_tensors_are_named(toys: Toys) -> None:
+    toy = toys.fresh("qwen3_moe")
+    _spoil(toy.store, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
+        load_dense(toy.store, toy.manifest, torch.float32, "cpu", toy.runtime)
+    toy = toys.fresh("qwen3_moe")
+    _spoil(toy.store, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(CheckpointError, match=r"shape of model\.norm\.weight"):
+        load_dense(toy.store, toy.manifest, torch.float32, "cpu", toy.runtime)
+
+
+def test_unexpected_tensors_are_no_concern(toys: Toys, capfd: pytest.CaptureFixture[str]) -> None:
+    toy = toys.fresh("qwen3_moe")
+    _spoil(toy.store, lambda tensors: tensors.update({"model.mtp.weight": torch.ones(7)}))
+    load_dense(toy.store, toy.manifest, torch.float32, "cpu", toy.runtime)
+    captured = capfd.readouterr()
+    assert "mtp" not in captured.out + captured.err
+
+
+def test_a_store_of_another_model_or_a_damaged_one_is_refused(toys: Toys) -> None:
+    toy = toys.fresh("qwen3_moe")
+    with pytest.raises(StoreError, match="pack it again"):
+        load_dense(toy.store, toys["dots1"].manifest, torch.float32, "cpu", toy.runtime)
+    config = json.loads((toy.store / "config.json").read_text())
+    (toy.store / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 32}))
+    with pytest.raises(StoreError, match="intermediate_size=32"):
+        load_dense(toy.store, toy.manifest, torch.float32, "cpu", toy.runtime)
+    (toy.store / "config.json").write_text(json.dumps(config))
+    dense = toy.store / "dense.safetensors"
+    dense.write_bytes(dense.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_dense(toy.store, toy.manifest, torch.float32, "cpu", toy.runtime)
+
+
+def test_tokenizer_or_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer("Once upon")["input_ids"]) == "Once upon"
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(tmp_path)

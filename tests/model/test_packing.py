@@ -1,0 +1,183 @@
+"""Packing: the store holds, bit for bit, what transformers loads, and takes little memory to make."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
+
+from expertly.core.errors import ConfigError, UnsupportedModelError
+from expertly.model.packing import pack
+from tests.families import FAMILIES, NUM_EXPERTS, make_checkpoint, make_model
+from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
+    change,
+    make_fp8_checkpoint,
+    make_fused_checkpoint,
+    make_mxfp4_checkpoint,
+    read_experts,
+    read_tensors,
+    set_config,
+    write_checkpoint,
+)
+
+
+@pytest.mark.parametrize("max_shard_size", [None, "20KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_holds_what_transformers_loads(tmp_path: Path, family: str, max_shard_size: str | None) -> None:
+    source = make_checkpoint(family, tmp_path / "source", max_shard_size=max_shard_size)
+    store = pack(source, tmp_path / "store")
+    assert len(store.manifest.layers) == FAMILIES[family].num_moe_layers
+    assert {layer.num_experts for layer in store.manifest.layers} == {NUM_EXPERTS}
+    assert (store.manifest.model_type, store.manifest.dtype) == (family, "float32")
+    store.verify(full=True)
+    assert_holds_what_transformers_loads(store, source)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "jamba"])
+def test_a_fused_checkpoint_makes_the_same_experts(tmp_path: Path, family: str) -> None:
+    source = make_fused_checkpoint(family, tmp_path / "source")
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source)
+    other = pack(tmp_path / "source-source", tmp_path / "other")
+    for layer in range(len(store.manifest.layers)):
+        assert torch.equal(read_experts(store, layer), read_experts(other, layer))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_casts_as_transformers_does(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source", dtype=stored)
+    assert pack(source, tmp_path / "default").manifest.dtype == str(stored).removeprefix("torch.")
+    store = pack(source, tmp_path / "store", dtype)
+    assert store.manifest.dtype == dtype
+    assert_holds_what_transformers_loads(store, source, dtype=getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_mxfp4_is_undone_as_transformers_does(tmp_path: Path, dtype: str | None) -> None:
+    source = make_mxfp4_checkpoint(tmp_path / "source")
+    store = pack(source, tmp_path / "store", dtype)
+    assert store.manifest.dtype == (dtype or "bfloat16")
+    assert "quantization_config" not in store.config
+    assert_holds_what_transformers_loads(store, source, **({} if dtype is None else {"dtype": getattr(torch, dtype)}))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_fp8_is_undone_as_transformers_does(tmp_path: Path, family: str, dtype: str | None) -> None:
+    pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
+    source = make_fp8_checkpoint(family, tmp_path / "source")
+    store = pack(source, tmp_path / "store", dtype)
+    assert "quantization_config" not in store.config
+    assert {info.dtype for info in store.dense.values()} <= {"BF16", "F32"}
+    assert not [name for name in store.dense if "scale" in name]
+    assert_holds_what_transformers_loads(store, source, **({} if dtype is None else {"dtype": getattr(torch, dtype)}))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "unheard-of", None, 3])
+def test_another_quantisation_is_refused_by_name(tmp_path: Path, method: Any) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source")
+    set_config(source, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(UnsupportedModelError, match=rf"quant_method={method!r}.*supported: none, fp8, mxfp4"):
+        pack(source, tmp_path / "store")
+
+
+def test_float16_is_refused_where_a_weight_does_not_fit(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source")
+    change(
+        source, lambda name, tensor: tensor.index_fill(0, torch.tensor([0]), 1e6) if "experts.2.up" in name else tensor
+    )
+    with pytest.raises(ConfigError, match=r"dtype='float16': expert 2 of .*mlp\.experts holds 1e\+06, .* 65504"):
+        pack(source, tmp_path / "store", "float16")
+    assert not list(tmp_path.glob("store*"))
+    pack(source, tmp_path / "store", "bfloat16")
+
+
+def test_nan_and_infinity_are_weights_like_others(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source")
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+
+    def damage(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "experts.1.down" in name:
+            tensor.view(-1)[:4] = values
+        return tensor
+
+    change(source, damage)
+    assert_holds_what_transformers_loads(pack(source, tmp_path / "store"), source)
+    assert read_experts(pack(source, tmp_path / "half", "float16"), 0).isnan().any()
+
+
+def test_a_layout_that_only_shapes_tell_is_read(tmp_path: Path) -> None:
+    """qwen3_vl_moe: transformers transposes where the checkpoint's shape is not the model's."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    }
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    source = tmp_path / "source"
+    Qwen3VLMoeForConditionalGeneration(config).save_pretrained(source)
+    turned = {n: t.transpose(1, 2) if "experts" in n else t for n, t in read_tensors(source).items()}
+    stores = [pack(source, tmp_path / "one"), pack(write_checkpoint(tmp_path / "b", turned, source), tmp_path / "two")]
+    reference = Qwen3VLMoeForConditionalGeneration.from_pretrained(source)
+    for store in stores:
+        assert_holds_what_transformers_loads(store, source, reference)
+
+
+@pytest.mark.parametrize("codec", ["none", "planes", "auto"])
+def test_packing_needs_little_memory(tmp_path: Path, codec: str) -> None:
+    """A dense tensor and a layer of experts larger than all the memory that packing may add."""
+    model = make_model("qwen3_moe")
+    config = model.config
+    config.vocab_size, config.hidden_size, config.moe_intermediate_size = 30_000, 1024, 256
+    config.num_hidden_layers, config.num_experts, config.dtype = 1, 48, "bfloat16"
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in type(model)(config).state_dict().items()}
+    source = tmp_path / "source"
+    config.save_pretrained(source)
+    save_file(
+        {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        source / "model.safetensors",
+        {"format": "pt"},
+    )
+    script = """
+import sys
+from expertly.model.packing import pack
+from expertly.model import adapter
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+pack(sys.argv[3], sys.argv[3] + "-store", codec="planes")  # all that is imported late
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+pack(sys.argv[1], sys.argv[2], codec=sys.argv[4])
+print(status("VmHWM") - before)
+"""
+    warm = make_checkpoint("qwen3_moe", tmp_path / "warm", dtype=torch.bfloat16)
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "store"), str(warm), codec]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) << 10 < 40 << 20  # of 60 MB dense tensors and 75 MB of experts

@@ -1,0 +1,174 @@
+"""Bad checkpoints are refused by name, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, UnsupportedModelError
+from expertly.model.packing import default_dtype, pack
+from expertly.store.checkpoint import Checkpoint
+from expertly.store.writer import partial_folder
+from tests.families import NUM_EXPERTS, make_checkpoint
+from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
+    change,
+    make_fused_checkpoint,
+    read_tensors,
+    set_config,
+    write_checkpoint,
+)
+from tests.store.builders import safetensors_bytes
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path / "source")
+
+
+def refused(source: Path, error: type[ExpertlyError], message: str) -> None:
+    store = source.with_name("refused")
+    with pytest.raises(error, match=message):
+        pack(source, store)
+    assert not store.exists() and not partial_folder(store).exists()
+
+
+@pytest.mark.parametrize("value", ["NaN", "int8", "float64", 3])
+def test_a_config_dtype_that_is_none_is_named(source: Path, value: Any) -> None:
+    set_config(source, dtype=value)
+    refused(source, CheckpointError, rf"config\.json: dtype='{value}': .*accepted: bfloat16, float16, float32")
+    with pytest.raises(ConfigError, match="dtype='NaN'"):
+        pack(source, source.with_name("refused"), "NaN")
+
+
+def test_the_dtype_is_the_config_s_or_that_of_most_bytes(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source", dtype=torch.bfloat16)
+    assert default_dtype(Checkpoint.open(source)) == "bfloat16"
+    for fields, expected in (
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": None, "torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": None, "torch_dtype": None}, "bfloat16"),
+        ({"torch_dtype": None, "text_config": {"dtype": "float16"}}, "float16"),
+    ):
+        set_config(source, **fields)
+        assert default_dtype(Checkpoint.open(source)) == expected
+
+
+@pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
+@pytest.mark.parametrize("layout", ["per expert", "fused", "modules"])
+def test_an_expert_count_that_disagrees_is_named(tmp_path: Path, layout: str, num_experts: int) -> None:
+    family = "switch_transformers" if layout == "modules" else "qwen3_moe"
+    make = make_fused_checkpoint if layout == "fused" else make_checkpoint
+    source = make(family, tmp_path / "source")
+
+    def cut_router(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_router = name.endswith(("gate.weight", "classifier.weight"))
+        return tensor[:1].expand(num_experts, -1) if is_router else tensor
+
+    change(source, cut_router)
+    is_named = "num_local_experts" in (source / "config.json").read_text()
+    set_config(source, **{"num_local_experts" if is_named else "num_experts": num_experts})
+    refused(source, CheckpointError, rf"config\.json says {num_experts} experts|but config\.json says {num_experts}")
+
+
+def test_a_missing_expert_is_named(source: Path) -> None:
+    change(source, lambda name, tensor: None if "layers.1.mlp.experts.3." in name else tensor)
+    refused(source, CheckpointError, r"model\.layers\.1\.mlp\.experts: the checkpoint has 7 experts, but .* says 8")
+
+
+def test_a_misnumbered_expert_is_named(source: Path) -> None:
+    tensors = {name.replace("experts.3.", "experts.11."): tensor for name, tensor in read_tensors(source).items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    refused(source, CheckpointError, "expert 3 is not in the checkpoint")
+
+
+def test_a_layer_without_experts_is_named(source: Path) -> None:
+    change(source, lambda name, tensor: None if "layers.2.mlp.experts" in name else tensor)
+    refused(source, CheckpointError, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj")
+
+
+def test_an_expert_of_another_shape_is_named(source: Path) -> None:
+    change(source, lambda name, tensor: tensor[:-1] if "layers.0.mlp.experts.5.up_proj" in name else tensor)
+    refused(source, CheckpointError, r"experts\.5\.up_proj\.weight.*\[15, 32\] is unlike that of other experts")
+
+
+@pytest.mark.parametrize("layout", ["per expert", "fused", "modules"])
+def test_experts_of_another_shape_than_the_config_s_are_named(tmp_path: Path, layout: str) -> None:
+    family = "switch_transformers" if layout == "modules" else "qwen3_moe"
+    make = make_fused_checkpoint if layout == "fused" else make_checkpoint
+    source = make(family, tmp_path / "source")
+    set_config(source, **({"d_ff": 24} if layout == "modules" else {"moe_intermediate_size": 24}))
+    refused(source, CheckpointError, r"tensor '.*expert.*' \(\[.*\]\): makes .* of shape .* but config\.json says")
+
+
+def test_gate_and_up_of_unlike_shapes_are_named(source: Path) -> None:
+    change(source, lambda name, tensor: tensor[:, :-1] if "experts" in name and "up_proj" in name else tensor)
+    refused(source, CheckpointError, r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj")
+
+
+def test_a_dense_tensor_of_another_shape_is_named(source: Path) -> None:
+    change(source, lambda name, tensor: tensor[:-1] if name == "lm_head.weight" else tensor)
+    refused(
+        source, CheckpointError, r"tensor 'lm_head\.weight': shape \[127, 32\], but config\.json makes it \[128, 32\]"
+    )
+
+
+def test_a_missing_dense_tensor_is_named(source: Path) -> None:
+    change(source, lambda name, tensor: None if name == "model.norm.weight" else tensor)
+    refused(source, CheckpointError, r"no tensor for model\.norm\.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_experts_of_another_dtype_are_named(source: Path, dtype: torch.dtype) -> None:
+    change(source, lambda name, tensor: tensor.to(dtype) if "experts" in name else tensor)
+    refused(source, CheckpointError, r"experts\.0\.gate_proj\.weight': dtype='(I8|F8_E4M3)': experts must be BF16")
+
+
+def test_tensors_that_transformers_ignores_are_left_out(source: Path, tmp_path: Path) -> None:
+    tensors = read_tensors(source) | {"model.layers.9.mlp.experts.0.up_proj.weight": torch.ones(16, 32)}
+    extended = write_checkpoint(tmp_path / "extended", tensors, source)
+    store = pack(extended, tmp_path / "store")
+    assert not [name for name in store.dense if "layers.9" in name]
+    assert_holds_what_transformers_loads(store, extended)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    refused(tmp_path / "source", UnsupportedModelError, "'llama': not a Mixture-of-Experts model")
+
+
+def test_an_unknown_family_is_refused(source: Path) -> None:
+    set_config(source, model_type="unheard_of", architectures=["UnheardOf"])
+    refused(source, UnsupportedModelError, "unheard_of")
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": -1}, {"hidden_size": "wide"}, {"num_hidden_layers": None}])
+def test_a_config_that_makes_no_model_is_named(source: Path, fields: dict[str, Any]) -> None:
+    set_config(source, **fields)
+    refused(source, CheckpointError, r"config\.json|hidden_size|shape")
+
+
+def test_a_truncated_checkpoint_is_named(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(source, CheckpointError, rf"{path}: tensor .* beyond")
+
+
+def test_a_lying_header_is_named(source: Path) -> None:
+    path = source / "model.safetensors"
+    raw = path.read_bytes()
+    nbytes = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + nbytes])
+    first, second = sorted(name for name in header if "layers.0" in name and "layernorm" in name)[:2]
+    header[first]["data_offsets"] = header[second]["data_offsets"]
+    path.write_bytes(safetensors_bytes(header, raw[8 + nbytes :]))
+    refused(source, CheckpointError, "overlaps|unused bytes|hold")

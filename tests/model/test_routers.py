@@ -1,0 +1,195 @@
+"""Routers found, watched and asked about other hidden states, in every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from expertly.model.loading import experts_modules
+from expertly.model.routers import RouterTap, find_routers
+from tests.families import FAMILIES, generate, logits_of, make_prompts
+from tests.model.conftest import Toys
+from tests.model.toy import Toy
+
+SIGMOID = {"deepseek_v3", "glm4_moe", "dots1", "lfm2_moe"}
+CHOICE_IS_NOT_TOP_K = SIGMOID | {"ernie4_5_moe"}  # a bias takes part in the choice
+
+
+def taps_of(toy: Toy) -> list[RouterTap]:
+    taps = [tap for tap in find_routers(toy.model, toy.manifest.layers) if tap is not None]
+    assert len(taps) == len(toy.manifest.layers), "a router of each layer"
+    return taps
+
+
+def block_of(toy: Toy, layer: int) -> Any:
+    """The module whose child the layer's experts module is."""
+    return toy.model.get_submodule(toy.manifest.sites[layer].rpartition(".")[0])
+
+
+def watched(toy: Toy, taps: list[RouterTap]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Of one pass: what the taps saw, and what the experts modules were called with, by layer."""
+    seen: dict[int, Any] = {}
+    received: dict[int, Any] = {}
+    handles = []
+    for layer, module in enumerate(experts_modules(toy.model)):
+
+        def before(_: nn.Module, args: tuple[torch.Tensor, ...], layer: int = layer) -> None:
+            received[layer] = args
+
+        handles.append(module.register_forward_pre_hook(before))
+    for tap in taps:
+        tap.attach(lambda layer, inputs, logits: seen.__setitem__(layer, (inputs, logits)))
+    logits_of(toy.model, make_prompts(1, length=9))
+    for tap in taps:
+        tap.detach()
+    for handle in handles:
+        handle.remove()
+    assert seen.keys() == received.keys() == set(range(len(taps)))
+    return seen, received
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_routers_that_explain_what_the_experts_received(family: str, toys: Toys) -> None:
+    toy = toys[family]
+    taps = taps_of(toy)
+    seen, received = watched(toy, taps)
+    for layer, tap in enumerate(taps):
+        inputs, logits = seen[layer]
+        hidden, choice, weights = received[layer]
+        num_experts, top_k = toy.manifest.layers[layer].num_experts, toy.manifest.layers[layer].top_k
+        assert tap.layer == layer and tap.can_look_ahead
+        assert tap.scoring == ("sigmoid" if family in SIGMOID else "softmax")
+        torch.testing.assert_close(inputs, hidden)
+        scores = tap.normalised(logits)
+        assert scores.shape == (len(hidden), num_experts) and scores.dtype == torch.float32
+        assert scores.min() >= 0
+        torch.testing.assert_close(scores.sum(-1), torch.ones(len(hidden)))
+        if family == "switch_transformers":
+            is_kept, index = choice.max(-1)
+            assert torch.equal(scores.argmax(-1, keepdim=True)[is_kept > 0], index[is_kept > 0])
+            torch.testing.assert_close(scores.max(-1, keepdim=True).values, weights)
+            continue
+        if family not in CHOICE_IS_NOT_TOP_K:
+            assert torch.equal(scores.topk(top_k).indices.sort().values, choice.sort().values)
+        if family != "phimoe":  # whose weights are neither a softmax nor a sigmoid of its scores
+            chosen = scores.gather(-1, choice)
+            shares = [one / one.sum(-1, keepdim=True) for one in (chosen, weights)]
+            torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_asked_answers_as_its_weights_say(family: str, toys: Toys) -> None:
+    toy = toys[family]
+    for layer, tap in enumerate(taps_of(toy)):
+        geometry = toy.manifest.layers[layer]
+        hidden = torch.randn(5, geometry.hidden_size, generator=torch.Generator().manual_seed(layer))
+        expected = linear_of(block_of(toy, layer), geometry.num_experts, hidden)
+        torch.testing.assert_close(tap.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+        normalised = expected.softmax(-1)
+        if family in SIGMOID:
+            normalised = expected.sigmoid() / expected.sigmoid().sum(-1, keepdim=True)
+        torch.testing.assert_close(tap.scores(hidden), normalised, rtol=1e-4, atol=1e-4)
+
+
+def linear_of(block: Any, num_experts: int, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits by hand, from the one weight [E, H] beside the experts and its bias, if it has one."""
+    shape = (num_experts, hidden.shape[1])
+    (found,) = [
+        (module, weight)
+        for name, module in block.named_modules()
+        if not name.startswith("experts")
+        for key, weight in module.named_parameters(recurse=False)
+        if key == "weight" and weight.shape == shape
+    ]
+    return nn.functional.linear(hidden, found[1], getattr(found[0], "bias", None)).detach()
+
+
+def test_finding_tells_the_runtime_nothing_and_changes_nothing(toys: Toys) -> None:
+    toy, prompts = toys["qwen3_moe"], make_prompts(1, length=9)
+    before = generate(toy.model, prompts)
+    num_iterations, num_calls = len(toy.runtime.iterations), toy.runtime.num_calls
+    taps_of(toy)
+    assert (len(toy.runtime.iterations), toy.runtime.num_calls) == (num_iterations, num_calls)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in toy.model.modules())
+    assert generate(toy.model, prompts) == before
+    assert len(toy.runtime.iterations) > num_iterations
+
+
+def test_watchers_see_what_the_model_runs_and_not_what_is_asked(toys: Toys) -> None:
+    toy = toys["qwen3_moe"]
+    tap = taps_of(toy)[1]
+    seen: list[int] = []
+    tap.attach(lambda layer, inputs, logits: seen.append(len(inputs)))
+    tap.scores(torch.zeros(4, 32))
+    assert seen == []
+    logits_of(toy.model, make_prompts(1, length=9))
+    assert seen == [9]
+    tap.detach()
+    tap.detach()
+    logits_of(toy.model, make_prompts(1, length=9))
+    assert seen == [9]
+    assert not block_of(toy, 1).gate._forward_hooks
+
+
+def test_a_router_that_is_no_module_is_not_found(toys: Toys) -> None:
+    toy = toys.fresh("mixtral")
+    block = block_of(toy, 1)
+    gate = block.gate
+    del block.gate
+    block.__dict__["gate"] = gate.forward
+    assert [tap is None for tap in find_routers(toy.model, toy.manifest.layers)] == [False, True, False]
+
+
+def test_a_router_that_needs_more_than_hidden_states_cannot_look_ahead(toys: Toys) -> None:
+    toy = toys.fresh("mixtral")
+    gate = block_of(toy, 2).gate
+
+    class Stateful(type(gate)):  # type: ignore[misc]
+        num_rows = None
+
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            self.num_rows = self.num_rows or len(hidden_states)
+            if len(hidden_states) != self.num_rows:
+                raise ValueError("other rows than in the pass before")
+            return super().forward(hidden_states)
+
+    gate.__class__ = Stateful
+    assert [tap.can_look_ahead for tap in taps_of(toy)] == [True, True, False]
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_routers_as_other_versions_write_them(is_linear: bool, toys: Toys) -> None:
+    """A plain linear layer beside the experts, and an output whose logits come last."""
+    toy = toys.fresh("mixtral")
+    for layer in range(3):
+        block = block_of(toy, layer)
+        if is_linear:
+            linear = nn.Linear(32, 8, bias=False)
+            linear.weight = block.gate.weight
+            block.gate = linear
+
+        class Block(type(block)):  # type: ignore[misc]
+            def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+                flat = hidden_states.view(-1, hidden_states.shape[-1])
+                if is_linear:
+                    weights, index = self.gate(flat).softmax(-1).topk(2)
+                else:
+                    index, weights, _ = self.gate(flat)
+                return self.experts(flat, index, weights).view(hidden_states.shape)
+
+        block.__class__ = Block
+        if not is_linear:
+
+            class Router(type(block.gate)):  # type: ignore[misc]
+                def forward(self, hidden_states: torch.Tensor) -> Any:
+                    logits, weights, index = super().forward(hidden_states)
+                    return index, weights, logits
+
+            block.gate.__class__ = Router
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    for layer, tap in enumerate(taps_of(toy)):
+        assert tap.scoring == "softmax" and tap.can_look_ahead
+        torch.testing.assert_close(tap.logits(hidden), linear_of(block_of(toy, layer), 8, hidden))

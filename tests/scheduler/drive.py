@@ -1,0 +1,126 @@
+"""Drives a scheduler as an engine would, in any order of arrival, and notes what it did."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import RouterRan, Span
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
+from expertly.scheduler.scheduler import Scheduler
+
+WAYS = [("resident", "early"), ("resident", "late"), ("id", "early"), ("id", "late")]
+"""(order, preemption): how a layer can run."""
+
+
+def control_planes() -> list[str]:
+    """A preset of each control plane: where nothing is predicted every other preset runs as one of these does."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in runnable_systems():
+        one = SYSTEMS[name]
+        if not one.keeps_everything:
+            found.setdefault((one.eviction, one.scope, one.allocation, one.admission), name)
+    return list(found.values())
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """(system, order, preemption): each control plane in every way that it can run."""
+    found = []
+    for system in control_planes():
+        has_choice = SYSTEMS[system].admission == "best"  # of all that a layer needs at once
+        found += [(system, *way) for way in (WAYS[:1] if has_choice else WAYS)]
+    return found
+
+
+def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 1, width: int = 16) -> Geometry:
+    return Geometry(tuple(LayerGeometry(experts, top_k, 4, width, 3, 2) for _ in range(layers)), segments)
+
+
+def scheduler(
+    shape: Geometry,
+    share: float,
+    system: str = "lru",
+    ring: int | None = None,
+    order: str | None = None,
+    preemption: str = "early",
+) -> Scheduler:
+    """A scheduler whose whole budget is `share` of the experts."""
+    parts = replace(get_system(system), preemption=preemption)
+    budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), ring))
+    return parts.scheduler(shape, budget, order=order)
+
+
+@dataclass
+class Ran:
+    """What happened in one layer: masks computed and loaded by expert, in the order of the loads."""
+
+    computed: dict[int, int] = field(default_factory=dict)
+    loaded: dict[int, int] = field(default_factory=dict)
+    loads: list[Span] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+
+
+def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
+    return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
+
+
+def mask_of(span: Span) -> int:
+    return ((1 << span.num_segments) - 1) << span.segment
+
+
+def run_layer(
+    control: Scheduler,
+    layer: int,
+    experts: list[int],
+    *,
+    tokens: list[int] | None = None,
+    decode: bool | list[bool] = True,
+    dice: random.Random | None = None,
+    check: bool = False,
+) -> Ran:
+    """One layer to its end; arrivals and computations in the order of `dice`, else first come, first served."""
+    tokens = tokens or [1] * len(experts)
+    flags = decode if isinstance(decode, list) else [decode] * len(experts)
+    ran = Ran()
+    step = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
+    ready, loading = list(step.ready), list(step.loads)
+    ran.hits = [p.expert for p in ready if p.num_segments == control.geometry.segments_per_expert]
+    ran.loads += [*step.loads, *step.asked]
+    asked = list(step.asked)  # computed when a later step says so
+    while ready or loading:
+        take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
+        source = loading if take_load else ready
+        span = source.pop(dice.randrange(len(source)) if dice else 0)
+        if take_load:
+            assert control.loaded(span)
+            ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
+        assert not ran.computed.get(span.expert, 0) & mask_of(span), "no segment is computed twice"
+        ran.computed[span.expert] = ran.computed.get(span.expert, 0) | mask_of(span)
+        following = control.computed(span)
+        if following is not None:
+            ready += following.ready
+            asked = [*(span for span in asked if span not in following.joined), *following.asked]
+            loading += following.loads + following.joined
+            ran.loads += [*following.loads, *following.asked]
+        if asked and dice is not None and dice.random() < 0.5:
+            span = asked.pop(dice.randrange(len(asked)))
+            assert not control.loaded(span), "its turn has not come"
+            ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
+        if check:
+            control.residency.check()
+    assert not asked
+    control.end_layer()
+    if check:
+        control.check()
+    full = control.residency.full
+    assert ran.computed == dict.fromkeys(experts, full), "every needed expert is computed, whole"
+    return ran
+
+
+def kept(control: Scheduler, layer: int) -> set[int]:
+    """Experts of a layer that are wholly resident."""
+    first, full = control.geometry.first_expert_id(layer), control.residency.full
+    resident = control.residency.resident
+    return {e for e in range(control.geometry.layers[layer].num_experts) if resident[first + e] == full}

@@ -1,0 +1,125 @@
+"""From bytes to slots (docs/conventions.md, Budget)."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from expertly.core.errors import BudgetError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.scheduler.budget import class_segment_nbytes, split_budget
+from tests.scheduler.drive import geometry
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_ring_and_kept_are_the_whole_budget_and_never_more(segments: int) -> None:
+    shape = geometry(3, 8, 2, segments)
+    nbytes = shape.segment_nbytes(0)
+    for memory in range(2 * segments * nbytes, shape.nbytes + nbytes, nbytes // 2):
+        budget = split_budget(shape, memory)
+        used = budget.ring_nbytes(shape) + budget.kept_nbytes(shape)
+        assert used <= min(memory, shape.nbytes)
+        assert used > min(memory, shape.nbytes) - nbytes
+        assert sum(budget.layer_shares) == sum(budget.kept_slots)
+
+
+def test_the_remainder_goes_to_the_lowest_layers() -> None:
+    shape = geometry(3, 8, 2)
+    budget = split_budget(shape, (2 + 8) * shape.segment_nbytes(0))
+    assert budget.ring_slots == (2,) and budget.layer_shares == (3, 3, 2)
+
+
+def test_whole_experts_are_shared_out_then_what_is_left_of_one() -> None:
+    shape = geometry(3, 8, 2, segments=4)
+    budget = split_budget(shape, (8 + 31) * shape.segment_nbytes(0))
+    assert budget.layer_shares == (12 + 3, 8, 8)
+
+
+def test_below_the_ring_the_least_budget_is_named() -> None:
+    shape = geometry(3, 8, 2, segments=4)
+    least = 2 * shape.layers[0].expert_nbytes
+    with pytest.raises(BudgetError, match=f"least that works is {least} bytes"):
+        split_budget(shape, least - 1)
+    assert split_budget(shape, least).layer_shares == (0, 0, 0)
+
+
+def test_a_ring_of_one_segment_is_the_smallest_there_is() -> None:
+    shape = geometry(3, 8, 2, segments=4)
+    assert split_budget(shape, shape.segment_nbytes(0), ring=1).ring_slots == (1,)
+    with pytest.raises(BudgetError, match="ring=0"):
+        split_budget(shape, shape.nbytes // 2, ring=0)
+
+
+def test_a_budget_of_everything_needs_no_ring() -> None:
+    shape = geometry(3, 8, 2)
+    budget = split_budget(shape, shape.nbytes)
+    assert budget.ring_slots == (0,) and budget.layer_shares == (8, 8, 8)
+
+
+def test_two_size_classes_share_in_proportion() -> None:
+    small, large = LayerGeometry(8, 2, 4, 16, 3, 2), LayerGeometry(8, 2, 4, 64, 3, 2)
+    shape = Geometry((small, large, small), 1)
+    budget = split_budget(shape, shape.nbytes // 2)
+    assert len(budget.ring_slots) == 2
+    assert budget.ring_nbytes(shape) + budget.kept_nbytes(shape) <= shape.nbytes // 2
+    assert min(budget.layer_shares) > 0
+    assert class_segment_nbytes(shape) == [small.expert_nbytes, large.expert_nbytes]
+
+
+def test_a_layer_with_few_experts_takes_no_more_than_they_fill() -> None:
+    few, many = LayerGeometry(4, 2, 4, 16, 3, 2), LayerGeometry(32, 2, 4, 16, 3, 2)
+    shape = Geometry((few, many, few), 1)
+    budget = split_budget(shape, (2 + 30) * shape.segment_nbytes(0))
+    assert budget.layer_shares == (4, 22, 4)
+
+
+def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
+    for shape in (geometry(3, 7, 2, segments=4), geometry(13, 61, 3), geometry(1, 3, 2)):
+        with pytest.raises(BudgetError) as caught:
+            split_budget(shape, 1)
+        found = re.search(r"is (\d+) bytes \(([\d.]+)% of the experts\)", str(caught.value))
+        assert found is not None
+        split_budget(shape, int(found[1]))
+        split_budget(shape, int(shape.nbytes * float(found[2]) / 100) + 1)
+        with pytest.raises(BudgetError):
+            split_budget(shape, int(found[1]) - 1)
+
+
+def test_a_ring_larger_than_the_pool_is_cut() -> None:
+    shape = geometry(2, 4, 2)
+    assert split_budget(shape, shape.nbytes, ring=1000).ring_slots == (0,)
+    with pytest.raises(BudgetError, match=f"least that works is {shape.nbytes} bytes"):
+        split_budget(shape, shape.nbytes - 1, ring=1000)
+
+
+def test_any_shape_and_any_budget() -> None:
+    dice = random.Random(0)
+    for _ in range(300):
+        segments = dice.choice([1, 2, 4])
+        layers = tuple(
+            LayerGeometry(dice.randint(3, 20), dice.randint(1, 3), 4, dice.choice([16, 16, 32]), 3, 2)
+            for _ in range(dice.randint(1, 6))
+        )
+        shape = Geometry(layers, segments)
+        memory, ring = dice.randint(1, shape.nbytes + 10), dice.choice([None, None, 1, 5])
+        try:
+            budget = split_budget(shape, memory, ring)
+        except BudgetError:
+            continue
+        assert budget.ring_nbytes(shape) + budget.kept_nbytes(shape) <= memory
+        for size_class in range(shape.num_size_classes):
+            of_class = [layer for layer, c in enumerate(shape.size_classes) if c == size_class]
+            shares = [budget.layer_shares[layer] for layer in of_class]
+            most = [layers[layer].num_experts * segments for layer in of_class]
+            assert sum(shares) == budget.kept_slots[size_class]
+            assert all(share <= limit for share, limit in zip(shares, most, strict=True))
+            assert sum(share % segments > 0 for share in shares) <= 1, "one layer keeps a part of an expert, if any"
+            open_shares = [share for share, limit in zip(shares, most, strict=True) if share < limit]
+            if open_shares:
+                experts = [share // segments for share in open_shares]
+                assert experts == sorted(experts, reverse=True), "the remainder is for the lowest layers"
+                assert experts[0] - experts[-1] <= 1
+                assert max(shares) // segments <= experts[-1] + 1, "a full layer has no more than the others"
+            assert budget.pool_slots()[size_class] <= sum(most)

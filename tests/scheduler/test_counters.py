@@ -1,0 +1,163 @@
+"""What is a hit, of which phase, and in how many bytes (docs/conventions.md, Hit)."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import asdict
+
+import pytest
+
+from expertly.core.messages import Phase, Prediction, RouterRan
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from tests.scheduler.drive import geometry, run_layer, scheduler
+
+
+def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
+    """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
+    counters = LayerCounters()
+    missing = [position for position, expert in enumerate(router.experts) if expert in here]
+    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 400, 4)
+    return counters
+
+
+def test_all_some_or_none_of_an_experts_segments() -> None:
+    counters = count(RouterRan(0, [7, 2, 5], [1, 1, 1], [True] * 3, 1), {2: 3, 5: 0})
+    decode = counters.of(Phase.DECODE)
+    assert (decode.hits, decode.partial_hits, decode.misses) == (1, 1, 1)
+    assert (decode.demanded_nbytes, decode.hit_nbytes) == (1200, 700)
+    rates = {name: rate for name, rate in decode.rates().items() if rate is not None}
+    assert rates == {"hit_rate": 1 / 3, "partial_hit_rate": 1 / 3, "byte_hit_rate": 700 / 1200}
+    assert counters.of(Phase.PREFILL) == PhaseCounters()
+
+
+def test_rates_of_nothing_are_none() -> None:
+    assert set(PhaseCounters().rates().values()) == {None}
+
+
+def test_an_expert_counts_once_however_many_tokens_chose_it() -> None:
+    assert count(RouterRan(0, [1, 2], [500, 1], [False, False], 500), {1: 0}).prefill.demands == 2
+
+
+def test_a_mixed_batch_counts_each_expert_in_its_own_phase() -> None:
+    counters = count(RouterRan(0, [1, 2, 3], [5, 1, 2], [False, True, False], 6), {2: 0, 3: 2})
+    assert (counters.decode.hits, counters.decode.misses) == (0, 1)
+    assert (counters.prefill.hits, counters.prefill.partial_hits, counters.prefill.misses) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_pads_demand_nothing(decode: bool) -> None:
+    counters = count(RouterRan(0, [1, 2], [0, 0], [decode] * 2, 0), {1: 0})
+    assert counters.decode.demands == counters.prefill.demands == 0
+    some = count(RouterRan(0, [1, 2], [0, 3], [decode] * 2, 3), {1: 0})
+    assert some.decode.demands + some.prefill.demands == 1
+    assert some.decode.hits + some.prefill.hits == 1
+
+
+def test_counters_add_up() -> None:
+    total = PhaseCounters(hits=1, misses=2, stall_ns=5)
+    total.add(PhaseCounters(hits=10, partial_hits=3, stall_ns=7))
+    assert (total.hits, total.partial_hits, total.misses, total.stall_ns) == (11, 3, 2, 12)
+
+
+def predicted(layer: int, distance: int, experts: list[int], confidence: float | None = None) -> Prediction:
+    return Prediction(layer, experts, [1.0 / (1 + i) for i in range(len(experts))], distance, confidence)
+
+
+def test_a_prediction_is_counted_against_what_was_needed() -> None:
+    counters = PhaseCounters()
+    resident = [expert in (4, 5) for expert in range(8)]
+    counters.count_prediction(predicted(3, 2, [4, 1, 6]), {4, 6, 7}, resident, 2)
+    counters.count_prediction(predicted(3, 1, [5]), {4, 6, 7}, resident, 2)
+    assert (counters.predicted, counters.predicted_needed, counters.predicted_resident) == (4, 2, 2)
+    assert counters.by_distance == {2: (3, 2, 1), 1: (1, 0, 1)}
+    rates = counters.rates()
+    assert (rates["prediction_accuracy"], rates["recall"]) == (2 / 4, 2 / 6)
+
+
+def test_goodpred_is_of_each_layer_and_distance() -> None:
+    """GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k) (ProMoE, section 4), worked out by hand."""
+    layer = LayerCounters()
+    resident = [expert in (4, 5) for expert in range(8)]
+    layer.decode.count_prediction(predicted(3, 10, [4, 1, 6, 2]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 1 there
+    layer.decode.count_prediction(predicted(3, 10, [4, 5, 7, 0]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 2 there
+    layer.decode.count_prediction(predicted(3, 2, [5, 7]), {4, 6, 7}, resident, 2)  # 1 of 2 right, 1 there
+    rates = layer.decode.goodpred()
+    assert rates["accuracy_by_distance"] == {"2": 1 / 2, "10": 4 / 8}
+    assert rates["fetch_rate_by_distance"] == {"2": 1 / 2, "10": 3 / 8}
+    assert rates["goodpred_by_distance"] == {"2": 1 / 4, "10": 4 / 8 * 3 / 8}
+    assert list(rates["goodpred_by_distance"]) == ["2", "10"], "by rising distance, not as texts are sorted"
+    assert (rates["prediction_accuracy"], rates["fetch_rate"], rates["goodpred"]) == (5 / 10, 4 / 10, 5 / 10 * 4 / 10)
+    both = PhaseCounters()
+    both.add(layer.decode)
+    both.add(layer.decode)
+    assert both.by_distance == {10: (16, 8, 6), 2: (4, 2, 2)}
+    assert both.rates_by_distance() == layer.decode.rates_by_distance()
+    assert set(PhaseCounters().goodpred().values()) == {None}, "nothing was predicted"
+
+
+def test_how_sure_it_was_is_set_against_how_right_its_surest_were() -> None:
+    """Of layer 1, at distance 2 (when the iteration began) and 1 (later); top-2, so the third does not matter."""
+    nowhere = [False] * 8
+    says = [(0.9, [1, 2, 7], 1.0), (0.5, [1, 7, 2], 0.5), (0.2, [7, 6, 1], 0.0), (0.6, [2], 0.5), (0.4, [], 0.0)]
+    for distance, kind in ((2, "semantic"), (1, "trajectory")):
+        counters, other = PhaseCounters(), PhaseCounters()
+        for number, (confidence, experts, _) in enumerate(says):
+            half = other if number % 2 else counters
+            half.count_prediction(predicted(1, distance, experts, confidence), {1, 2}, nowhere, 2)
+        counters.count_prediction(predicted(1, distance, [1, 2]), {1, 2}, nowhere, 2)  # does not say how sure
+        counters.count_prediction(predicted(1, distance, [1, 2], 0.1), set(), nowhere, 2)  # only pads
+        counters.add(other)
+        expected = statistics.correlation([sure for sure, _, _ in says], [right for _, _, right in says])
+        rates = counters.rates()
+        assert rates[f"similarity_correlation_{kind}"] == pytest.approx(expected)
+        assert (
+            rates["similarity_correlation_trajectory" if kind == "semantic" else "similarity_correlation_semantic"]
+            is None
+        )
+
+
+def test_counters_of_predictions_add_up() -> None:
+    dice = random.Random(0)
+    total, whole = PhaseCounters(), PhaseCounters()
+    for _ in range(5):
+        part = PhaseCounters()
+        for _ in range(20):
+            experts = dice.sample(range(8), 3)
+            said = predicted(dice.randrange(4), dice.choice([1, 2]), experts, dice.random())
+            needed = set(dice.sample(range(8), 2))
+            for one in (part, whole):
+                one.count_prediction(said, needed, [True, False] * 4, 2)
+        total.add(part)
+    assert total.by_distance == whole.by_distance and total.predicted_of == whole.predicted_of == 200
+    assert total.rates() == pytest.approx(whole.rates())
+    assert json.loads(json.dumps(asdict(total)))["similarity_trajectory"]["count"] > 0
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_what_prefill_evicts_and_loads_is_counted_as_prefill(order: str) -> None:
+    shape = geometry(layers=1, experts=8, top_k=2)
+    control = scheduler(shape, 6 / 8, order=order)
+    ran = run_layer(control, 0, list(range(8)), decode=False)
+    counters, nbytes = control.counters[0], shape.layers[0].expert_nbytes
+    assert counters.decode == PhaseCounters()
+    assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
+    assert counters.prefill.evicted_nbytes == (4 * nbytes if order == "id" else 0)
+
+
+@pytest.mark.parametrize("system", ["lru", "on-demand"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_bytes_balance(system: str, segments: int) -> None:
+    """Without pads: what is demanded is either here or loaded; what is kept was loaded and not evicted."""
+    shape = geometry(3, 8, 2, segments)
+    control = scheduler(shape, 0.45, system)
+    dice = random.Random(2)
+    for _ in range(60):
+        for layer in range(3):
+            chosen = dice.sample(range(8), dice.choice([2, 2, 6]))
+            run_layer(control, layer, chosen, decode=[dice.random() < 0.5 for _ in chosen], dice=dice)
+    for layer in range(3):
+        for one in (control.counters[layer].decode, control.counters[layer].prefill):
+            assert one.demanded_nbytes == one.hit_nbytes + one.loaded_nbytes
+            assert one.demands * shape.layers[layer].expert_nbytes == one.demanded_nbytes

@@ -1,0 +1,295 @@
+"""A file of decisions: what replays, and that nothing which was changed does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import ConfigError, TraceError
+from expertly.core.messages import Prediction
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.decisions import DecisionsFile, header_of, replay_file
+from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
+from tests.scheduler.drive import geometry, run_layer
+
+Lines = list[bytes]
+
+
+def record(path: Path, system: str = "lru", order: str = "resident", iterations: int = 20) -> None:
+    """A run of random demands, decode and prefill."""
+    shape = geometry(3, 8, 2, segments=2)
+    budget = split_budget(shape, int(shape.nbytes * (1.0 if SYSTEMS[system].keeps_everything else 0.5)))
+    control = SYSTEMS[system].journaled_scheduler(shape, budget, order=order)
+    file = DecisionsFile(path)
+    control.start_journal(header_of(SYSTEMS[system], shape, budget, order), file.write)
+    dice = random.Random(0)
+    if SYSTEMS[system].keeps_everything:
+        for layer in range(3):
+            for expert in range(8):
+                for span in control.preload(layer, expert):
+                    control.loaded(span)
+    for _ in range(iterations):
+        decode = dice.random() < 0.8
+        for layer in range(3):
+            run_layer(control, layer, dice.sample(range(8), 2 if decode else 6), decode=decode, dice=dice)
+    file.close()
+    file.close()
+
+
+@pytest.mark.parametrize("system", runnable_systems())
+def test_a_new_scheduler_decides_the_same(system: str, tmp_path: Path) -> None:
+    record(tmp_path / "d.jsonl", system)
+    header, replayed = replay_file(tmp_path / "d.jsonl")
+    assert header["system"] == system and header["segments"] == 2
+    assert replayed.difference is None
+    assert replayed.num_layers == 60
+    assert all(isinstance(json.loads(line), list | dict) for line in (tmp_path / "d.jsonl").open())
+
+
+def test_one_expert_at_a_time_is_replayed_so(tmp_path: Path) -> None:
+    record(tmp_path / "d.jsonl", order="id")
+    header, replayed = replay_file(tmp_path / "d.jsonl")
+    assert header["order"] == "id" and replayed.difference is None
+
+
+def predictions(dice: random.Random) -> Iterator[Prediction]:
+    for layer in range(3):
+        experts = dice.sample(range(8), 3)
+        scores = sorted((dice.random() for _ in experts), reverse=True)
+        probabilities = [dice.random() for _ in range(8)]
+        yield Prediction(layer, experts, scores, layer + 1, *((0.5, probabilities) if dice.random() < 0.5 else ()))
+
+
+def predicted(path: Path, system: str) -> list[list[object]]:
+    """A run with predictions, everything loaded at once; its calls."""
+    shape = geometry(3, 8, 2)
+    budget = split_budget(shape, shape.nbytes // 2)
+    control = get_system(system).journaled_scheduler(shape, budget)
+    file, dice = DecisionsFile(path), random.Random(1)
+    control.start_journal(header_of(get_system(system), shape, budget, "resident"), file.write)
+    for _ in range(20):
+        for prediction in predictions(dice):
+            control.predict(prediction)
+        for layer in range(3):
+            for span in control.load_ahead():
+                control.loaded(span)
+            run_layer(control, layer, dice.sample(range(8), 2))
+    file.close()
+    return [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
+
+
+@pytest.mark.parametrize("system", ["fmoe", "fmoe:eviction=lru:prefetch=score", "lru:prediction=counts:window=3"])
+def test_predictions_are_written_and_decide_the_same_again(system: str, tmp_path: Path) -> None:
+    calls = predicted(tmp_path / "d.jsonl", system)
+    header, replayed = replay_file(tmp_path / "d.jsonl")
+    assert header["system"] == system and replayed.difference is None
+    assert {len(call[1]) for call in calls if call[0] == "predict"} == {4, 6}, "what was not said is not written"
+    assert any(call[2] for call in calls if call[0] == "load_ahead")
+
+
+def test_probabilities_that_were_changed_change_what_goes(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    predicted(path, "fmoe")
+
+    def change(calls: list[list[object]]) -> None:
+        for call in calls:
+            if call[0] == "predict" and len(call[1]) == 6:
+                call[1][5] = [1 - p for p in call[1][5]]
+
+    sealed_again(path, change)
+    assert replay_file(path)[1].difference is not None
+
+
+def changed(lines: Lines, number: int, old: str, new: str) -> Lines:
+    """Line `number` (from 1) with `old` replaced, once."""
+    line = lines[number - 1].decode()
+    assert old in line
+    return [*lines[: number - 1], line.replace(old, new, 1).encode(), *lines[number:]]
+
+
+def line_of(lines: Lines, name: str) -> int:
+    """The number of a line in the middle of the file that is a call of that name."""
+    return next(n for n, line in enumerate(lines, start=1) if n > 20 and line.startswith(f'["{name}"'.encode()))
+
+
+DAMAGE: dict[str, tuple[Callable[[Lines], Lines], str]] = {
+    "decision": (lambda ls: changed(ls, line_of(ls, "loaded"), "true", "false"), r"line \d+: checksum"),
+    "observation": (lambda ls: changed(ls, line_of(ls, "begin_layer"), "1]", "2]"), r"line \d+: checksum"),
+    "observation without effect": (lambda ls: changed(ls, line_of(ls, "begin_layer"), "[1,1", "[2,1"), "checksum"),
+    "a line gone": (lambda ls: [*ls[:30], *ls[31:]], "line 31: checksum"),
+    "a line twice": (lambda ls: [*ls[:31], *ls[30:]], "line 32: checksum"),
+    "two lines swapped": (lambda ls: [*ls[:30], ls[31], ls[30], *ls[32:]], "line 31: checksum"),
+    "cut between lines": (lambda ls: ls[:50], "line 51: missing: the file was cut, or its writer killed"),
+    "cut in a line": (lambda ls: [*ls[:50], ls[50][:9]], "line 51: cut off"),
+    "end gone": (lambda ls: ls[:-1], "missing"),
+    "more behind the end": (lambda ls: [*ls, ls[3]], "something follows the end"),
+    "empty": (lambda ls: [], "line 1: missing"),
+    "not JSON": (lambda ls: [*ls[:9], b"hello\n", *ls[10:]], "line 10: checksum"),
+    "not UTF-8": (lambda ls: [*ls[:9], b"\xff\xfe\n", *ls[10:]], "line 10: not UTF-8"),
+    "an empty line": (lambda ls: [*ls[:9], b"\n", *ls[9:]], "line 10: checksum"),
+    "other line ends": (lambda ls: [line.replace(b"\n", b"\r\n") for line in ls], r"line 1: .*"),
+    "no header": (lambda ls: ls[1:], "line 1: field 'format': must be 'expertly-decisions'"),
+    "header not JSON": (lambda ls: [b"{\n", *ls[1:]], "line 1: not JSON"),
+    "header too deep": (lambda ls: [b"[" * 100_000 + b"\n", *ls[1:]], "line 1: not JSON"),
+    "other format": (lambda ls: changed(ls, 1, "expertly-decisions", "x"), "line 1: field 'format': must be"),
+    "other version": (
+        lambda ls: changed(ls, 1, '"version":1', '"version":9'),
+        "line 1: field 'version': 9; accepted: 1",
+    ),
+    "other budget": (lambda ls: changed(ls, 1, '"ring_slots":[4]', '"ring_slots":[5]'), "line 1: checksum"),
+    "other system": (lambda ls: changed(ls, 1, '"lru"', '"lfu"'), "line 1: checksum"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_never_accepted(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+    change, expected = DAMAGE[damage]
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(TraceError, match=rf"d\.jsonl, .*{expected}"):
+        replay_file(path)
+
+
+def test_any_byte_that_is_changed_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path, iterations=3)
+    whole, dice = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        where = dice.randrange(len(whole))
+        path.write_bytes(whole[:where] + bytes([whole[where] ^ (1 << dice.randrange(8))]) + whole[where + 1 :])
+        with pytest.raises(TraceError, match=r"d\.jsonl, line"):
+            replay_file(path)
+
+
+def sealed_again(path: Path, change: Callable[[list[list[object]]], None]) -> None:
+    """Change the calls of a file as somebody would who can compute checksums."""
+    header, *calls = [json.loads(line) for line in path.read_text().splitlines()]
+    header.pop("crc32")
+    calls = [call[:-1] for call in calls[:-1]]
+    change(calls)
+    file = DecisionsFile(path)
+    for one in (header, *calls):
+        file.write(json.dumps(one, separators=(",", ":")))
+    file.close()
+
+
+def first_call(calls: list[list[object]], name: str) -> list[object]:
+    return next(call for call in calls[20:] if call[0] == name)
+
+
+def test_another_decision_is_named_with_what_it_should_have_been(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+
+    def change(calls: list[list[object]]) -> None:
+        first_call(calls, "begin_layer")[2][1] = []
+
+    sealed_again(path, change)
+    difference = replay_file(path)[1].difference
+    assert difference is not None
+    line, recorded, replayed = difference
+    assert line > 20 and recorded.startswith('["begin_layer"') and recorded != replayed
+
+
+@pytest.mark.parametrize(
+    ("name", "observation", "expected"),
+    [
+        ("loaded", [0, 0, 0, 1, 0], "impossible: "),
+        ("computed", [99, 0, 0, 1, 0], "impossible: "),
+        ("begin_layer", [[7, [0], [1], [True], 1], []], "impossible: "),
+    ],
+)
+def test_an_observation_that_cannot_be_is_a_difference(
+    name: str, observation: object, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+
+    def change(calls: list[list[object]]) -> None:
+        first_call(calls, name)[1] = observation
+
+    sealed_again(path, change)
+    difference = replay_file(path)[1].difference
+    assert difference is not None and expected in difference[2]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["begin_layer", [1, 2], None],
+        ["loaded", None, True],
+        ["explode", None, None],
+        [],
+        7,
+        ["predict", [0], None],
+        ["foresee", 0, None],
+        ["loaded", [0, 0, 10**30, 1, 0], False],
+        ["computed", [0, 0, 1, 2, 0], None],
+    ],
+)
+def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+
+    def change(calls: list[object]) -> None:
+        calls[0] = call
+
+    if isinstance(call, int):
+        with pytest.raises(TraceError, match="line 2"):
+            lines = path.read_bytes().splitlines(keepends=True)
+            path.write_bytes(b"".join([lines[0], b"7\n", *lines[2:]]))
+            replay_file(path)
+        return
+    sealed_again(path, change)
+    with pytest.raises(TraceError, match=r"d\.jsonl, line 2: "):
+        replay_file(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("system", "nonsense", "system='nonsense': unknown"),
+        ("system", "belady", "needs to know the demands to come"),
+        ("system", 5, "field 'system': 5: must be a text"),
+        ("system", "lru:eviction=os.system", r"field 'system': eviction=os\.system: a file does not say .*accepted: "),
+        ("segments", [1], r"field 'segments': \[1\]: must be a whole number"),
+        ("segments", 10**9, "accepted: up to 16777216"),
+        ("segments", 3, "segments=3: must divide"),
+        ("segments", "x", "line 1: "),
+        ("layers", [], "without MoE layers"),
+        ("layers", [{"num_experts": 8}], "line 1: "),
+        ("budget", {}, "field 'memory_nbytes': missing"),
+        (
+            "budget",
+            {"memory_nbytes": 1, "ring_slots": [], "kept_slots": [], "layer_shares": []},
+            "field 'budget': not of as",
+        ),
+        (
+            "budget",
+            {"memory_nbytes": 1, "ring_slots": [4], "kept_slots": [10**12], "layer_shares": [1, 1, 1]},
+            "field 'budget': .*accepted: 0 to 48 slots",
+        ),
+    ],
+)
+def test_a_header_of_which_no_scheduler_can_be_made(key: str, value: object, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+    header = json.loads(path.read_text().splitlines()[0])
+    header.pop("crc32")
+    file = DecisionsFile(path)
+    file.write(json.dumps(header | {key: value}))
+    file.close()
+    with pytest.raises(TraceError, match=expected):
+        replay_file(path)
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"nowhere.*cannot be read"):
+        replay_file(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"decisions=.*cannot be written"):
+        DecisionsFile(tmp_path / "no" / "folder")

@@ -1,0 +1,302 @@
+"""A system by its name, and with other parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.policies.allocation import ALLOCATIONS, MakeAllocation
+from expertly.policies.allocation.moepic import MoEpic
+from expertly.policies.allocation.uniform import Uniform
+from expertly.policies.eviction.belady import Belady
+from expertly.policies.eviction.eam import EAMEviction
+from expertly.policies.eviction.fmoe import FMoEEviction
+from expertly.policies.eviction.lru import LRU
+from expertly.policies.known import Known
+from expertly.policies.predictor.eam import EAM
+from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.predictor.lookahead import Lookahead
+from expertly.policies.prefetch import by_proximity, by_score
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.presets import SYSTEMS, _derived, get_runnable, get_system, runnable_systems
+from expertly.scheduler.system import PARTS
+from tests.policies.futures import KNOWN
+from tests.scheduler.drive import geometry
+
+SHAPE = geometry(layers=4, experts=8, top_k=2)
+BUDGET = split_budget(SHAPE, SHAPE.nbytes // 2)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_preset_by_its_name(name: str) -> None:
+    assert get_system(name) is SYSTEMS[name]
+    assert SYSTEMS[name].scheduler(SHAPE, BUDGET, KNOWN).budget is BUDGET
+
+
+def test_fmoe_is_the_papers() -> None:
+    system = get_system("fmoe")
+    control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
+    assert (system.scope, system.prefetch, system.ahead, system.transfer) == (
+        "global",
+        "proximity",
+        "cache",
+        "asynchronous",
+    )
+    assert isinstance(predictor, FMoE)
+    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
+    assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
+    assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "distance", "eviction", "scope", "transfer"),
+    [
+        ("on-demand", "none", 1, "lru", "global", "demand"),
+        ("deepspeed-index", "index", 1, "lru", "global", "asynchronous"),
+        ("brainstorm", "popularity", 1, "lfu", "global", "asynchronous"),
+        ("mixtral-offloading", "lookahead", 1, "lru", "layer", "synchronous"),
+        ("moe-infinity-lfu", "counts", 1, "lfu", "global", "synchronous"),
+    ],
+)
+def test_baselines_are_what_their_papers_say(
+    name: str, prediction: str, distance: int, eviction: str, scope: str, transfer: str
+) -> None:
+    found = SYSTEMS[name]
+    assert (found.prediction, found.distance) == (prediction, distance)
+    assert (found.eviction, found.scope, found.transfer) == (eviction, scope, transfer)
+
+
+def test_moe_infinity_is_the_papers() -> None:
+    system = get_system("moe-infinity")
+    control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
+    assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
+    assert isinstance(predictor, EAM) and predictor.store.capacity == 120
+    assert isinstance(control.caches[0].policy, EAMEviction) and control.caches[0] is control.caches[3]
+    assert system.learns == "matrices"
+
+
+SPECS = {
+    "moe-infinity:capacity=0500:threshold=.25": "moe-infinity:capacity=500:threshold=0.25",
+    "fmoe:semantic=no:select=top-k": "fmoe:semantic=no:select=top-k",
+    "fmoe:select=top-k:semantic=off": "fmoe:semantic=no:select=top-k",
+    " fmoe : distance=03 ": "fmoe:distance=3",
+    "fmoe: distance = 3 :quota = 1": "fmoe:distance=3:quota=1.0",
+    "fmoe:quota=.25:capacity=0500": "fmoe:capacity=500:quota=0.25",
+    "fmoe:eviction=lru": "fmoe:eviction=lru",
+    "lru:distance=2:prediction=lookahead": "lru:prediction=lookahead:distance=2",
+    "lru:prediction=counts:width=4:window=7": "lru:prediction=counts:window=7:width=4",
+    "fmoe:prediction=none:eviction=lfu": "fmoe:eviction=lfu:prediction=none",
+    "lru:scope=global": "lru:scope=global",
+    "belady:eviction=lfu": "belady:eviction=lfu",
+    "lfu:admission=best": "lfu:admission=best",
+    "fmoe:transfer=synchronous:eviction=lru": "fmoe:eviction=lru:transfer=synchronous",
+    "fmoe:order=id:preemption=late": "fmoe:preemption=late:order=id",
+    "lru:preemption=late": "lru:preemption=late",
+    "lru:transfer=synchronous:prediction=lookahead": "lru:prediction=lookahead:transfer=synchronous",
+    "lru:allocation=adapmoe": "lru:allocation=adapmoe",
+    "lru:gate=measured:prediction=lookahead": "lru:prediction=lookahead:gate=measured",
+    "moepic:gate=confidence": "moepic:gate=confidence",
+    "lru:segments=04": "lru:segments=4",
+    "adapmoe:allocation=none": "adapmoe:allocation=none",
+    "lru:theta=.250:allocation=split": "lru:allocation=split:theta=0.25",
+    "moepic:tau=0500": "moepic:tau=500",
+    "moepic:width=6:zeta=.02:tau=9": "moepic:width=6:tau=9:zeta=0.02",
+    "moepic:prediction=random:tau=9:width=3": "moepic:prediction=random:width=3:tau=9",
+    "moepic:prediction=none": "moepic:prediction=none",
+    "moepic:fill=idle:eviction=random": "moepic:eviction=random:fill=idle",
+    "adapmoe:fill=idle:eviction=lfu": "adapmoe:eviction=lfu:fill=idle",
+    "lcp:allocation=split:admission=best": "lcp:allocation=split:admission=best",
+    "moepic:allocation=split:eviction=random": "moepic:eviction=random:allocation=split",
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None:
+    system = get_system(spec)
+    assert system.name == SPECS[spec]
+    assert get_system(system.name) == system
+    system.scheduler(SHAPE, BUDGET, KNOWN)
+    system.predictor(SHAPE, KNOWN)
+
+
+def test_other_parts_are_what_it_is_made_of() -> None:
+    control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
+    assert isinstance(control.caches[0].policy, LRU) and control.caches[0] is not control.caches[1]
+    assert control.speculation.window == 5 and control.speculation._priority is by_score
+    assert get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._priority is by_proximity
+    predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
+    assert isinstance(predictor, FMoE)
+    assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
+    best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
+    assert isinstance(best.caches[0].policy, Belady)
+
+
+def test_moepic_is_the_papers() -> None:
+    system, shape = get_system("moepic"), geometry(layers=4, experts=8, top_k=2, segments=4)
+    control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
+    assert (system.scope, system.eviction, system.prediction, system.distance) == ("layer", "lcp", "speculative", 1)
+    assert (system.ahead, system.transfer, system.segments) == ("ring", "asynchronous", 4)
+    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.keeper.tops} == {2}
+    assert "moepic" in runnable_systems()
+
+
+def test_options_of_a_preset_stay_until_their_part_is_replaced() -> None:
+    """Whatever else of it is changed."""
+    preset = replace(SYSTEMS["moepic"], options=(("width", "5"), ("tau", "70")))
+
+    def derived(*settings: str) -> tuple[tuple[str, str], ...]:
+        return _derived(preset, list(settings), "system=made up").options
+
+    assert derived("eviction=lru") == preset.options
+    assert derived("tau=9") == (("width", "5"), ("tau", "9"))
+    assert derived("prediction=speculative") == preset.options, "it is the same"
+    assert derived("prediction=random") == (("tau", "70"),)
+    assert derived("prediction=random", "width=3") == (("tau", "70"), ("width", "3"))
+    assert derived("prediction=none") == (("tau", "70"),)
+    assert derived("allocation=split", "theta=1") == (("width", "5"), ("theta", "1.0"))
+    assert preset.options_of("prediction") == {"width": "5"} and preset.options_of("allocation") == {"tau": "70"}
+
+
+def test_options_are_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        width: int = 1
+
+    shares = MakeAllocation(lambda shape, known, options: Uniform(shape), Options)
+    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", shares)
+    with pytest.raises(ConfigError, match="allocation='wide': its option 'width' is called as one of prediction='"):
+        get_system("lru:allocation=wide:prediction=counts")
+    assert get_system("lru:allocation=wide:width=3").options == (("width", "3"),)
+    with pytest.raises(ConfigError, match=r"option 'colour': unknown; accepted: none"):
+        replace(SYSTEMS["lru"], options=(("colour", "red"),))
+
+
+def test_what_a_system_needs_follows_from_its_parts() -> None:
+    lookahead = get_system("lru:prediction=lookahead")
+    assert lookahead.needs == ("lookahead",) and lookahead.transfer == "asynchronous"
+    assert isinstance(lookahead.predictor(SHAPE), Lookahead)
+    assert get_system("lru:prediction=perfect").needs == ("future",)
+    assert get_system("belady").needs == ("future",) == get_system("oracle").needs
+    assert get_system("belady:eviction=lru:admission=always").needs == ()
+    assert get_system("oracle:prediction=lookahead").needs == ("future", "lookahead")
+    assert get_system("modelled-lookahead:prediction=popularity").needs == ()
+    assert replace(SYSTEMS["lru"], needs=("experts",)).needs == ("experts",)
+    nothing = get_system("fmoe:prediction=none:eviction=lru")
+    assert nothing.transfer == "demand" and nothing.predictor(SHAPE) is None and nothing.learns is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nonsense", r"system='nonsense': unknown; accepted: on-demand, lru"),
+        ("nonsense:eviction=lru", r"system='nonsense': unknown; accepted: on-demand, lru"),
+        ("lru:", r"system='lru:': '': must be key=value"),
+        ("lru:scope", r"'scope': must be key=value"),
+        ("lru:=layer", r"'=layer': must be key=value"),
+        ("lru:scope=layer:scope=global", r"'scope': given twice"),
+        ("lru:scope=galaxy", r"scope='galaxy': unknown; accepted: layer, global"),
+        ("lru:prediction=magic", r"prediction='magic': unknown; accepted: none, perfect"),
+        ("fmoe:prefetch=soon", r"prefetch='soon': unknown; accepted: score, proximity"),
+        ("fmoe:distance=0", r"distance=0: must be at least 1"),
+        ("fmoe:distance=near", r"distance='near': must be a whole number"),
+        ("fmoe:window=0", r"window=0: must be at least 1"),
+        ("fmoe:colour=red", rf"'colour': unknown; accepted with prediction=fmoe: {', '.join(PARTS)}, semantic"),
+        ("lru:semantic=no", r"'semantic': unknown; accepted with prediction=none: eviction"),
+        ("fmoe:prediction=counts:semantic=no", r"'semantic': unknown; accepted with prediction=counts: .*, width"),
+        ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
+        ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),
+        ("fmoe:quota=2", r"system='fmoe:quota=2': quota=2.0: "),
+        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576 maps"),
+        ("lru:prediction=counts:width=0", r"system='lru:prediction=counts:width=0': width=0: must be at least 1"),
+        ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
+        ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),
+        ("lru:allocation=none:scope=global", r"scope=global: of no use where nothing is kept"),
+        ("lfu:allocation=none:admission=best", r"admission=best: of no use where nothing is kept"),
+        ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
+        ("lru:transfer=synchronous", r"transfer=synchronous: of no use where nothing is predicted"),
+        ("fmoe:transfer=demand", r"transfer='demand': of a system that predicts; accepted: asynchronous, synchronous"),
+        ("fmoe:preemption=never", r"preemption='never': unknown; accepted: early, late"),
+        ("fmoe:order=size", r"order='size': unknown; accepted: resident, id"),
+        ("belady:order=id", r"order='id': one expert at a time leaves system 'belady.*' no choice; accepted: resident"),
+        ("lfu:admission=best:preemption=late", r"preemption='late': .*admission='best' no choice; .*preemption=early"),
+        ("resident:scope=layer", r"'resident' keeps every expert"),
+        ("resident:allocation=adapmoe", r"'resident' keeps every expert"),
+        ("lru:allocation=fair", r"allocation='fair': unknown; accepted: uniform, none, adapmoe"),
+        ("fmoe:allocation=split", r"among layers, scope='global' does not; accepted: scope=layer"),
+        (
+            "lcp:prediction=lookahead:allocation=split:fill=idle",
+            r"never changes what .* accepted: fill=demand, or .*moepic",
+        ),
+        (
+            "lfu:prediction=lookahead:fill=idle",
+            r"allocation='uniform' never changes what layers keep, which fill='idle'",
+        ),
+        (
+            "adapmoe:fill=idle",
+            r"which eviction='lru' does not have; accepted: fill=demand, or eviction=lfu, lcp, fmoe, eam",
+        ),
+        ("lfu:allocation=adapmoe:fill=idle", r"fill=idle: of no use where nothing is predicted"),
+        ("moepic:fill=now", r"fill='now': unknown; accepted: demand, idle"),
+        ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
+        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
+        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1 token"),
+        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0 and at most 1"),
+        ("lru:segments=0", r"segments=0: must be at least 1"),
+        ("lru:segments=half", r"segments='half': must be a whole number"),
+        ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),
+        ("static:allocation=adapmoe", r"by which eviction='static' goes; accepted: eviction=lru, lfu"),
+        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=ring"),
+        ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
+        ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
+        ("lru:eviction=belady", r"eviction='belady' .*accepted: admission=best"),
+        ("lru:eviction=fmoe", r"predicted probabilities, which prediction='none' does not give; accepted: prediction="),
+        ("oracle:eviction=fmoe", r"prediction='perfect' does not give"),
+        ("oracle:prefetch=proximity", r"prefetch='proximity' weighs probabilities.*accepted: score"),
+    ],
+)
+def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_system(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["x" * 10**5, "fmoe" + ":a=b" * 10**5, *(f"fmoe:{key}{'9' * 10**5}" for key in ("", "capacity=", "select="))],
+)
+def test_what_is_wrong_with_a_very_long_spec_is_short(spec: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_system(spec)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])
+def test_what_needs_the_future_does_not_run_without(spec: str) -> None:
+    with pytest.raises(ConfigError, match="needs to know the demands to come"):
+        get_system(spec).scheduler(SHAPE, BUDGET, Known())
+        get_system(spec).predictor(SHAPE, Known())
+
+
+def test_how_a_layer_runs_is_a_part_and_order_can_be_asked_for() -> None:
+    lookahead = get_system("lru:prediction=lookahead:transfer=synchronous:preemption=late:order=id")
+    assert (lookahead.transfer, lookahead.preemption, lookahead.order) == ("synchronous", "late", "id")
+    control = lookahead.scheduler(SHAPE, BUDGET)
+    assert control.is_synchronous and control.finds_late
+    nothing = get_system("fmoe:prediction=none:eviction=lru:preemption=late")
+    assert nothing.transfer == "demand" and nothing.scheduler(SHAPE, BUDGET).finds_late
+    assert lookahead.ordered(None) == "id" and lookahead.ordered("resident") == "resident"
+    with pytest.raises(ConfigError, match="order='size': unknown; accepted: resident, id"):
+        get_system("lru").scheduler(SHAPE, BUDGET, order="size")
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "nonsense:eviction=lru", "belady", "oracle:distance=2"])
+def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> None:
+    with pytest.raises(ConfigError, match=f"system={spec.split(':')[0]!r}|system={spec!r}") as refused:
+        get_runnable(spec)
+    accepted = str(refused.value).split("accepted: ")[1].split(", ")
+    assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
+
+
+def test_what_a_model_can_run_is_what_it_is_elsewhere() -> None:
+    assert get_runnable("lru:segments=2") == get_system("lru:segments=2")
