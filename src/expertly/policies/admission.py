@@ -16,7 +16,7 @@ class Admission(Policy):
     weighs_scores: ClassVar[bool]
     """Whether what is needed enters only where its eviction score is above that of something kept."""
 
-    def __init__(self, options: Any = PolicyOptions()) -> None:  # noqa: B008 - frozen
+    def __init__(self, options: Any = PolicyOptions()) -> None:
         self._options = options
 
     @classmethod
