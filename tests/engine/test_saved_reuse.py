@@ -21,8 +21,8 @@ from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.saved_reuse import reuse_models
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.maps.store import MapShape
-from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry

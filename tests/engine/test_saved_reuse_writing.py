@@ -13,9 +13,8 @@ import expertly
 from expertly.core.errors import StoreError
 from expertly.engine import saved_reuse as saved_reuse_module
 from expertly.engine.saved_reuse import SavedReuse
+from expertly.policies.eviction.reuse import LayerReuse, ReuseModel
 from expertly.policies.maps.store import MapShape
-from expertly.policies.reuse.layer import LayerReuse
-from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded, reader_threads, run_python

@@ -10,9 +10,7 @@ from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.eviction.lfu import LFU
-from expertly.policies.eviction.lru import LRU
-from expertly.policies.eviction.random import RandomEviction
+from expertly.policies.eviction.simple import LFU, LRU, RandomEviction
 from expertly.policies.eviction.static import Static
 from expertly.testing import EVICTION_CHECKS
 from tests.policies.futures import KNOWN
@@ -23,7 +21,7 @@ SHAPE = geometry(layers=16, experts=64)
 
 @pytest.fixture(params=EVICTIONS)
 def make(request: pytest.FixtureRequest):
-    return lambda capacity: EVICTIONS[request.param](SHAPE, capacity, KNOWN)
+    return lambda capacity: EVICTIONS[request.param].make(SHAPE, capacity, KNOWN)
 
 
 def admit(policy: EvictionPolicy, experts: list[int]) -> None:

@@ -9,11 +9,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.moepic import MoEpic, MoEpicOptions
-from expertly.policies.allocation.split import Split, SplitOptions
+from expertly.policies.allocation.moepic import LayerStatistics, MoEpic, MoEpicOptions, Split, SplitOptions, Timing
 from expertly.policies.allocation.uniform import uniform_shares
-from expertly.policies.moepic.statistics import LayerStatistics
-from expertly.policies.moepic.timing import Timing
 from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
 
@@ -211,4 +208,4 @@ def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> No
 )
 def test_options_that_cannot_be(name: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ALLOCATIONS[name](SHAPE, options=options)
+        ALLOCATIONS[name].make(SHAPE, options=options)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from expertly.core.costs import CodecCosts
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.scheduler.compressed_share import LEAST_GAIN, MEASURED, REUSES, Loading, choose_share, reuse_of, steeper
 
 EXPERTS = 1_000_000_000

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from expertly.core.messages import Prediction
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Ahead, run_layer
 from expertly.scheduler.presets import get_system

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from expertly.scheduler.plans import check_plan
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
-from expertly.policies.moepic.uniform import uniform_plan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan, uniform_plan
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import header_of
-from expertly.scheduler.plans import check_plan, read_plan, save_plan
 from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
 

@@ -10,10 +10,9 @@ from expertly.core.errors import ConfigError
 from expertly.policies.allocation import ALLOCATIONS, MakeAllocation
 from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.allocation.uniform import Uniform
-from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU, Belady
 from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE

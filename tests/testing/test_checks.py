@@ -11,7 +11,7 @@ import pytest
 
 from expertly.core.geometry import Geometry
 from expertly.policies.eviction import EVICTIONS, MakeEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
 from expertly.policies.predictor.index import Index
 from expertly.policies.prefetch import ByProximity, PrefetchOrder

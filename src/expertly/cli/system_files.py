@@ -10,8 +10,8 @@ from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
+    from expertly.policies.allocation.moepic import SplitPlan
     from expertly.policies.learned_file import PredictorFile
-    from expertly.policies.moepic.plan import SplitPlan
 
 
 def predictor_for(systems: Sequence[str], path: Path | None) -> PredictorFile | None:
@@ -27,7 +27,7 @@ def predictor_for(systems: Sequence[str], path: Path | None) -> PredictorFile | 
 
 def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
-    from expertly.scheduler.plans import read_plan
+    from expertly.policies.allocation.moepic import read_plan
 
     if path is None:
         return None

@@ -16,9 +16,8 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.executor import Executor
 from expertly.engine.saved_maps import AUTO, OFF
-from expertly.policies.eviction.reuse import Reuse
+from expertly.policies.eviction.reuse import Reuse, ReuseModel
 from expertly.policies.maps.store import MapShape
-from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside

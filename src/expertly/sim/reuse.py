@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.scheduler.compressed_share import Reuse, reuse_of
 from expertly.sim.usage import decoding
 from expertly.sim.workload import RowRange, Workload

@@ -10,13 +10,12 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.compressed_share import Reuse, ShareChoice
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.plans import check_plan
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.chrome import Timelines
@@ -186,7 +185,7 @@ class Study:
         if self.plan is not None and system.takes_plan:
             geometry = self.geometry_of(system)
             budget = self._divide(geometry, memory.budget(geometry, self.layers is not None))[0]
-            check_plan(self.plan, system, geometry, budget)
+            system.check_plan(self.plan, geometry, budget)
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics, Timing
 
 
 def shape_of(layers: int, experts: int = 6, top_k: int = 2, segments: int = 4, width: int = 16) -> Geometry:

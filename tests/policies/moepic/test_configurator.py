@@ -10,12 +10,16 @@ import pytest
 
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.configurator import Configuration, configure
-from expertly.policies.moepic.forecast import Forecaster
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.moepic.statistics import LayerStatistics
-from expertly.policies.moepic.timing import Timing
-from expertly.policies.moepic.uniform import uniform_budgets, uniform_plan
+from expertly.policies.allocation.moepic import (
+    Configuration,
+    LayerStatistics,
+    SplitPlan,
+    Timing,
+    configure,
+    uniform_plan,
+)
+from expertly.policies.allocation.moepic.configurator import Forecaster
+from expertly.policies.allocation.uniform import equal_shares
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
 TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
@@ -51,7 +55,7 @@ def test_what_is_forecast_is_of_the_plan(seed: int) -> None:
             following.window_ns == timing.next_window_ns(layer, one.loaded) and 0 <= one.loaded <= timing.top_k[layer]
         )
         assert one.exposed_ns == timing.exposed_ns(layer, one.loaded)
-    uniform = forecaster.forecast(uniform_budgets(shape, [kept]))
+    uniform = forecaster.forecast(equal_shares(shape, [kept]))
     assert found.uniform_exposed_ns == uniform.exposed_ns
     assert found.start_exposed_ns == forecaster.exposed_with(uniform_plan(shape, [kept]).layers)
 

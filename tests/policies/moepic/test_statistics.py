@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.eviction.lcp import LCP
-from expertly.policies.eviction.priority import CachePriority
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics, by_falling_score
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics
+from expertly.policies.allocation.moepic.statistics import by_falling_score
+from expertly.policies.eviction.lcp import LCP, CachePriority
 from tests.policies.moepic.builders import routing
 
 RHO, OMEGA = 0.25, 128.0

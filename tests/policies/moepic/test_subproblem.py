@@ -7,9 +7,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from expertly.policies.moepic.statistics import LayerRates
-from expertly.policies.moepic.subproblem import LayerProblem, Splits
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import LayerRates, Timing
+from expertly.policies.allocation.moepic.subproblem import LayerProblem, Splits
 from tests.policies.moepic.builders import gathered, perfect, rates_of, useless
 
 LOAD_NS = 100_000

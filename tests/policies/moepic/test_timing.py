@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.moepic.timing import Parts, Timing
+from expertly.policies.allocation.moepic import Timing
+from expertly.policies.allocation.moepic.timing import Parts
 from tests.policies.moepic.builders import shape_of
 
 TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)

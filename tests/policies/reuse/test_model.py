@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel
 from tests.policies.reuse.reference import Reference
 from tests.scheduler.drive import geometry, one_token
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel
 from tests.policies.state.builders import SHAPE
 from tests.scheduler.drive import one_token
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.maps.store import MapShape
-from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.any_file import read_any
 from expertly.policies.state.file import load_maps, save_maps
 from expertly.policies.state.metadata import metadata_of

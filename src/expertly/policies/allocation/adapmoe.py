@@ -15,7 +15,7 @@ from expertly.core.messages import RouterRan
 from expertly.policies.allocation.base import Allocation
 from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_shares, with_rests
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.known import Known
+from expertly.policies.known import NOTHING, Known
 
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
@@ -49,9 +49,7 @@ class AdapMoE(Allocation):
     takes_usage = True
     changes = True
 
-    def __init__(
-        self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = Known()
-    ) -> None:
+    def __init__(self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
         self._usage = known.usage
         self.is_online = self._usage is None

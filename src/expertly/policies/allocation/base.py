@@ -10,17 +10,15 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
-from expertly.policies.known import Known
+from expertly.policies.known import NOTHING, Known
 
 if TYPE_CHECKING:
     from expertly.policies.allocation.moepic.configurator import Configuration
     from expertly.policies.allocation.moepic.plan import SplitPlan
     from expertly.policies.allocation.moepic.timing import Timing
 
-    Job = Callable[[Timing], Configuration]
-    """From how long the parts of a decode step take to what layers should keep: plain data in and out."""
-
-_NOTHING = Known()
+Job = Callable[["Timing"], "Configuration"]
+"""From how long the parts of a decode step take to what layers should keep: plain data in and out."""
 
 
 class Allocation(Policy, ABC):
@@ -47,11 +45,11 @@ class Allocation(Policy, ABC):
     is_online = False
     """Whether it looks at what layers are asked for: only then are `ran` and `predicted` called."""
 
-    def __init__(self, geometry: Geometry, options: Any = PolicyOptions(), known: Known = _NOTHING) -> None:  # noqa: B008
+    def __init__(self, geometry: Geometry, options: Any = PolicyOptions(), known: Known = NOTHING) -> None:
         self.geometry = geometry
 
     @classmethod
-    def make(cls, geometry: Geometry, known: Known = _NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> Allocation:
+    def make(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> Allocation:
         """One with these options, as the user wrote them. Raises ConfigError."""
         return cls(geometry, cls.parse(given), known)
 
@@ -60,7 +58,7 @@ class Allocation(Policy, ABC):
         """Before anything has run: of so many slots of each size class, those of each layer."""
         ...
 
-    def begin(self, shares: Sequence[int]) -> None:  # noqa: B027 - most need not know
+    def begin(self, shares: Sequence[int]) -> None:
         """The caches have these shares now. Said once, before `ran`."""
 
     def tops(self, shares: Sequence[int]) -> list[int] | None:
@@ -69,7 +67,7 @@ class Allocation(Policy, ABC):
         """
         return None
 
-    def predicted(self, prediction: Prediction) -> None:  # noqa: B027 - most need not know
+    def predicted(self, prediction: Prediction) -> None:
         """Of a layer, before its router has run."""
 
     def due(self) -> Job | None:

@@ -56,7 +56,7 @@ def uniform_shares(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
     """Equal shares of whole experts, then what is left of one.
 
     A layer whose share ends within an expert keeps a part of one, which leaves a hole in a block of slots; one such
-    layer a class is harmless, one in every layer left no block to stage in (3.5 spans an expert instead of 1, at P = 4).
+    layer a class is harmless, one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
     """
     num_segments = geometry.segments_per_expert
     experts = equal_shares(geometry, [slots // num_segments for slots in kept_slots], 1)

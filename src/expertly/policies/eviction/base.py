@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS, Policy
-from expertly.policies.known import Known
-
-_NOTHING = Known()
+from expertly.policies.known import NOTHING, Known
 
 
 class EvictionPolicy(Policy, ABC):
@@ -38,13 +36,20 @@ class EvictionPolicy(Policy, ABC):
 
     @classmethod
     def of_model(
-        cls, geometry: Geometry, known: Known = _NOTHING, given: Mapping[str, str] = NO_OPTIONS
+        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
     ) -> Callable[[int], EvictionPolicy]:
         """Makes the policies of all caches of one model, for caches of so many experts each, with options as the user
         wrote them. Raises ConfigError where one is wrong, or `known` lacks what the policy needs.
         """
         options = cls.parse(given)
         return lambda capacity: cls.for_cache(geometry, capacity, known, options)
+
+    @classmethod
+    def make(
+        cls, geometry: Geometry, capacity: int, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+    ) -> EvictionPolicy:
+        """The policy of the only cache of a model. Raises ConfigError as `of_model`."""
+        return cls.of_model(geometry, known, given)(capacity)
 
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
@@ -59,13 +64,13 @@ class EvictionPolicy(Policy, ABC):
     def removed(self, expert: int) -> None:
         """No segment of the expert is kept any more."""
 
-    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:  # noqa: B027 - most learn nothing
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """After a layer ran `batch_tokens` tokens: these experts served so many of them each (0: pad tokens only)."""
 
-    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         """A layer's experts, from this id on, will be needed with these probabilities when the layer runs next."""
 
-    def expected(self, outlook: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
+    def expected(self, outlook: Sequence[float]) -> None:
         """How likely each expert of the model, by its id, is used again; stays until it is said anew."""
 
     @abstractmethod
@@ -97,7 +102,7 @@ class ScoredPolicy(EvictionPolicy):
         self._live: dict[int, _Entry] = {}
         self._out: list[_Entry] = []  # taken from the heap by the last question
 
-    def needed(self, experts: Sequence[int], router: RouterRan) -> None:  # noqa: B027 - most learn nothing
+    def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
-from expertly.policies.known import Known
+from expertly.policies.known import NOTHING, Known
 
 Floats = npt.NDArray[np.float32]
 
@@ -72,7 +72,7 @@ class Reuse(ScoredPolicy):
 
     @classmethod
     def of_model(
-        cls, geometry: Geometry, known: Known = Known(), given: Mapping[str, str] = NO_OPTIONS
+        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
     ) -> Callable[[int], EvictionPolicy]:
         """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
         cls.parse(given)

@@ -90,8 +90,8 @@ class RandomEviction(EvictionPolicy):
 
 
 class Belady(ScoredPolicy):
-    """What is used again last goes first (Belady, 1966). Needs the future, which only a simulation has. Optimal together
-    with the admission `best`: after a layer has run, what is kept of (kept + needed) is what is used again soonest.
+    """What is used again last goes first (Belady, 1966). Needs the future, which only a simulation has. Optimal with
+    the admission `best`: after a layer has run, what is kept of (kept + needed) is what is used again soonest.
     """
 
     name = "belady"

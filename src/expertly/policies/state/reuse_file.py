@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import TensorInfo
+from expertly.policies.eviction.reuse import DISCOUNT, FADING, HORIZON, REACH, num_weights
 from expertly.policies.maps.store import MAX_NBYTES, MapShape
-from expertly.policies.reuse.layer import DISCOUNT, FADING, HORIZON
-from expertly.policies.reuse.model import REACH, num_weights
 from expertly.policies.state.header import Facts, about_in, describe
 from expertly.policies.state.metadata import check_identity, failure, json_object, layers_in, metadata_of, read_metadata
 from expertly.policies.state.sealed import Arrays, Shape, read_sealed, write_sealed

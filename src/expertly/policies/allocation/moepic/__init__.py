@@ -11,6 +11,19 @@ from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStat
 from expertly.policies.allocation.moepic.timing import Timing
 
 __all__ = [
-    *("DEFAULT_ZETA", "Configuration", "LayerRates", "LayerSplit", "LayerStatistics", "MoEpic", "MoEpicOptions"),
-    *("Split", "SplitOptions", "SplitPlan", "Timing", "configure", "read_plan", "save_plan", "uniform_plan"),
+    "DEFAULT_ZETA",
+    "Configuration",
+    "LayerRates",
+    "LayerSplit",
+    "LayerStatistics",
+    "MoEpic",
+    "MoEpicOptions",
+    "Split",
+    "SplitOptions",
+    "SplitPlan",
+    "Timing",
+    "configure",
+    "read_plan",
+    "save_plan",
+    "uniform_plan",
 ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStat
 from expertly.policies.allocation.moepic.timing import Timing
 from expertly.policies.allocation.uniform import class_sums, equal_shares, layers_of, uniform_shares
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.known import Known
+from expertly.policies.known import NOTHING, Known
 
 if TYPE_CHECKING:
     from expertly.policies.allocation.base import Job
@@ -47,12 +47,12 @@ class Split(Allocation):
     """
 
     name = "split"
-    options: type[Any] = SplitOptions
+    options: ClassVar[type[Any]] = SplitOptions
     needs_layers = True
     splits = True
     takes_plan = True
 
-    def __init__(self, geometry: Geometry, options: Any = SplitOptions(), known: Known = Known()) -> None:
+    def __init__(self, geometry: Geometry, options: Any = SplitOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
         self._plan = known.plan
         self._top = max(1, math.ceil(options.theta * geometry.segments_per_expert - 0.5))
@@ -120,7 +120,7 @@ class MoEpic(Split):
     is_configured = True
     is_online = True
 
-    def __init__(self, geometry: Geometry, options: MoEpicOptions = MoEpicOptions(), known: Known = Known()) -> None:
+    def __init__(self, geometry: Geometry, options: MoEpicOptions = MoEpicOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry, SplitOptions(), known)
         self._options = options
         self._seen = [LayerStatistics(layer.num_experts, options.tau) for layer in geometry.layers]

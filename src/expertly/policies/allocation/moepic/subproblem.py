@@ -94,8 +94,8 @@ class LayerProblem:
         """
         splits, (loaded, exposed, next_window) = self.splits, self.outcomes(window_ns)
         # Where parts cost nothing the highest m has the least exposed time.
-        goods = [-exposed] if self._timing.counts_parts(self._layer) else []
-        rank, *goods = [*goods, loaded, self._cached]
+        counts_parts = self._timing.counts_parts(self._layer)
+        rank, goods = (-exposed, [loaded, self._cached]) if counts_parts else (loaded, [self._cached])
         best = np.maximum.accumulate(rank)
         is_better = np.append(True, best[1:] > best[:-1])
         for good in goods:  # where that is as high as before, more is better; a level is all since it last rose
@@ -106,8 +106,8 @@ class LayerProblem:
         return Curve(splits, chosen, loaded[chosen], exposed[chosen], next_window[chosen])
 
     def _loaded(self, window_ns: float) -> tuple[Doubles, Parts | None]:
-        """m of each split: what is kept, and the first Y predicted experts, as many as can be prefetched (equation 9) in
-        the window and into a buffer of K experts. And the parts, where these cost something of their own.
+        """m of each split: what is kept, and of the predicted experts the first Y, as many as can be prefetched
+        (equation 9) in the window and into a buffer of K experts. And the parts, where these cost something.
 
         Parts (ours): where tops are kept, every needed expert comes in two spans. Its rest lies where the buffer had
         room; one that is not kept gets its top a place among the kept ones. Those tops whose rest is not there yet are

@@ -32,8 +32,8 @@ class Timing:
     router has run. With alpha experts there whole, beta as tops of theta, m = alpha + beta * theta; as alpha + beta +
     gamma = K, the paper's beta * (1 - theta) + gamma is K - m. Methods take arrays, an element a split.
 
-    The paper computes a part of an expert in that part of its time: with `piece_ns` and `ask_ns` 0, their default, these
-    are its equations. Raises ConfigError naming the field, its value and what is accepted.
+    The paper computes a part of an expert in that part of its time: with `piece_ns` and `ask_ns` 0, their default,
+    these are its equations. Raises ConfigError naming the field, its value and what is accepted.
     """
 
     top_k: tuple[int, ...]
@@ -97,12 +97,12 @@ class Timing:
 
     def next_window_ns(self, layer: int, loaded: Doubles, parts: Parts | None = None) -> Doubles:
         """T_wind of the layer after `layer`: from when that one has loaded all that it needs (equation 7)."""
-        hide, computing = self._hide_ns(layer, loaded), float(self.moe_ns[layer])
+        hide, spans = self._hide_ns(layer, loaded), np.zeros_like(loaded)
         if parts is not None:
             hide = hide + parts.early * self.piece_ns[layer]
-            computing = computing + parts.further * self.piece_ns[layer]
+            spans = parts.further * self.piece_ns[layer]
         after = self.attention_ns[layer + 1] if layer + 1 < self.num_layers else self.head_ns
-        window: Doubles = computing - np.minimum(hide, self._miss_ns(layer, loaded)) + after
+        window: Doubles = float(self.moe_ns[layer]) + spans - np.minimum(hide, self._miss_ns(layer, loaded)) + after
         return window
 
     def exposed_ns(self, layer: int, loaded: Doubles, parts: Parts | None = None) -> Doubles:
