@@ -145,7 +145,10 @@ def test_it_is_never_worse_than_equal_shares() -> None:
             def cost(shares: list[int]) -> float:
                 return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
 
-            best, equal = AdapMoE(shape, usage).shares([num_experts]), uniform_shares(shape, [num_experts])
+            best, equal = (
+                AdapMoE(shape, known=Known(usage=usage)).shares([num_experts]),
+                uniform_shares(shape, [num_experts]),
+            )
             assert cost(best) <= cost(equal) + 1e-6
 
 

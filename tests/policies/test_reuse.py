@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.eviction.reuse import Reuse, ReuseModel
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
@@ -111,7 +111,7 @@ def test_victims_are_those_of_sorting(seed: int) -> None:
                 kept.add(expert)
                 policy.admitted(expert)
         protected = set(dice.sample(sorted(kept), min(len(kept), dice.choice([0, 3, 30]))))
-        worth = policy._model.worth()
+        worth = policy.model.worth()
         expected = sorted((float(worth[e]), e) for e in kept if e not in protected)
         depth = dice.choice([1, 5, 40, len(expected)])
         asked = policy.scored_victims(protected)
