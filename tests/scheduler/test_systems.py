@@ -240,7 +240,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lfu:allocation=adapmoe:fill=idle", r"fill=idle: of no use where nothing is predicted"),
         ("moepic:fill=now", r"fill='now': unknown; accepted: demand, idle"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
-        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
+        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
         ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1"),
         ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0, up to 1"),
         ("lru:segments=0", r"segments=0: must be at least 1"),
