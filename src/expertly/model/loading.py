@@ -1,13 +1,17 @@
-"""Loads the dense part of a packed store as an ordinary transformers model whose experts are somewhere else."""
+"""Loads the dense part of a packed store as an ordinary transformers model whose experts are somewhere else.
+
+What people do with an ordinary model and this one cannot do is refused with the reason, or made harmless.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -15,11 +19,10 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import CheckpointError, StoreError
-from expertly.model import context, experts, switch
-from expertly.model.adapter import ExpertsSite, check_family, find_experts, model_class_of, read_config
-from expertly.model.guards import GuardedModel
-from expertly.model.runtime import Runtime
+from expertly.core.errors import CheckpointError, ModelUseError, StoreError
+from expertly.model import hooks
+from expertly.model.batching import bounded_config, refuse_compiled
+from expertly.model.structure import check_family, find_experts, model_class_of, read_config
 
 if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
@@ -39,7 +42,7 @@ def load_dense(
     manifest: Manifest,
     dtype: torch.dtype,
     device: torch.device | str,
-    runtime: Runtime,
+    runtime: hooks.Runtime,
 ) -> Any:
     """The model of a packed store in evaluation mode, its dense weights on `device` in `dtype`, guarded.
 
@@ -51,7 +54,7 @@ def load_dense(
     folder = os.fspath(store_folder)
     config = read_config(folder)
     check_family(config)
-    experts.register()
+    hooks.register()
     model_class = _strippable(model_class_of(config), manifest)
     try:
         with _no_progress_bars():
@@ -59,7 +62,7 @@ def load_dense(
                 folder,
                 config=config,
                 dtype=dtype,
-                experts_implementation=experts.IMPLEMENTATION,
+                experts_implementation=hooks.IMPLEMENTATION,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in our words
                 local_files_only=True,
@@ -70,17 +73,11 @@ def load_dense(
     nn.Module.to(model, torch.device(device))
     model.requires_grad_(False)
     model.config.name_or_path = manifest.source
-    for layer, module in enumerate(_by_name(model, manifest.sites)):
-        experts.bind(module, layer, runtime)
-    context.attach(model, runtime)
+    for layer, site in enumerate(manifest.sites):
+        hooks.bind(model.get_submodule(site), layer, runtime)
+    hooks.attach(model, manifest.sites, runtime)
     model.seal()
     return model
-
-
-def experts_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts modules of a loaded model, in layer order."""
-    found = [module for module in model.modules() if hasattr(module, "_expertly_layer")]
-    return sorted(found, key=lambda module: module._expertly_layer)  # type: ignore[arg-type, return-value]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
@@ -113,14 +110,8 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
         original.__init__(self, config, *args, **kwargs)
         _strip(self, manifest)
 
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__init__": __init__,
-        "_keys_to_ignore_on_load_unexpected": [".*"],  # a store holds what its source held beside the model, too
-    }
-    return type(original.__name__, (GuardedModel, original), namespace)
+    ignored = [".*"]  # a store holds what its source held beside the model, too
+    return hooks.look_alike(original, GuardedModel, __init__=__init__, _keys_to_ignore_on_load_unexpected=ignored)
 
 
 def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
@@ -132,24 +123,15 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
         if site.geometry != packed:
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
         module: Any = model.get_submodule(site.name)
-        _drop_weights(module, site)
         # Initialisers look at weights by name: of the experts here, of switch's experts in their parent.
         module._is_hf_initialized = True
-        if not site.is_fused:
+        if site.is_fused:
+            for name in site.weight_names:
+                delattr(module, name)
+        else:
+            hooks.strip_switch(module)
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
             parent._is_hf_initialized = True
-
-
-def _drop_weights(module: nn.Module, site: ExpertsSite) -> None:
-    if not site.is_fused:
-        switch.strip(module)
-        return
-    for name in site.weight_names:
-        delattr(module, name)
-
-
-def _by_name(model: nn.Module, sites: tuple[str, ...]) -> list[nn.Module]:
-    return [model.get_submodule(name) for name in sites]
 
 
 def _check_report(folder: str, report: Mapping[str, Any]) -> None:
@@ -168,3 +150,118 @@ def _check_report(folder: str, report: Mapping[str, Any]) -> None:
 
 def _first(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+# -- what such a model cannot do ---------------------------------------------------------------------------------------
+
+_ELSEWHERE = "this model's experts are not in it, they come and go behind it"
+
+
+class GuardedModel:
+    """Mixed in before the model's own class. Guards are off until `seal`, so that loading can move and cast."""
+
+    _expertly_is_sealed = False
+
+    def seal(self: Any) -> None:
+        """From now on the model is what it is."""
+        self._expertly_is_sealed = True
+
+    # -- a model without experts must not be written ---------------------------------------------------------
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"save_pretrained: {_ELSEWHERE}: it would write a model without them; copy the checkpoint")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"push_to_hub: {_ELSEWHERE}: it would upload a model without them")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelUseError(f"pickling: {_ELSEWHERE} (files, threads, slots): load it again where it is needed")
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Dense weights are copied, everything of expertly (runtime, statistics) is shared.
+
+        The copy keeps the original alive: when that goes, the runtime closes.
+        """
+        duplicate = self.__class__.__new__(self.__class__)
+        memo[id(self)] = duplicate
+        for module in self.modules():
+            for name, value in vars(module).items():
+                if name.startswith("_expertly_"):
+                    memo[id(value)] = value
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        duplicate.__dict__["_expertly_original"] = self
+        return duplicate
+
+    # -- device and dtype are those of the slots -------------------------------------------------------------
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._expertly_is_sealed:
+            return super().to(*args, **kwargs)  # type: ignore[misc]
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if memory_format is not None:
+            self._refuse(f"to(memory_format={memory_format})")
+        return self._stay("to", device, dtype)
+
+    def cuda(self: Any, device: Any = None) -> Any:
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return self._stay("cuda", wanted, None)
+
+    def cpu(self: Any) -> Any:
+        return self._stay("cpu", torch.device("cpu"), None)
+
+    def half(self: Any, *args: Any) -> Any:
+        return self._stay("half", None, torch.float16)
+
+    def float(self: Any, *args: Any) -> Any:
+        return self._stay("float", None, torch.float32)
+
+    def double(self: Any) -> Any:
+        return self._stay("double", None, torch.float64)
+
+    def bfloat16(self: Any) -> Any:
+        return self._stay("bfloat16", None, torch.bfloat16)
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        if self._expertly_is_sealed:
+            self._refuse("changing the parameters in place")
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def _stay(self: Any, call: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        """`self` where nothing would change."""
+        here = self.device
+        moves = device is not None and (device.type != here.type or device.index not in (None, here.index))
+        if moves or dtype not in (None, self.dtype):
+            wanted = " ".join(str(value) for value in (device, dtype) if value is not None)
+            self._refuse(f"{call}: {wanted} (the model is on {here} in {self.dtype})")
+        return self
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ModelUseError(f"{what}: {_ELSEWHERE}; load the model again with the device and dtype you want")
+
+    # -- who computes the experts ------------------------------------------------------------------------------
+
+    def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
+        wanted = experts_implementation
+        values = set(wanted.values()) if isinstance(wanted, dict) else {wanted}
+        if self._expertly_is_sealed and not values <= {hooks.IMPLEMENTATION, self.config._experts_implementation}:
+            raise ModelUseError(
+                f"set_experts_implementation({wanted!r}): {_ELSEWHERE}; accepted: {hooks.IMPLEMENTATION!r}"
+            )
+
+    # -- nothing is traced or captured -------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"compile: {_ELSEWHERE}, which cannot be traced; call the model as it is")
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # a static cache works, uncompiled
+
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """As upstream's, with a bounded cache where none is asked for, and no CUDA graphs."""
+        refuse_compiled(generation_config or self.generation_config, continuous_batching_config)
+        config = bounded_config(continuous_batching_config, kwargs.get("workload_hints"))
+        return super().init_continuous_batching(  # type: ignore[misc]
+            generation_config=generation_config, continuous_batching_config=config, **kwargs
+        )
