@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, conversion_mapping, core_model_loading
+from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.model.structure import ExpertsSite, build_meta_model
+from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.dtypes import IS_FLOAT
 
@@ -74,16 +74,6 @@ def _is_rowwise(operation: Any) -> bool:
         return bool(operation.dim == 0)
     is_known = name in ("Concatenate", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device with parameters of `dtype`, as from_pretrained makes it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return build_meta_model(config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def make_quantizer(quantization: object) -> Any | None:

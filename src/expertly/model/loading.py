@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from expertly.core.errors import CheckpointError, ModelUseError, StoreError
 from expertly.model import hooks
 from expertly.model.batching import bounded_config, refuse_compiled
-from expertly.model.structure import check_family, find_experts, model_class_of, read_config
+from expertly.model.structure import find_experts, model_class_of, read_config
 
 if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
@@ -53,7 +53,6 @@ def load_dense(
     """
     folder = os.fspath(store_folder)
     config = read_config(folder)
-    check_family(config)
     hooks.register()
     model_class = _strippable(model_class_of(config), manifest)
     try:
@@ -76,7 +75,7 @@ def load_dense(
     for layer, site in enumerate(manifest.sites):
         hooks.bind(model.get_submodule(site), layer, runtime)
     hooks.attach(model, manifest.sites, runtime)
-    model.seal()
+    model._expertly_is_sealed = True
     return model
 
 
@@ -135,21 +134,16 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
 
 
 def _check_report(folder: str, report: Mapping[str, Any]) -> None:
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise CheckpointError(f"{folder}: no tensor for {_first(missing)}")
-    mismatched = sorted(
-        str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in report["mismatched_keys"]
-    )
-    if mismatched:
-        raise CheckpointError(f"{folder}: the config asks for another shape of {_first(mismatched)}")
-    errors = [*report.get("error_msgs", ()), *(f"{k}: {v}" for k, v in report.get("conversion_errors", {}).items())]
-    if errors:
-        raise CheckpointError(f"{folder}: {_first(errors)}")
-
-
-def _first(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    mismatched = (entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"])
+    conversions = (f"{name}: {error}" for name, error in report.get("conversion_errors", {}).items())
+    for problem, names in (
+        ("no tensor for ", sorted(report.get("missing_keys", ()))),
+        ("the config asks for another shape of ", sorted(map(str, mismatched))),
+        ("", [*report.get("error_msgs", ()), *conversions]),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise CheckpointError(f"{folder}: {problem}{', '.join(names[:5])}{more}")
 
 
 # -- what such a model cannot do ---------------------------------------------------------------------------------------
@@ -158,13 +152,9 @@ _ELSEWHERE = "this model's experts are not in it, they come and go behind it"
 
 
 class GuardedModel:
-    """Mixed in before the model's own class. Guards are off until `seal`, so that loading can move and cast."""
+    """Mixed in before the model's own class."""
 
-    _expertly_is_sealed = False
-
-    def seal(self: Any) -> None:
-        """From now on the model is what it is."""
-        self._expertly_is_sealed = True
+    _expertly_is_sealed = False  # while it is loaded it may be moved and cast
 
     # -- a model without experts must not be written ---------------------------------------------------------
 
@@ -194,46 +184,21 @@ class GuardedModel:
 
     # -- device and dtype are those of the slots -------------------------------------------------------------
 
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._expertly_is_sealed:
-            return super().to(*args, **kwargs)  # type: ignore[misc]
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if memory_format is not None:
-            self._refuse(f"to(memory_format={memory_format})")
-        return self._stay("to", device, dtype)
-
-    def cuda(self: Any, device: Any = None) -> Any:
-        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-        return self._stay("cuda", wanted, None)
-
-    def cpu(self: Any) -> Any:
-        return self._stay("cpu", torch.device("cpu"), None)
-
-    def half(self: Any, *args: Any) -> Any:
-        return self._stay("half", None, torch.float16)
-
-    def float(self: Any, *args: Any) -> Any:
-        return self._stay("float", None, torch.float32)
-
-    def double(self: Any) -> Any:
-        return self._stay("double", None, torch.float64)
-
-    def bfloat16(self: Any) -> Any:
-        return self._stay("bfloat16", None, torch.bfloat16)
-
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        if self._expertly_is_sealed:
-            self._refuse("changing the parameters in place")
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        """What `to`, `half`, `cuda` and their like come to: `self` where nothing would change."""
+        if not self._expertly_is_sealed:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        weight = torch.empty(1, 2, 2, 2, dtype=self.dtype, device=self.device)
+        wanted = "elsewhere"
+        with contextlib.suppress(RuntimeError, AssertionError):  # a device that is not there
+            made = fn(weight)
+            if made is weight:
+                return self
+            wanted = f"{made.dtype} on {made.device}"
+        self._refuse(f"moving or casting it ({wanted}; it is {self.dtype} on {self.device})")
 
-    def _stay(self: Any, call: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        """`self` where nothing would change."""
-        here = self.device
-        moves = device is not None and (device.type != here.type or device.index not in (None, here.index))
-        if moves or dtype not in (None, self.dtype):
-            wanted = " ".join(str(value) for value in (device, dtype) if value is not None)
-            self._refuse(f"{call}: {wanted} (the model is on {here} in {self.dtype})")
-        return self
+    def share_memory(self) -> NoReturn:
+        self._refuse("share_memory")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ModelUseError(f"{what}: {_ELSEWHERE}; load the model again with the device and dtype you want")

@@ -20,11 +20,10 @@ from expertly.model.conversion import (
     Group,
     cast,
     make_quantizer,
-    meta_model,
     read_group,
     to_bytes,
 )
-from expertly.model.structure import find_experts, read_config
+from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
@@ -201,8 +200,7 @@ class _Packing:
         self._dtype = dtype
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
-        config = read_config(checkpoint.folder)
-        model = meta_model(config, self._torch_dtype)
+        model = build_meta_model(checkpoint.folder, self._torch_dtype)
         self._conversion = Conversion(model, quantizer)
         self._plain = Conversion(model) if quantizer is not None else self._conversion
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)

@@ -79,7 +79,12 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `config.architectures` names, or the family's language model."""
+    """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError where
+    there is none, or one that must not run.
+    """
+    reason = _WRONG_UPSTREAM.get(config.model_type)
+    if reason is not None:
+        raise _unsupported(config.model_type, f"refused: {reason}")
     for architecture in config.architectures or ():
         found = getattr(transformers, architecture, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
@@ -97,14 +102,18 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
 
 
-def build_meta_model(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedModel:
-    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes.
+def build_meta_model(
+    source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes. `dtype`: of
+    its parameters, as from_pretrained makes it.
 
     Raises CheckpointError for a config that does not make a model, UnsupportedModelError for one we do not run.
     """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
-    check_family(config)
     model_class = model_class_of(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
     try:
         with torch.device("meta"):
             return model_class(config).eval()
@@ -114,13 +123,8 @@ def build_meta_model(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTr
         raise CheckpointError(
             f"model_type={config.model_type!r}: {model_class.__name__} cannot be built from its config.json: {error}"
         ) from error
-
-
-def check_family(config: PreTrainedConfig) -> None:
-    """Refuse the families that must not run at all, with the reason."""
-    reason = _WRONG_UPSTREAM.get(config.model_type)
-    if reason is not None:
-        raise _unsupported(config.model_type, f"refused: {reason}")
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _is_experts(module: nn.Module) -> bool:
