@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import ModelUseError
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.native.kernels import Kernels
 
 
