@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from expertly.scheduler.compressed_share import MEASURED
 from report import print_report
 
 from expertly.core.codecs import CodecRates, choose_codec
 from expertly.core.geometry import LayerGeometry
-from expertly.scheduler.compressed_share import MEASURED
 from expertly.scheduler.presets import get_system
 from expertly.sim import storage
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from expertly.engine.sources import make_source
 
 import expertly
 from expertly.api import handle
@@ -27,7 +28,6 @@ from expertly.core.errors import (
     ModelUseError,
     StoreError,
 )
-from expertly.engine.sources import make_source
 from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
