@@ -7,8 +7,7 @@ Each configuration is a process of its own in a memory cgroup of the budget and 
 request, so that the machine is the same for all. `ratio` is the median over requests of a configuration's tokens per
 second to those of `none` with the same system. `--disk-mb-per-s` gives each process a disk of that rate by a blkio
 cgroup (version 1; 0: the disk as it is); its row says what reads from it came at. The model's weights are as hard to
-compress as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed are those of recorded requests of the demo
-model.
+compress as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed are of requests of the demo model.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python bench/codec_auto.py demo=TRACE gpt-oss-20b=TRACE ... [--hardware all] [--memory 25%,50%,75%]
                                [--disk-mb-per-s 20,100,500,0] [--tokens 200]
 
-`to_none` is the tokens a second of `planes` over those of experts as they are, `codec` what `auto` chooses. On profiles of
-accelerators host memory holds `--host-memory` of the experts, and the disk is behind it; 0 is the disk of the profile.
+`to_none` is the tokens a second of `planes` over those of experts as they are, `codec` what `auto` chooses. On profiles
+of accelerators host memory holds `--host-memory` of the experts, and the disk is behind it; 0: the profile's disk.
 Experts that a trace gives tiny sizes take those of the inflated model.
 """
 
