@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from expertly.engine.sources import make_source
 
 import expertly
 from expertly.api import handle
@@ -28,6 +27,7 @@ from expertly.core.errors import (
     ModelUseError,
     StoreError,
 )
+from expertly.engine.frame_reads import make_source
 from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
