@@ -159,7 +159,8 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     for expected in (
         "note: eviction='out' (broken:X of acme): cannot be loaded (RuntimeError: out of order)",
         "note: eviction='quits' (quits:X of acme): cannot be loaded (SystemExit: 3)",
-        "note: eviction='wrong' (my_predictor:PREDICTOR of acme): is of type MakePredictor; accepted: a class that extends EvictionPolicy",
+        "note: eviction='wrong' (my_predictor:PREDICTOR of acme): is of type MakePredictor; "
+        "accepted: a class that extends EvictionPolicy",
         "note: eviction='lost' (my_policies:X of acme): cannot be loaded (AttributeError: ",
         "note: eviction='lru' (my_policies:Fading of acme): expertly has one of that name, which is used",
         "note: eviction='fading' (my_policies:Fading of zeta): mine has one of that name, which is used",
