@@ -67,10 +67,10 @@ class Prediction:
 class Plan:
     """What can be done now: spans to compute, spans to load (compute them when they have arrived), and spans that
     are being loaded already because they were predicted or asked for (compute them when they have arrived, too).
-    `asked` is to be loaded behind `loads`, and not to be waited for: a later Plan says that it is ready or joined.
+    `requested` is to be loaded behind `loads`, and not to be waited for: a later Plan says that it is ready or joined.
     """
 
     ready: list[Span] = field(default_factory=list)
     loads: list[Span] = field(default_factory=list)
     joined: list[Span] = field(default_factory=list)
-    asked: Sequence[Span] = ()
+    requested: list[Span] = field(default_factory=list)
