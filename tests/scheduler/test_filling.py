@@ -10,7 +10,7 @@ from expertly.core.messages import Prediction
 from expertly.policies.known import Known
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.presets import get_system
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.drive import WAYS, geometry, one_token
@@ -54,7 +54,7 @@ class Story:
         budget = system.budget(SHAPE, split_budget(SHAPE, (2 * 16 + 8) * SHAPE.segment_nbytes(0)))
         self.control = control = system._make(CheckedController, SHAPE, budget, Known(), None).watch()
         self.link = RandomLink(random.Random(0), 1.0)
-        self.ahead = Ahead(control, self.link, Mute())
+        self.ahead = Prefetcher(control, self.link, Mute())
         assert control.keeper.shares == [16, 16] and control.keeper.tops == [0b0011] * 2
         for _ in range(2):  # those of later ids are used last
             for first, second in zip(needed[::2], needed[1::2], strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-
 from expertly.scheduler.trial import Trial
 
 

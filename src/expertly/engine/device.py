@@ -17,9 +17,9 @@ from expertly.engine.configuring import Configuring
 from expertly.engine.routing import Dispatch
 from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import choose_kernels
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 
@@ -34,7 +34,7 @@ class Device:
         self.kernels = choose_kernels(backend.device)
         self.scheduler = scheduler
         self.backend = backend
-        self.ahead: Ahead | None = None
+        self.ahead: Prefetcher | None = None
         self.configuring = Configuring(scheduler) if scheduler.allocation.is_configured else None
         self._layers: list[LayerCompute] = []
 
@@ -72,7 +72,7 @@ class Device:
 
     def predict_from(self, channel: Channel) -> None:
         """See Executor."""
-        self.ahead = Ahead(self.scheduler, self.backend, channel, now=time.perf_counter_ns)
+        self.ahead = Prefetcher(self.scheduler, self.backend, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
         """See Executor."""

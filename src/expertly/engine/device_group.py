@@ -21,8 +21,8 @@ from expertly.engine.device import Device
 from expertly.engine.routing import Dispatch, Part, part_of
 from expertly.engine.taps import Taps
 from expertly.engine.workers import Workers
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 
 
 class Handover(Protocol):

@@ -12,8 +12,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.engine.routing import Dispatch
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 
 if TYPE_CHECKING:
     from expertly.engine.device import Device

@@ -17,8 +17,8 @@ from expertly.engine.stored_reads import StoredSlots
 from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
-from expertly.scheduler.cache import KeptCache
-from expertly.scheduler.slot_table import SlotTable
+from expertly.scheduler.cache import Partition
+from expertly.scheduler.slots import SlotTable
 
 
 class HostTier:
@@ -55,7 +55,7 @@ class HostTier:
         """Of all its slots."""
         self._geometry = geometry
         self._residency = SlotTable(geometry, slots)
-        self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
+        self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
         self.pool = HostPool(geometry, slots if stored is None else [0] * len(slots), self._slot_nbytes, dtype, node)
         slots_of = self.stored or self.pool
         self.readers = Readers(
@@ -158,7 +158,7 @@ class HostTier:
         self._residency.release(span.layer, span.expert, mask)
 
     def _make_room(
-        self, cache: KeptCache, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
+        self, cache: Partition, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
     ) -> bool:
         short = num_segments - cache.room
         if short <= 0:

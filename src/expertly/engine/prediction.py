@@ -9,17 +9,15 @@ from typing import Any, Literal
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Routed
+from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
 from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel
 from expertly.engine.saved_maps import SavedMaps
 from expertly.engine.sharing import Sharing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog
-from expertly.scheduler.channel import Channel, InlineChannel
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.stack import StackChannel
 from expertly.scheduler.system import System
 
@@ -73,7 +71,7 @@ class Prefetching:
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            backlog = Backlog.of_layers(executor.geometry.num_layers)
+            backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.write
             device = executor.devices[0].backend.device
             channel = self._thread = ThreadChannel(

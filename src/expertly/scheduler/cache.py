@@ -117,7 +117,9 @@ class Cache:
         """Of each layer, in segments: the capacity of its partition, where it has its own."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
-            self.quotas = [whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))]
+            self.quotas = [
+                whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))
+            ]
         self.staging = list(budget.ring_slots)
         """Slots of each size class that no quota holds."""
         self._find_staging()

@@ -118,9 +118,7 @@ _CALLS = {
     "foresee": _OF_PREDICTION,
     "prefetch": _OF_NOTHING,
     "abandon": _OF_NOTHING,
-    "at": _Call(
-        lambda moment, now_ns: [moment.value, now_ns], lambda geometry, told: (Moment(told[0]), told[1])
-    ),
+    "at": _Call(lambda moment, now_ns: [moment.value, now_ns], lambda geometry, told: (Moment(told[0]), told[1])),
     "preload": _Call(lambda layer, expert: [layer, expert], lambda geometry, told: tuple(told)),
     "configure": _Call(
         lambda plan: [astuple(layer) for layer in plan.layers],

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan, Span
-from expertly.policies.prefetch import Priority, by_score
+from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.prefetch_filter import Guess, PrefetchFilter
@@ -43,7 +43,7 @@ class PrefetchQueue:
         cache: Cache,
         counters: Sequence[LayerCounters],
         window: int,
-        priority: Priority,
+        order: PrefetchOrder,
         prefetch_filter: PrefetchFilter | None,
         *,
         evicts: bool,
@@ -63,8 +63,8 @@ class PrefetchQueue:
         self._counters = counters
         self._filter = prefetch_filter
         self._evicts = evicts
-        self._priority = priority
-        self._is_steady = priority is by_score  # the same whatever runs
+        self._priority = order.priority
+        self._is_steady = not order.follows_distance  # the same whatever runs
         self._queued: dict[int, list[_Queued]] = {}  # layer -> in the order of need, the first at the end
         self._queued_of: dict[int, tuple[int, int]] = {}  # layer -> the order of its first arrival, its distance
         self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
@@ -136,7 +136,9 @@ class PrefetchQueue:
         num_layers = self._geometry.num_layers
         return -self._priority(-lowered, (layer - self._heads_of) % num_layers or num_layers), order, layer
 
-    def begin(self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool) -> list[Span]:
+    def begin(
+        self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool
+    ) -> list[Span]:
         """What to load next behind every load, as places and the filter allow: single segments, so that a load never
         waits for more. `router`: of the layer that runs, if one does; `waits`: what is predicted of it is not begun
         before it has run. `protected`: what must not be evicted.

@@ -19,7 +19,13 @@ class RunningLayer:
     """
 
     def __init__(
-        self, geometry: Geometry, cache: Cache, queue: PrefetchQueue, counters: Sequence[LayerCounters], *, keeps_best: bool
+        self,
+        geometry: Geometry,
+        cache: Cache,
+        queue: PrefetchQueue,
+        counters: Sequence[LayerCounters],
+        *,
+        keeps_best: bool,
     ) -> None:
         """`keeps_best`: admission "best", see Scheduler."""
         self.router: RouterRan | None = None
@@ -192,7 +198,14 @@ class TurnByTurn(RunningLayer):
     """
 
     def __init__(
-        self, geometry: Geometry, cache: Cache, queue: PrefetchQueue, counters: Sequence[LayerCounters], *, by_id: bool, is_early: bool
+        self,
+        geometry: Geometry,
+        cache: Cache,
+        queue: PrefetchQueue,
+        counters: Sequence[LayerCounters],
+        *,
+        by_id: bool,
+        is_early: bool,
     ) -> None:
         assert by_id or not is_early, "what is not by id and early needs no turns"
         super().__init__(geometry, cache, queue, counters, keeps_best=False)

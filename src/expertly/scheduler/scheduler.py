@@ -10,7 +10,7 @@ from expertly.policies.allocation import Allocation, Job
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.prefetch import PREFETCHES
+from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache, whole_tops
 from expertly.scheduler.counters import LayerCounters
@@ -31,8 +31,7 @@ class Scheduler:
     here meanwhile; otherwise see TurnByTurn. `transfer`: with "synchronous" nothing is computed before what was
     predicted by then is there. `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what
     was kept and what is needed, what the policy (a ScoredPolicy) values most. `ahead`: what is prefetched goes to the
-    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first (a key of
-    PREFETCHES). `window`: segments in flight for predictions; None: what one token's experts of a layer take.
+    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first. `window`: segments in flight for predictions; None: what one token's experts of a layer take.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Scheduler:
         transfer: str = "asynchronous",
         admission: str = "always",
         ahead: str = "cache",
-        prefetch: str = "score",
+        prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
         allocation: Allocation | None = None,
         prefetch_filter: PrefetchFilter | None = None,
@@ -74,7 +73,7 @@ class Scheduler:
             self.cache,
             self.counters,
             window,
-            PREFETCHES[prefetch],
+            prefetch,
             prefetch_filter,
             evicts=ahead == "cache",
         )

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
+from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
-from expertly.policies.options import option_names
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.gate import GATES, Gate
-from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.prefetch_filter import FILTERS, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
 
 _NOTHING = Known()
-
-AnyController = TypeVar("AnyController", bound=Scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class System:
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
     prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
-    transfer: str = "demand"  # see Ahead where something is predicted; "at load" where everything is kept
+    transfer: str = "demand"  # see Prefetcher where something is predicted; "at load" where everything is kept
     preemption: str = "early"  # see Scheduler
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
@@ -46,7 +44,7 @@ class System:
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
-    options: tuple[tuple[str, str], ...] = ()  # of its predictor and its allocation, as they were given
+    options: tuple[tuple[str, str], ...] = ()  # of its parts, as they were given
     keeps_everything: bool = False
     needs: tuple[str, ...] = ()  # "future": runs in simulations only; else fields of a trace. Those of its parts too
 
@@ -86,41 +84,28 @@ class System:
         """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
         be, and where `known` lacks what it needs.
         """
-        return self._make(Scheduler, geometry, budget, known, order)
-
-    def journaled_scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
-    ) -> JournaledScheduler:
-        """The same, able to write down what it decides."""
-        return self._make(JournaledScheduler, geometry, budget, known, order)
-
-    def _make(
-        self, kind: type[AnyController], geometry: Geometry, budget: Budget, known: Known, order: str | None
-    ) -> AnyController:
         order = self.ordered(order)
         make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
-        return kind(
+        return Scheduler(
             geometry,
             budget,
-            make.of_model(geometry, known),
+            make.of_model(geometry, known, self.options_of("eviction")),
             scope=self.scope,
             order=order,
             preemption=self.preemption,
             transfer=self.transfer,
-            admission=self.admission,
+            admission="best" if ADMISSIONS[self.admission].weighs_scores else "always",
             ahead=self.ahead,
-            prefetch=self.prefetch,
+            prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
-            fill=self.fill,
             allocation=self._allocation(geometry, known),
-            gate=self._gate(geometry, budget),
+            prefetch_filter=self._filter(geometry, budget),
         )
 
-    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+    def _filter(self, geometry: Geometry, budget: Budget) -> PrefetchFilter | None:
         if self.gate == "none" or self.prediction == "none":
             return None
-        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
-        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
+        return PrefetchFilter(geometry, budget.layer_shares)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -136,15 +121,15 @@ class System:
         """
         if self.allocation == "uniform" or self.keeps_everything:
             return None
-        num_segments, keeper = scheduler.geometry.segments_per_expert, scheduler.keeper
-        numbers = [share / num_segments for share in keeper.shares]
+        num_segments, cache = scheduler.geometry.segments_per_expert, scheduler.cache
+        numbers = [share / num_segments for share in cache.quotas]
         experts = [int(num) if num.is_integer() else num for num in numbers]
         said: dict[str, object] = {"name": self.allocation, "experts": experts}
         if ALLOCATIONS[self.allocation].splits:
-            tops = [top.bit_count() for top in keeper.tops]
+            tops = [top.bit_count() for top in cache.tops]
             said["split"] = [
                 {"kept_experts": share // top, "theta": top / num_segments}
-                for share, top in zip(keeper.shares, tops, strict=True)
+                for share, top in zip(cache.quotas, tops, strict=True)
             ]
         return said | scheduler.allocation.facts()
 
@@ -156,7 +141,7 @@ class System:
             return self.order
         if order not in ORDERS:
             raise ConfigError(f"order={order!r:.80}: unknown; accepted: {', '.join(ORDERS)}")
-        if order == "id" and self.admission == "best":
+        if order == "id" and ADMISSIONS[self.admission].weighs_scores:
             raise ConfigError(
                 f"order='id': one expert at a time leaves system {self.name!r} no choice; accepted: resident"
             )
@@ -254,22 +239,23 @@ def _check_transfer(system: System, where: str) -> None:
             f"{where}: gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all "
             f"that is predicted; accepted: gate=none, or transfer=asynchronous"
         )
-    if system.preemption == "late" and system.admission == "best":
+    if system.preemption == "late" and ADMISSIONS[system.admission].weighs_scores:
         raise ConfigError(
-            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves admission='best' "
-            f"no choice; accepted: preemption=early"
+            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves "
+            f"admission={system.admission!r} no choice; accepted: preemption=early"
         )
 
 
 def _check_eviction(system: System, where: str) -> None:
     eviction = EVICTIONS[system.eviction]
-    if system.admission == "best" and not eviction.is_scored:
+    is_best = ADMISSIONS[system.admission].weighs_scores
+    if is_best and not eviction.is_scored:
         scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
         raise ConfigError(
-            f"{where}: admission='best' compares scores, which eviction={system.eviction!r} does not have; "
-            f"accepted: admission=always, or eviction={scored}"
+            f"{where}: admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not "
+            f"have; accepted: admission=always, or eviction={scored}"
         )
-    if eviction.needs_best and system.admission != "best":
+    if eviction.needs_best and not is_best:
         raise ConfigError(
             f"{where}: eviction={system.eviction!r} needs to be told what is needed before it is kept; "
             f"accepted: admission=best"
@@ -324,10 +310,10 @@ ACCEPTED: dict[str, Collection[str]] = {
     "transfer": ("asynchronous", "synchronous"),
     "preemption": ("early", "late"),
     "order": ORDERS,
-    "admission": ("always", "best"),
+    "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
     "fill": ("demand", "idle"),
-    "gate": GATES,
+    "gate": FILTERS,
 }
 """Of each part that is chosen by name, what it may be."""
 
@@ -336,11 +322,18 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "allocation": ALLOCATIONS,
     "prediction": PREDICTORS,
     "prefetch": PREFETCHES,
+    "admission": ADMISSIONS,
 }
 """Of the parts that can come from outside the package (docs/extending.md)."""
 
-WITH_OPTIONS: dict[str, Registry[Any]] = {"prediction": PREDICTORS, "allocation": ALLOCATIONS}
-"""Of the parts that take options, those that there are."""
+WITH_OPTIONS: dict[str, Registry[Any]] = {
+    "prediction": PREDICTORS,
+    "allocation": ALLOCATIONS,
+    "eviction": EVICTIONS,
+    "prefetch": PREFETCHES,
+    "admission": ADMISSIONS,
+}
+"""Of the parts that take options, those that there are; in the order in which a system's name has their options."""
 
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")

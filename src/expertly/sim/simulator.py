@@ -10,9 +10,8 @@ from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Want
 from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog
-from expertly.scheduler.channel import Channel, InlineChannel
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.stack import StackChannel
 from expertly.sim.coded import CodedDisk
@@ -61,19 +60,19 @@ class Simulator:
         self._link = link
         self._matcher: VirtualChannel | None = None
         self._stack: StackChannel | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
             num_layers = scheduler.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             catch_up = None
             if costs is not None:
-                backlog = Backlog.of_layers(num_layers)
+                backlog = ObservationQueue.of_layers(num_layers)
                 channel = self._matcher = VirtualChannel(predictor, clock, costs, backlog, watcher)
                 catch_up = self._matcher.catch_up
             if future is None:  # who knows the future looks beyond the pass
                 channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(scheduler, link, channel, catch_up, lambda: clock.now_ns)
+            self._ahead = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
