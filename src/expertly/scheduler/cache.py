@@ -393,13 +393,13 @@ class Cache:
         """No longer keep `mask`, but leave it in its slots until it is computed."""
         self.partitions[layer].drop(eid, mask)
         self.staged[self._classes[layer]] += mask.bit_count()
-        self._count_evicted(layer, mask)
+        self._lost(layer, mask)
 
     def _evicted(self, eid: int, mask: int) -> None:
         self.slots.release(eid, mask)
-        self._count_evicted(self._geometry.layer_of_expert(eid), mask)
+        self._lost(self._geometry.layer_of_expert(eid), mask)
 
-    def _count_evicted(self, layer: int, mask: int) -> None:
+    def _lost(self, layer: int, mask: int) -> None:
         """In the phase of the layer that needed the room, of the layer that lost it."""
         self._unfilled[layer] += mask.bit_count()
         counters = self._counters[layer]

@@ -25,7 +25,7 @@ class RunningLayer:
         queue: PrefetchQueue,
         counters: Sequence[LayerCounters],
         *,
-        keeps_best: bool,
+        keeps_best: bool = False,
     ) -> None:
         """`keeps_best`: admission "best", see Scheduler."""
         self.router: RouterRan | None = None
@@ -208,7 +208,7 @@ class TurnByTurn(RunningLayer):
         is_early: bool,
     ) -> None:
         assert by_id or not is_early, "what is not by id and early needs no turns"
-        super().__init__(geometry, cache, queue, counters, keeps_best=False)
+        super().__init__(geometry, cache, queue, counters)
         self._by_id = by_id
         self._is_early = is_early
         self._left: dict[int, int] = {}  # experts whose turn has not come -> their positions

@@ -31,7 +31,8 @@ class Scheduler:
     here meanwhile; otherwise see TurnByTurn. `transfer`: with "synchronous" nothing is computed before what was
     predicted by then is there. `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what
     was kept and what is needed, what the policy (a ScoredPolicy) values most. `ahead`: what is prefetched goes to the
-    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first. `window`: segments in flight for predictions; None: what one token's experts of a layer take.
+    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first. `window`: segments
+    in flight for predictions; None: what one token's experts of a layer take.
     """
 
     def __init__(
