@@ -19,8 +19,8 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.requests import RequestNumbers
+from expertly.model.hooks import saturated_half
 from expertly.model.routers import RouterTap, attach_all, detach_all
-from expertly.model.tensors import saturated_half
 
 Mask = npt.NDArray[np.bool_]
 OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
