@@ -218,7 +218,7 @@ class Study:
             "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "bytes_read")),
             **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
