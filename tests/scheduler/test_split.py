@@ -15,6 +15,7 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
