@@ -20,8 +20,8 @@ from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.division import Division, Request, divide
 from expertly.model.packing import pack
 from expertly.scheduler.presets import get_system
+from expertly.store.frames import planes_name
 from expertly.store.packed import PackedStore
-from expertly.store.planes import planes_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines

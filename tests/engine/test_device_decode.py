@@ -26,8 +26,8 @@ from expertly.engine.stored_reads import StoredSlots
 from expertly.hardware.measure_codec import OnDevice
 from expertly.model.packing import pack
 from expertly.scheduler.presets import get_system
+from expertly.store.frames import planes_name
 from expertly.store.packed import PackedStore
-from expertly.store.planes import planes_name
 from tests.engine.conftest import Case, Cases
 from tests.engine.frames import LAYERS, content, write_store
 from tests.engine.observe import loaded

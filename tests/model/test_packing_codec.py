@@ -32,7 +32,7 @@ def experts_of(store: PackedStore) -> Iterator[bytes]:
                 continue
             whole = bytearray(geometry.expert_nbytes)
             for frame in range(index.num_frames):
-                begin, nbytes = index.frame_extent(expert, frame)
+                begin, nbytes = index.extent(expert, frame)
                 out = memoryview(whole)[frame * index.frame_nbytes :][: index.frame_nbytes]
                 decoder.decode(index, expert, frame, raw[begin : begin + nbytes], out)
             yield bytes(whole)

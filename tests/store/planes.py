@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from expertly.core.geometry import LayerGeometry
 from expertly.store.checkpoint import Bytes
-from expertly.store.frame_index import FrameIndex, frames_per_expert, index_bytes, parse_index
-from expertly.store.frames import FrameEncoder
+from expertly.store.frames import FrameEncoder, FrameIndex, frames_per_expert, index_bytes, parse_index
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
 from expertly.store.writer import Progress, StoreWriter

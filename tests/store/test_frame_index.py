@@ -12,7 +12,7 @@ import pytest
 
 from expertly.core.errors import StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.store.frame_index import FrameIndex, frames_per_expert, index_bytes, parse_index
+from expertly.store.frames import FrameIndex, frames_per_expert, index_bytes, parse_index
 from tests.store.planes import LAYER, encoded, weights
 
 
@@ -45,12 +45,12 @@ def test_frames_follow_one_another(index: FrameIndex) -> None:
     for expert in range(4):
         first = end
         for frame in range(4):
-            offset, nbytes = index.frame_extent(expert, frame)
+            offset, nbytes = index.extent(expert, frame)
             assert offset == end and sum(index.planes_of(expert, frame)[0]) == nbytes
             end += nbytes
         assert index.extent(expert, 0, 4) == (first, end - first)
-        assert index.extent(expert, 1, 2)[0] == index.frame_extent(expert, 1)[0]
-        assert sum(index.extent(expert, 1, 2)) == index.frame_extent(expert, 3)[0]
+        assert index.extent(expert, 1, 2)[0] == index.extent(expert, 1)[0]
+        assert sum(index.extent(expert, 1, 2)) == index.extent(expert, 3)[0]
     assert index.stored_nbytes == end and index.file_nbytes % 4096 == 0 and 0 <= index.file_nbytes - end < 4096
 
 

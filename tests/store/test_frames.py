@@ -1,7 +1,11 @@
-"""Frames: the same bits back for every kind of weight, and nothing at all from a damaged frame."""
+"""Frames: the same bits back for every kind of weight, with compiled code and without it, and nothing at all from a
+damaged frame.
+"""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +16,8 @@ import zstandard
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import LayerGeometry
-from expertly.store.frame_index import FrameIndex
-from expertly.store.frames import FrameDecoder, FrameEncoder
+from expertly.store import frames as module
+from expertly.store.frames import JOIN_VERSION, FrameDecoder, FrameEncoder, FrameIndex, compiled_join, numpy_join
 from tests.store.planes import DTYPES, KINDS, LAYER, encoded, weights
 
 SHAPES = {
@@ -24,8 +28,11 @@ SHAPES = {
 }
 
 
-def decode(index: FrameIndex, frames: list[bytes]) -> bytes:
-    decoder, out = FrameDecoder(), bytearray(index.frame_nbytes)
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+
+
+def decode(index: FrameIndex, frames: list[bytes], is_compiled: bool = True) -> bytes:
+    decoder, out = FrameDecoder(is_compiled), bytearray(index.frame_nbytes)
     whole = b""
     for number, stored in enumerate(frames):
         decoder.decode(index, *divmod(number, index.num_frames), memoryview(stored), memoryview(out))
@@ -40,7 +47,7 @@ def test_the_same_bits_come_back(tmp_path: Path, kind: str, dtype: str, shape: s
     layer = replace(SHAPES[shape], itemsize=DTYPES[dtype])
     raw = weights(kind, dtype, layer.nbytes // layer.itemsize)
     index, frames = encoded(layer, raw, tmp_path)
-    assert decode(index, frames) == raw.tobytes()
+    assert decode(index, frames) == decode(index, frames, is_compiled=False) == raw.tobytes()
     assert sum(map(len, frames)) == index.stored_nbytes <= layer.nbytes  # never more than the weights
 
 
@@ -196,4 +203,41 @@ def test_a_decoder_serves_frames_of_all_sizes_after_each_other_and_after_errors(
             decoder.decode(index, 0, 0, memoryview(frames[0][:-1]), memoryview(out))
         decoder.decode(index, 0, 0, memoryview(frames[0]), memoryview(out))
         assert out == raw[: index.frame_nbytes].tobytes()
-        assert FrameDecoder.scratch_nbytes(index.frame_nbytes, index.num_planes) >= index.frame_nbytes
+
+
+def compile_into(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "join.c").write_text(text)
+    command = ["gcc", "-O3", "-std=gnu11", "-shared", "-fPIC", "-o", folder / "_join.so", folder / "join.c"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+SOURCE = Path(module.__file__).with_name("join.c")
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_planes", [2, 4])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 4099])
+def test_the_highest_plane_comes_first(num_planes: int, count: int, tmp_path: Path) -> None:
+    compiled = compiled_join(compile_into(tmp_path / "library", SOURCE.read_text()))
+    assert compiled is not None
+    words = np.random.default_rng(count).integers(0, 256, (count, num_planes), np.uint8)
+    planes = [np.ascontiguousarray(words[:, byte]) for byte in reversed(range(num_planes))]
+    for join in (compiled, numpy_join):
+        out = bytearray(b"\xaa" * (count * num_planes + 8))
+        join(planes, memoryview(out)[: count * num_planes])
+        assert bytes(out) == words.tobytes() + b"\xaa" * 8
+
+
+@needs_compiler
+def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
+    text = SOURCE.read_text()
+    assert f"return {JOIN_VERSION};" in text
+    newer = text.replace(f"return {JOIN_VERSION};", f"return {JOIN_VERSION + 1};")
+    assert compiled_join(compile_into(tmp_path / "newer", newer)) is None
+    assert compiled_join(compile_into(tmp_path / "lacks", text.replace("join_four", "join_five"))) is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "_join.so").write_bytes(b"no library")
+    assert compiled_join(tmp_path / "damaged") is None
+    assert compiled_join(tmp_path / "nowhere") is None

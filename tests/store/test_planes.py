@@ -48,7 +48,7 @@ def test_every_expert_comes_back_from_where_the_index_says(store: PackedStore) -
         for expert in range(geometry.num_experts):
             whole = b""
             for frame in range(index.num_frames):
-                begin, nbytes = index.frame_extent(expert, frame)
+                begin, nbytes = index.extent(expert, frame)
                 out = bytearray(index.frame_nbytes)
                 decoder.decode(index, expert, frame, raw[begin : begin + nbytes], memoryview(out))
                 whole += out
@@ -231,7 +231,7 @@ def test_an_index_too_long_to_be_one_is_not_read(store: PackedStore) -> None:
 def test_a_read_that_finds_other_bytes_is_refused(store: PackedStore) -> None:
     """As the engine reads: a whole page before and after, straight from disk."""
     index = store.frames[0]
-    offset, nbytes = index.frame_extent(3, 2)
+    offset, nbytes = index.extent(3, 2)
     file = ExpertFile(index.path)
     try:
         start = offset // 4096 * 4096

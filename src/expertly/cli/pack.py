@@ -20,7 +20,7 @@ from expertly.cli.output import (
 from expertly.core.codecs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.store import cache
-from expertly.store.dtypes import STORE_DTYPES, check_store_dtype
+from expertly.store.manifest import STORE_DTYPES, check_store_dtype
 from expertly.store.packed import PackedStore
 
 if TYPE_CHECKING:

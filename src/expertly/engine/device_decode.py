@@ -75,7 +75,7 @@ class Unpacker:
             for number in range(frames.count):
                 part = frames.part(number, 1)
                 lengths, _ = index.planes_of(frames.expert, part.first)
-                offset, _ = index.frame_extent(frames.expert, part.first)
+                offset, _ = index.extent(frames.expert, part.first)
                 buffer, begin = self._staging, offset - frames.cover_begin + sum(lengths[:plane])
                 if lengths[plane] < plane_nbytes:
                     stored.append(self._staging[begin : begin + lengths[plane]])

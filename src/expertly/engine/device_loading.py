@@ -19,7 +19,7 @@ from expertly.engine.memory import WORKING_NBYTES, AutoBudget, available_host_nb
 from expertly.engine.reads import ExtentSource
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.scheduler import Scheduler
-from expertly.store.frame_index import FrameIndex
+from expertly.store.frames import FrameIndex
 
 MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int", int], Backend]
 

@@ -104,7 +104,7 @@ class _StoredRead:
         is_direct = self.file.read_into(self.frames.cover_begin, [self.cover])
         start_ns = time.thread_time_ns()
         for frame in range(self.frames.first, self.frames.first + self.frames.count):
-            offset, nbytes = self.frames.index.frame_extent(self.frames.expert, frame)
+            offset, nbytes = self.frames.index.extent(self.frames.expert, frame)
             offset -= self.frames.cover_begin
             check_frame(self.frames.index, self.frames.expert, frame, self.cover[offset : offset + nbytes])
         return Moved(0 if is_direct else len(self.cover), 0, time.thread_time_ns() - start_ns)

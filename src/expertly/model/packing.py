@@ -22,11 +22,9 @@ from expertly.model.tensors import cast, read_tensor, to_bytes
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
-from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES, check_store_dtype
-from expertly.store.extras import copy_extras
-from expertly.store.manifest import Manifest
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, STORE_DTYPES, Manifest, check_store_dtype
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
-from expertly.store.writer import Progress, StoreWriter, begun_codec
+from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
 
 DEMO_NAME = "demo"
 

@@ -18,10 +18,9 @@ from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
+from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
-from expertly.store.files import disk_errors
-from expertly.store.frame_index import FrameIndex, frames_per_expert
-from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder
+from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, FrameIndex, frames_per_expert
 from expertly.store.reader import ExpertFile
 
 NUM_READERS = 4
@@ -136,7 +135,7 @@ def decoded_expert(index: FrameIndex, expert: int) -> Iterator[Bytes]:
     file, decoder = ExpertFile(index.path), FrameDecoder()
     try:
         for frame in range(index.num_frames):
-            offset, nbytes = index.frame_extent(expert, frame)
+            offset, nbytes = index.extent(expert, frame)
             stored, out = memoryview(bytearray(nbytes)), np.empty(index.frame_nbytes, np.uint8)
             file.read_into(offset, [stored])
             decoder.decode(index, expert, frame, stored, out.data)
@@ -154,7 +153,7 @@ def disk_rate_at(folder: Path) -> float:
     place = existing_parent(folder)
     path = place / f".expertly-{os.getpid()}-{threading.get_ident()}.scratch"
     try:
-        with disk_errors(place, "writing a file to measure the disk with"):
+        with store_errors(place, "writing a file to measure the disk with"):
             _write_scratch(path)
         file = ExpertFile(path)
     finally:
