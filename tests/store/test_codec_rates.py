@@ -24,13 +24,13 @@ from expertly.store.codec_rates import (
     read_sample,
     sampled,
 )
+from tests.store.builders import FRAMED, PLANES, weights, write_store
 from tests.store.mounts import tiny_disk
-from tests.store.planes import LAYER, PLAN, weights, write_planes
 
 LARGE = LayerGeometry(128, 2, hidden_size=512, intermediate_size=176, num_matrices=3, itemsize=2)  # of 528 KiB
 
 
-def sample(kind: str = "normal", layer: LayerGeometry = LAYER) -> Sample:
+def sample(kind: str = "normal", layer: LayerGeometry = FRAMED) -> Sample:
     return Sample(layer, ([weights(kind, "bfloat16", layer.expert_nbytes // 2, seed)] for seed in range(4)))
 
 
@@ -41,7 +41,7 @@ def test_a_sample_has_the_ratio_of_what_it_is_of() -> None:
 
 
 def test_a_sample_takes_no_more_than_it_needs() -> None:
-    layer = replace(LAYER, hidden_size=4096)  # an expert of 4.1 MiB
+    layer = replace(FRAMED, hidden_size=4096)  # an expert of 4.1 MiB
     taken = []
 
     def chunks() -> object:
@@ -55,22 +55,22 @@ def test_a_sample_takes_no_more_than_it_needs() -> None:
 
 
 def test_a_sample_is_of_the_whole_model() -> None:
-    layers = [LAYER, replace(LAYER, num_experts=9, hidden_size=8), *[LAYER] * 3]
+    layers = [FRAMED, replace(FRAMED, num_experts=9, hidden_size=8), *[FRAMED] * 3]
     assert sampled(layers) == [(0, 0), (2, 0), (3, 0), (4, 0)]
-    assert sampled([replace(LAYER, num_experts=8)]) == [(0, 0), (0, 2), (0, 4), (0, 6)]
-    assert sampled([replace(LAYER, num_experts=1, top_k=1)] * 2) == [(0, 0), (1, 0)]
+    assert sampled([replace(FRAMED, num_experts=8)]) == [(0, 0), (0, 2), (0, 4), (0, 6)]
+    assert sampled([replace(FRAMED, num_experts=1, top_k=1)] * 2) == [(0, 0), (1, 0)]
 
 
 def test_a_store_s_sample_is_its_own(tmp_path: Path) -> None:
-    store = write_planes(tmp_path / "store")
+    store = write_store(tmp_path / "store", PLANES)
     index = store.frames[0]
-    found = read_sample(PLAN.layers, store.frames)
-    assert found.ratio == pytest.approx(index.stored_nbytes / PLAN.layers[0].nbytes, abs=1e-9)  # all four of layer 0
+    found = read_sample(PLANES.layers, store.frames)
+    assert found.ratio == pytest.approx(index.stored_nbytes / PLANES.layers[0].nbytes, abs=1e-9)  # all four of layer 0
     content = bytearray(index.path.read_bytes())
     content[0] ^= 1
     index.path.write_bytes(content)
     with pytest.raises(StoreError, match="frame 0 of expert 0: checksum"):
-        read_sample(PLAN.layers, store.frames)
+        read_sample(PLANES.layers, store.frames)
 
 
 def test_rates_are_those_of_this_machine() -> None:
@@ -147,7 +147,7 @@ def test_the_disk_decides(disk: float, codec: str) -> None:
 
 
 def test_a_small_model_is_not_measured() -> None:
-    choice = choose_for(PLAN.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
+    choice = choose_for(PLANES.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
     assert choice.codec == "none" and "too few" in choice.why
 
 
