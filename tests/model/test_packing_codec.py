@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.codecs import CodecChoice
 from expertly.core.errors import ConfigError
 from expertly.model import packing as packing_module
 from expertly.model.packing import pack, pack_cached
+from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder

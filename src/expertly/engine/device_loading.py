@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.placement import Placement, Share
+from expertly.core.resources import parse_memory
 from expertly.engine.backend import Backend
 from expertly.engine.backends import available_nbytes
 from expertly.engine.device import Device

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
+from expertly.core.resources import granted_cpus
 from expertly.native.library import Library, libraries
 
 VARIABLE = "EXPERTLY_KERNELS"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.core.codecs import CODECS
+from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry

@@ -113,7 +113,7 @@ class PackedStore:
 
     @property
     def codec(self) -> str:
-        """How experts are stored: one of `core.codecs.CODECS`."""
+        """How experts are stored: one of `core.costs.CODECS`."""
         return self.manifest.codec
 
     @property

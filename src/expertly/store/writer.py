@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from expertly.core.codecs import CODECS
+from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
 from expertly.core.geometry import LayerGeometry
