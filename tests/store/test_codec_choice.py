@@ -1,4 +1,4 @@
-"""Choosing a codec: from rates alone, and from what is measured of this disk and these weights, leaving nothing behind."""
+"""Choosing a codec: from rates alone, and from what is measured of this disk and these weights."""
 
 from __future__ import annotations
 
