@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from expertly.core.codecs import refuse_compressed
+from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
