@@ -44,7 +44,7 @@ def make_transfers_instant(model: Any) -> None:
 
     THE ONE PLACE THAT KNOWS INTERNALS: where these change, it is to be written anew, with the same counts.
     """
-    from expertly.engine.api import handle
+    from expertly.api import handle
 
     backend: Any = handle(model).engine.backend
     submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
