@@ -21,8 +21,8 @@ from expertly.engine.device import Device
 from expertly.engine.routing import Dispatch, Part, part_of
 from expertly.engine.taps import Taps
 from expertly.engine.workers import Workers
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 
 
 class Handover(Protocol):
@@ -83,11 +83,6 @@ class DeviceGroup:
         """See Executor."""
         return sum(device.num_late for device in self.devices)
 
-    @property
-    def is_asking(self) -> bool:
-        """See Executor."""
-        return True  # each device has a gate of its own
-
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """See Executor."""
         for device, share in zip(self.devices, self.placement.shares, strict=True):
@@ -97,8 +92,6 @@ class DeviceGroup:
         """See Executor."""
         taps = Taps(channel, self.placement)
         for device, tap in zip(self.devices, taps.of_devices, strict=True):
-            if device.scheduler.gate is not None:
-                device.scheduler.gate.can_pause = False  # what one would not hear the others would not
             device.predict_from(tap)
 
     def preload(self, layer: int) -> None:
@@ -110,9 +103,9 @@ class DeviceGroup:
         for device in self.devices:
             device.begin()
 
-    def begin_iteration(self, began: Callable[[], Began]) -> None:
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         """See Executor."""
-        self._run([partial(device.begin_iteration, began) for device in self.devices])
+        self._run([partial(device.begin_iteration, began, layers) for device in self.devices])
 
     def end_iteration(self, ok: bool) -> None:
         """See Executor."""

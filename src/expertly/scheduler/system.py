@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -18,13 +18,10 @@ from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.gate import GATES, Gate
-from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.prefetch_filter import FILTERS, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
 
 _NOTHING = Known()
-
-AnyController = TypeVar("AnyController", bound=Scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +35,12 @@ class System:
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
     prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
-    transfer: str = "demand"  # see Ahead where something is predicted; "at load" where everything is kept
+    transfer: str = "demand"  # see Prefetcher where something is predicted; "at load" where everything is kept
     preemption: str = "early"  # see Scheduler
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
-    fill: str = "demand"  # see Scheduler
-    gate: str = "none"  # see Gate
+    gate: str = "none"  # see PrefetchFilter
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -103,20 +99,9 @@ class System:
         """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
         be, and where `known` lacks what it needs.
         """
-        return self._make(Scheduler, geometry, budget, known, order)
-
-    def journaled_scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
-    ) -> JournaledScheduler:
-        """The same, able to write down what it decides."""
-        return self._make(JournaledScheduler, geometry, budget, known, order)
-
-    def _make(
-        self, kind: type[AnyController], geometry: Geometry, budget: Budget, known: Known, order: str | None
-    ) -> AnyController:
         order = self.ordered(order)
         make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
-        return kind(
+        return Scheduler(
             geometry,
             budget,
             make.of_model(geometry, known, self.options_of("eviction")),
@@ -128,16 +113,14 @@ class System:
             ahead=self.ahead,
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
-            fill=self.fill,
             allocation=self._allocation(geometry, known),
-            gate=self._gate(geometry, budget),
+            prefetch_filter=self._filter(geometry, budget),
         )
 
-    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+    def _filter(self, geometry: Geometry, budget: Budget) -> PrefetchFilter | None:
         if self.gate == "none" or self.prediction == "none":
             return None
-        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
-        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
+        return PrefetchFilter(geometry, budget.layer_shares)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -153,15 +136,15 @@ class System:
         """
         if self.allocation == "uniform" or self.keeps_everything:
             return None
-        num_segments, keeper = scheduler.geometry.segments_per_expert, scheduler.keeper
-        numbers = [share / num_segments for share in keeper.shares]
+        num_segments, cache = scheduler.geometry.segments_per_expert, scheduler.cache
+        numbers = [share / num_segments for share in cache.quotas]
         experts = [int(num) if num.is_integer() else num for num in numbers]
         said: dict[str, object] = {"name": self.allocation, "experts": experts}
         if ALLOCATIONS[self.allocation].splits:
-            tops = [top.bit_count() for top in keeper.tops]
+            tops = [top.bit_count() for top in cache.tops]
             said["split"] = [
                 {"kept_experts": share // top, "theta": top / num_segments}
-                for share, top in zip(keeper.shares, tops, strict=True)
+                for share, top in zip(cache.quotas, tops, strict=True)
             ]
         return said | scheduler.allocation.facts()
 
@@ -255,6 +238,10 @@ def names_of_options(part: str, name: str) -> list[str]:
 def unknown(where: str, key: str, value: str) -> ConfigError:
     """A part that there is none of."""
     accepted = ACCEPTED[key]
+    if (key, value) == ("gate", "measured"):
+        return ConfigError(
+            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(FILTERS)}"
+        )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
     return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
 
@@ -313,18 +300,6 @@ def _check_allocation(system: System, where: str) -> None:
             f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
             f"accepted: eviction={others}"
         )
-    if system.fill == "idle" and not (allocation.splits or EVICTIONS[system.eviction].is_scored):
-        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored and not one.needs_future)
-        raise ConfigError(
-            f"{where}: fill='idle' loads whole experts by their scores, which eviction={system.eviction!r} does not "
-            f"have; accepted: fill=demand, or eviction={scored}"
-        )
-    if system.fill == "idle" and not allocation.changes:
-        changing = ", ".join(name for name, one in ALLOCATIONS.items() if one.changes)
-        raise ConfigError(
-            f"{what} never changes what layers keep, which fill='idle' would load; accepted: fill=demand, or "
-            f"allocation={changing}"
-        )
     if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
         raise ConfigError(
             f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
@@ -344,8 +319,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
-    "fill": ("demand", "idle"),
-    "gate": GATES,
+    "gate": FILTERS,
 }
 """Of each part that is chosen by name, what it may be."""
 
@@ -370,7 +344,7 @@ WITH_OPTIONS: dict[str, Registry[Any]] = {
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "gate", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "gate", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

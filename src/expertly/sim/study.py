@@ -217,7 +217,7 @@ class Study:
             "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "bytes_read")),
             **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
@@ -238,7 +238,7 @@ class Study:
         if simulator.predictor is not None:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
-            gate = simulator.scheduler.gate
+            gate = simulator.scheduler.filter
             row["gate"] = None if gate is None else gate.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
             by_layer = enumerate(simulator.scheduler.counters)
@@ -250,7 +250,6 @@ class Study:
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
             row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
             row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
-            row["filled_bytes"] = decode.filled_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
             row["decode_iterations"] = metrics.num_decode_iterations
