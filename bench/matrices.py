@@ -22,8 +22,8 @@ from report import print_report
 
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.policies.matrices.collection import Collection, Matrices
 from expertly.policies.predictor.eam import EAM, EAMOptions
+from expertly.policies.predictor.eam.matrices import Collection, Matrices
 from expertly.reproduce.moe_infinity.query import BOUNDS_US, LAYERS, SHAPE, WARM_UP, choices, clocked, full, query
 
 

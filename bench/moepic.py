@@ -43,9 +43,9 @@ from expertly.lab.study import study as train
 from expertly.lab.train import TrainOptions
 from expertly.policies.eviction import MakeEviction
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.geometry_file import read_geometry

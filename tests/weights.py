@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from expertly.policies.learned import LearnedWeights, Mlp, pairs
 from expertly.policies.learned_file import save_predictor
+from expertly.policies.predictor.learned import LearnedWeights, Mlp, pairs
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 

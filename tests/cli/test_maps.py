@@ -14,8 +14,9 @@ from expertly.cli.main import main
 from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
-from expertly.policies.maps.store import NONE, MapShape
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.predictor.fmoe.store import NONE
 from expertly.policies.state.coverage import mean_similarities
 from expertly.policies.state.file import load_maps, save_maps
 from expertly.sim.schedule import Selection, make_schedule
@@ -243,7 +244,7 @@ def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys)
 def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
     folder = make_checkpoint("qwen3_moe", tmp_path / "model")
     store = pack_cached(folder, cache_dir=tmp_path / "cache")
-    identity, shape = store.manifest.identity, MapShape.of(store.geometry())
+    identity, shape = store.manifest.identity, ModelShape.of(store.geometry())
     layers = tuple(TraceLayer(*numbers) for numbers in zip(shape.num_experts, shape.top_k, strict=True))
     trace = make_trace(tmp_path / "trace", layers)
     paths = [tmp_path / f"{number}.maps" for number in range(4)]

@@ -10,8 +10,8 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.matrices.collection import Matrices
 from expertly.policies.predictor.eam import EAM
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.state.file import save_maps
 from expertly.policies.state.matrices_file import load_matrices, save_matrices
 from expertly.sim.schedule import Selection, make_schedule

@@ -14,7 +14,8 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import prediction as prediction_module
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.file import MapsFile, load_maps, save_maps
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
@@ -44,7 +45,7 @@ def test_auto_is_beside_the_store_and_is_found_again(own: tuple[Case, Path]) -> 
         assert stats["predictor"]["maps"] == stats["maps_read"]
         geometry = handle(model).engine.scheduler.geometry
         identity = handle(model).store.manifest.identity
-    assert load_maps(path, identity, MapShape.of(geometry)).num_maps == rows
+    assert load_maps(path, identity, ModelShape.of(geometry)).num_maps == rows
     generation = path.stat().st_mtime_ns
     with loaded(store, system="fmoe", maps="auto"):
         pass

@@ -21,7 +21,7 @@ from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.saved_reuse import reuse_models
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from expertly.scheduler.decisions import replay_file
@@ -77,7 +77,7 @@ def test_auto_is_beside_the_store_and_is_found_again(own: tuple[Case, Path]) -> 
         (live,) = reuse_models(handle(model).engine.executor)
         again = live.state()
         identity = handle(model).store.manifest.identity
-        shape = MapShape.of(handle(model).engine.executor.geometry)
+        shape = ModelShape.of(handle(model).engine.executor.geometry)
     assert again is not None
     for name, array in state.items():
         np.testing.assert_array_equal(again[name], array, err_msg=name)
@@ -126,7 +126,7 @@ def test_a_damaged_file(damage: str, own: tuple[Case, Path], cases: Cases) -> No
         shape = geometry(layers=3, experts=5)
         state = ReuseModel(shape).state()
         assert state is not None
-        save_reuse(path, state, file.identity, MapShape.of(shape))
+        save_reuse(path, state, file.identity, ModelShape.of(shape))
     with pytest.raises(StoreError, match=r"store\.reuse"):
         learn(store, case, maps=path)
     assert not reader_threads()

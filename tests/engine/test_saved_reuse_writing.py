@@ -13,7 +13,7 @@ import expertly
 from expertly.core.errors import StoreError
 from expertly.engine import saved_reuse as saved_reuse_module
 from expertly.engine.saved_reuse import SavedReuse
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 from expertly.policies.reuse.layer import LayerReuse
 from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
@@ -64,7 +64,7 @@ def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedReuse,
     monkeypatch.setattr(saved_reuse_module, "SAVE_EVERY_S", 0.0)
     shape = geometry()
     model = ReuseModel(shape)
-    saved = SavedReuse(model, "4" * 64, MapShape.of(shape), path)
+    saved = SavedReuse(model, "4" * 64, ModelShape.of(shape), path)
     model.observe(one_token(0, [1, 2]))
     return saved, model
 

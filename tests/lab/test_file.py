@@ -11,8 +11,8 @@ import pytest
 
 from expertly.core.errors import StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.policies.learned import LearnedWeights, Mlp
 from expertly.policies.learned_file import PredictorFile, save_predictor
+from expertly.policies.predictor.learned import LearnedWeights, Mlp
 from tests.weights import random_weights
 
 LAYERS = (LayerGeometry(6, 2, 4, 4, 2, 1), LayerGeometry(4, 1, 4, 4, 2, 1), LayerGeometry(5, 2, 4, 4, 2, 1))

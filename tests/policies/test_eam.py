@@ -8,9 +8,9 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam import EAM, EAMOptions
+from expertly.policies.predictor.eam.matrices import Matrices
 from tests.policies.matrices.reference import NaiveCollection, choices, matrix_of
 from tests.scheduler.drive import geometry
 
@@ -241,7 +241,7 @@ def test_a_store_of_another_capacity_is_cut_and_of_another_model_refused() -> No
     same.store = eam.store
     assert same.store is eam.store
     with pytest.raises(ConfigError, match="activation matrices: are of another model"):
-        eam.store = Matrices(MapShape((4,), (2,)))
+        eam.store = Matrices(ModelShape((4,), (2,)))
 
 
 @pytest.mark.parametrize(

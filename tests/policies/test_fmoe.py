@@ -11,10 +11,11 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, History, Routed
-from expertly.policies.maps.selection import select
-from expertly.policies.maps.store import MapShape, MapStore
-from expertly.policies.predictor import fmoe as fmoe_module
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.predictor.fmoe import predictor as fmoe_module
+from expertly.policies.predictor.fmoe.predictor import select
+from expertly.policies.predictor.fmoe.store import MapStore
 from tests.policies.maps.reference import cosine, random_scores, top
 from tests.scheduler.drive import geometry
 
@@ -351,7 +352,7 @@ def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
     assert (large.store.num_maps, large.store.capacity) == (40, 2000)
     assert run(large, Rows(3, 1)) == run(FMoE(SHAPE, 2, store=given.copy()), Rows(3, 1))
     with pytest.raises(ConfigError, match="another model"):
-        large.store = MapStore(MapShape((4,), (1,)))
+        large.store = MapStore(ModelShape((4,), (1,)))
 
 
 def test_a_store_set_or_filled_within_a_pass_takes_effect_with_the_next_one() -> None:

@@ -17,8 +17,8 @@ from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertly.core.observation import History, Want
-    from expertly.policies.maps.store import MapStore
-    from expertly.policies.matrices.collection import Matrices
+    from expertly.policies.predictor.eam.matrices import Matrices
+    from expertly.policies.predictor.fmoe.store import MapStore
     from expertly.policies.state.any_file import AnyStore
     from expertly.sim.workload import RowRange
     from expertly.trace.reader import Trace
@@ -98,10 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapStore:
-    from expertly.policies.maps.store import MapShape, MapStore
+    from expertly.policies.learned import ModelShape
+    from expertly.policies.predictor.fmoe.store import MapStore
 
     layers = trace.manifest.layers
-    shape = MapShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+    shape = ModelShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
     has_embeddings = trace.is_real("embedding")
     if trace.has("embedding") and not has_embeddings:
         message("expertly: the trace's embeddings are made up: the maps go without")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.policies.maps.store import MapStore
-    from expertly.policies.matrices.collection import Collection, Matrices
+    from expertly.policies.predictor.eam.matrices import Collection, Matrices
+    from expertly.policies.predictor.fmoe.store import MapStore
     from expertly.policies.state.any_file import AnyFile, AnyStore
     from expertly.policies.state.header import Facts
 
@@ -32,7 +32,7 @@ def write_file(out: Path, store: AnyStore, identity: str, about: Facts, is_json:
 
 def facts_of(file: AnyFile) -> dict[str, Any]:
     """For --json. Bytes are those of what is stored in memory, and of what is full."""
-    from expertly.policies.matrices.collection import Matrices
+    from expertly.policies.predictor.eam.matrices import Matrices
 
     store, shape = file.store, file.header.shape
     return {

@@ -20,7 +20,7 @@ from expertly.hardware.measure_codec import store_costs
 from expertly.lab.model_profile import Measurement
 from expertly.lab.playing import answer, chooser, max_positions
 from expertly.lab.recording import record
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.reuse_learning import teach

@@ -17,9 +17,9 @@ from expertly.engine.prediction import Matcher, Prefetching
 from expertly.engine.saved_maps import SavedMaps
 from expertly.model.routers import RouterTap, find_routers
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
 from expertly.engine.sharing import Sharing
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam import EAM
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.state.file import load_maps, save_maps
 from expertly.policies.state.matrices_file import load_matrices, save_matrices
@@ -77,7 +77,7 @@ class SavedMaps:
         if not self.path.exists():
             return
         try:
-            num_needed = self._give(MapShape.of(geometry), hidden_size)
+            num_needed = self._give(ModelShape.of(geometry), hidden_size)
         except StoreError as error:
             if not self._is_auto:
                 raise
@@ -128,7 +128,7 @@ class SavedMaps:
         if not self.write() and not self._is_auto:
             raise StoreError(f"maps={str(self.path)!r}: not saved: {self.problem}")
 
-    def _give(self, shape: MapShape, hidden_size: int) -> int:
+    def _give(self, shape: ModelShape, hidden_size: int) -> int:
         """Give the predictor what the file has; the capacity that would hold it all. Raises as `load_maps`."""
         predictor = self._predictor
         if isinstance(predictor, EAM):

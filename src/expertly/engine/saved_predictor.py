@@ -8,8 +8,8 @@ from pathlib import Path
 from expertly.core.errors import ConfigError
 from expertly.data import demo_predictor
 from expertly.engine.saved_maps import AUTO, OFF
-from expertly.policies.learned import LearnedWeights
 from expertly.policies.learned_file import PredictorFile
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore

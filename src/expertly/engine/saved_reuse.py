@@ -17,7 +17,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.executor import Executor
 from expertly.engine.saved_maps import AUTO, OFF
 from expertly.policies.eviction.reuse import Reuse
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.reuse_file import ReuseFile, save_reuse
 from expertly.scheduler.system import System
@@ -82,7 +82,7 @@ def open_reuse(
                 f"maps={str(path)!r}: the system's eviction is not kept in files; accepted: {AUTO}, {OFF}"
             )
         return None
-    saved = SavedReuse(models[0], store.manifest.identity, MapShape.of(executor.geometry), path, is_auto=is_auto)
+    saved = SavedReuse(models[0], store.manifest.identity, ModelShape.of(executor.geometry), path, is_auto=is_auto)
     saved.why_nothing = why_none
     saved.about["source"] = store.manifest.source
     saved.read()
@@ -95,7 +95,7 @@ class SavedReuse:
     """
 
     def __init__(
-        self, model: ReuseModel, identity: str, shape: MapShape, path: Path | None, *, is_auto: bool = False
+        self, model: ReuseModel, identity: str, shape: ModelShape, path: Path | None, *, is_auto: bool = False
     ) -> None:
         self.path = path
         self.num_read = 0

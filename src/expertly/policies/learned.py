@@ -1,92 +1,49 @@
-"""Weights of the learned predictor as plain data (ProMoE, section 4): who reads them from where is a driver's affair.
-
-H numbers of a router input, N hidden, E experts.
-"""
+"""What policies learn, and the file that keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
 
-from expertly.core.observation import Floats
-
-Weights = npt.NDArray[np.floating[Any]]
-
-Pair = tuple[int, int]
-"""The layer whose router input is looked at, and the layer that is predicted from it."""
+MAX_EXPERTS = 0xFFFE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mlp:
-    """Of one pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x - mean) * scale.
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """How many experts each MoE layer of a model has, and how many its router chooses."""
 
-    Two layers and a path past the first: what a router input says of a near layer is all but linear.
-    """
-
-    mean: Weights  # [H]
-    scale: Weights  # [H] 0: nothing is made of this number
-    hidden: Weights  # [N, H]
-    hidden_bias: Weights  # [N]
-    out: Weights  # [E, N]
-    direct: Weights  # [E, H]
-    bias: Weights  # [E]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(one.size for one in (self.hidden, self.hidden_bias, self.out, self.direct, self.bias))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LearnedWeights:
-    """One `Mlp` for each pair that predicting at one of `distances` needs (see `pairs`)."""
-
-    num_experts: tuple[int, ...]  # of each layer
+    num_experts: tuple[int, ...]
     top_k: tuple[int, ...]
-    starts: tuple[int, ...]  # the first layer of the stack that the layer is in: 0, but of a decoder behind an encoder
-    distances: tuple[int, ...]
-    mlps: Mapping[Pair, Mlp]
 
-    def has(self, distance: int) -> bool:
-        return all(pair in self.mlps for pair in pairs(self.starts, distance))
+    def __post_init__(self) -> None:
+        if not self.num_experts or len(self.num_experts) != len(self.top_k):
+            raise ConfigError(
+                f"model shape: num_experts of {len(self.num_experts)} layers and top_k of {len(self.top_k)}; "
+                "must be as many, and at least one"
+            )
+        for experts, top_k in zip(self.num_experts, self.top_k, strict=True):
+            if not 1 <= top_k <= experts <= MAX_EXPERTS:
+                raise ConfigError(
+                    f"model shape: num_experts={experts}, top_k={top_k}: must be 1 <= top_k <= experts <= {MAX_EXPERTS}"
+                )
 
-    @property
-    def hidden_size(self) -> int:
-        """Most numbers of a router input; 0 where there is nothing to predict."""
-        return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
-
-
-def pairs(starts: Sequence[int], distance: int) -> list[Pair]:
-    """What predicts each layer from `distance` layers before it, or from the first layer of its stack where that is
-    nearer (ProMoE, section 4, footnote 1). Nothing predicts a first layer.
-    """
-    return [(max(start, layer - distance), layer) for layer, start in enumerate(starts) if layer > start]
-
-
-class Network:
-    """An `Mlp` made ready: float32, and one matrix for all that is done to an input."""
-
-    def __init__(self, mlp: Mlp) -> None:
-        self.num_parameters = mlp.num_parameters
-        self._width = len(mlp.hidden)
-        first = np.concatenate([mlp.hidden, mlp.direct]).astype(np.float32) * mlp.scale.astype(np.float32)  # [N + E, H]
-        offset = first @ mlp.mean.astype(np.float32)
-        self._first: Floats = np.ascontiguousarray(first.T)
-        self._first_bias: Floats = np.concatenate([mlp.hidden_bias, mlp.bias]).astype(np.float32) - offset
-        self._out: Floats = np.ascontiguousarray(mlp.out.T, np.float32)
+    @classmethod
+    def of(cls, geometry: Geometry) -> ModelShape:
+        """That of a model."""
+        layers = geometry.layers
+        return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
 
     @property
-    def hidden_size(self) -> int:
-        return len(self._first)
+    def num_layers(self) -> int:
+        return len(self.num_experts)
 
-    def probabilities(self, inputs: Floats) -> Floats:
-        """[T, E] of router inputs [T, up to H]; a model whose layers differ in width shows fewer numbers of some."""
-        both = inputs @ self._first[: inputs.shape[1]] + self._first_bias
-        logits: Floats = np.maximum(both[:, : self._width], 0) @ self._out + both[:, self._width :]
-        logits -= logits.max(axis=1, keepdims=True)
-        np.exp(logits, out=logits)
-        logits /= logits.sum(axis=1, keepdims=True)
-        return logits
+    @property
+    def max_experts(self) -> int:
+        """E, of the largest layer."""
+        return max(self.num_experts)
+
+    @property
+    def max_top_k(self) -> int:
+        return max(self.top_k)

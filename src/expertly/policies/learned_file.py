@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import TensorInfo
-from expertly.policies.learned import LearnedWeights, Mlp, Pair, pairs
+from expertly.policies.predictor.learned import LearnedWeights, Mlp, Pair, pairs
 from expertly.policies.state.metadata import (
     MAX_LAYERS,
     check_identity,

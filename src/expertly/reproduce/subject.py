@@ -9,8 +9,8 @@ from pathlib import Path
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.data import demo_predictor
-from expertly.policies.learned import LearnedWeights
 from expertly.policies.learned_file import PredictorFile
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
 from expertly.trace.reader import Trace

@@ -167,7 +167,7 @@ class System:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
         if self.prediction == "none":
             return None
-        return PREDICTORS[self.prediction](geometry, known, self.distance, self.options_of("prediction"))
+        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
         """Of its options, those of one of its parts, a key of WITH_OPTIONS."""

@@ -11,8 +11,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.compressed_share import Reuse, ShareChoice
 from expertly.scheduler.counters import PhaseCounters

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from expertly.core.headers import TensorSpec, safetensors_header
-from expertly.policies.maps.store import NONE, MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import NONE, MapStore
 from expertly.policies.state.sealed import without_checksum
 
-SHAPE = MapShape((8, 6, 8), (2, 3, 3))
+SHAPE = ModelShape((8, 6, 8), (2, 3, 3))
 IDENTITY = "4" * 64
 
 

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.file import DTYPES, MapsFile, load_maps, save_maps
 from expertly.policies.state.header import MapsHeader
 from expertly.policies.state.sealed import NO_CHECKSUM
@@ -38,7 +39,7 @@ def saved(folder: Path, store: MapStore | None = None) -> Path:
     return folder / "a.maps"
 
 
-def refusal(path: Path, identity: str | None = IDENTITY, shape: MapShape | None = SHAPE) -> str:
+def refusal(path: Path, identity: str | None = IDENTITY, shape: ModelShape | None = SHAPE) -> str:
     with pytest.raises(StoreError) as error:
         load_maps(path, identity, shape)
     assert str(path) in str(error.value)
@@ -62,7 +63,7 @@ def forged_maps(folder: Path, tensors: dict[str, np.ndarray], **metadata: str | 
         make_store(hidden_size=None),
         make_store(1, capacity=1),
         make_store(0),
-        MapStore(MapShape((4,), (4,)), 7, semantic_weight=1.0, quota=1.0),
+        MapStore(ModelShape((4,), (4,)), 7, semantic_weight=1.0, quota=1.0),
     ],
     ids=["some", "full", "no embeddings", "one", "none", "one layer"],
 )
@@ -106,8 +107,8 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert "identity='4444" in refusal(path, "5" * 64) and "another model" in refusal(path, "5" * 64)
-    assert "3 layers of 6 to 8 experts" in refusal(path, IDENTITY, MapShape((8, 6), (2, 3)))
-    assert "shape" in refusal(path, IDENTITY, MapShape((8, 6, 8), (2, 3, 4)))
+    assert "3 layers of 6 to 8 experts" in refusal(path, IDENTITY, ModelShape((8, 6), (2, 3)))
+    assert "shape" in refusal(path, IDENTITY, ModelShape((8, 6, 8), (2, 3, 4)))
 
 
 @pytest.mark.parametrize("hidden_size", [5, None])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.state.any_file import read_any
 from expertly.policies.state.file import MapsFile, load_maps, save_maps
 from expertly.policies.state.header import MatricesHeader
@@ -92,7 +92,7 @@ def test_another_models_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"identity='4444.*of another model, or of this one before it changed"):
         load_matrices(path, "5" * 64)
     with pytest.raises(StoreError, match=r"shape: of 3 layers of 6 to 8 experts.*; expected 1 layers of 8 experts"):
-        load_matrices(path, IDENTITY, MapShape((8,), (2,)))
+        load_matrices(path, IDENTITY, ModelShape((8,), (2,)))
 
 
 def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path) -> None:

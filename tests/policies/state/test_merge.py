@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.maps.store import NONE, MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import NONE, MapStore
 from expertly.policies.state.coverage import coverage_bounds, mean_similarities
 from expertly.policies.state.merge import merged
 from tests.policies.state.builders import SHAPE, add_random, assert_same, make_store
 
-ONE_LAYER = MapShape((4,), (1,))
+ONE_LAYER = ModelShape((4,), (1,))
 
 
 def one_hot_store(experts: list[int], capacity: int = 10, requests: list[int] | None = None) -> MapStore:
@@ -79,7 +80,7 @@ def test_stores_of_two_models_do_not_merge() -> None:
 
 
 def test_coverage_bounds_are_those_of_the_paper() -> None:
-    low, high = coverage_bounds(MapShape((8,) * 32, (2,) * 32))  # Mixtral
+    low, high = coverage_bounds(ModelShape((8,) * 32, (2,) * 32))  # Mixtral
     assert (low.num_maps, low.similarity, high.similarity) == (512, 0.75, 0.98)
     assert high.num_maps == math.ceil(128 * math.log(256))
     assert coverage_bounds(SHAPE)[0].num_maps == 2 * (8 + 6 + 8)

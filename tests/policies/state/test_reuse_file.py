@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 from expertly.policies.reuse.model import ReuseModel
 from expertly.policies.state.any_file import read_any
 from expertly.policies.state.file import load_maps, save_maps
@@ -85,7 +85,7 @@ def test_another_models_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"identity='4444.*of another model, or of this one before it changed"):
         ReuseFile.read(path, "5" * 64)
     with pytest.raises(StoreError, match=r"shape: of 3 layers of 6 to 8 experts.*; expected 1 layers of 8 experts"):
-        ReuseFile.read(path, IDENTITY, MapShape((8,), (2,)))
+        ReuseFile.read(path, IDENTITY, ModelShape((8,), (2,)))
     with pytest.raises(StoreError, match=r"identity='trace:toy': of another model"):
         ReuseFile.read(forged_reuse(tmp_path, learned(), identity="trace:toy"), IDENTITY)
 
@@ -198,6 +198,6 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path) -> None:
         state = ReuseModel(large).state()
         assert state is not None
         with pytest.raises(StoreError, match="the disk is full"):
-            save_reuse(path, state, IDENTITY, MapShape.of(large))
+            save_reuse(path, state, IDENTITY, ModelShape.of(large))
         assert_same_state(ReuseFile.read(path, IDENTITY, SHAPE).state, learned())
         assert [file.name for file in disk.iterdir()] == ["a.reuse"]

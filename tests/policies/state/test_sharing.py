@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MapShape, MapStore
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.sharing import absorb, digests_of, like
 from tests.policies.state.builders import SHAPE, make_store
 
@@ -79,7 +80,7 @@ def test_what_is_of_another_model_is_refused(kind: str) -> None:
     mine = make_store(4)
     state = dict(make_store(4, seed=1).state())
     if kind == "other shape":
-        state = dict(MapStore(MapShape((4,), (1,))).state())
+        state = dict(MapStore(ModelShape((4,), (1,))).state())
     elif kind == "other width":
         state = dict(make_store(4, hidden_size=7).state())
     elif kind == "not a number":

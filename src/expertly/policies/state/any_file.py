@@ -10,8 +10,8 @@ from pathlib import Path
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import header_bytes_of, header_metadata
-from expertly.policies.maps.store import MapStore
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.file import MapsFile, save_maps
 from expertly.policies.state.header import Facts, MapsHeader, MatricesHeader
 from expertly.policies.state.matrices_file import MatricesFile, save_matrices

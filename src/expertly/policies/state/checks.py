@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import NONE, MapShape
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import NONE
 
 _ROUNDING = 0.02
 """How far above 1 probabilities may be, one or all of a layer, and how far from 1 an embedding's length."""
 
 
-def check_state(path: Path, shape: MapShape, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def check_state(path: Path, shape: ModelShape, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Raises StoreError naming the file, the tensor, the map and what is wrong with it."""
     for layer, num_experts in enumerate(shape.num_experts):
         _check_probabilities(path, layer, num_experts, arrays["maps"][layer])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Bound:
     similarity: float
 
 
-def coverage_bounds(shape: MapShape) -> tuple[Bound, Bound]:
+def coverage_bounds(shape: ModelShape) -> tuple[Bound, Bound]:
     """2 L E maps and L E ln(L E) / 2 maps, rounded up; L E is the number of experts of the model."""
     num = sum(shape.num_experts)
     return Bound(2 * num, 0.75), Bound(math.ceil(num * math.log(num) / 2), 0.98)

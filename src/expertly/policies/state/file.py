@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import TensorInfo
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.checks import check_state
 from expertly.policies.state.header import Facts, MapsHeader, check_model
 from expertly.policies.state.sealed import Shape, num_of, read_sealed, write_sealed
@@ -35,7 +36,7 @@ class MapsFile:
     store: MapStore
 
     @classmethod
-    def read(cls, path: Path, identity: str | None = None, shape: MapShape | None = None) -> MapsFile:
+    def read(cls, path: Path, identity: str | None = None, shape: ModelShape | None = None) -> MapsFile:
         """Read and check everything. `identity` and `shape` are what the maps must be of; None: whatever they are.
 
         Requests are numbered down from -1, so that none of them is one that a running model counts up from 0.
@@ -58,7 +59,7 @@ class MapsFile:
         return cls(path, header, nbytes, store)
 
 
-def load_maps(path: str | Path, identity: str | None = None, shape: MapShape | None = None) -> MapStore:
+def load_maps(path: str | Path, identity: str | None = None, shape: ModelShape | None = None) -> MapStore:
     """The store in a maps file; see `MapsFile.read`."""
     return MapsFile.read(Path(path), identity, shape).store
 
@@ -77,7 +78,7 @@ def save_maps(path: str | Path, store: MapStore, identity: str, about: Facts | N
 
 
 def _parse(
-    path: Path, identity: str | None, shape: MapShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
+    path: Path, identity: str | None, shape: ModelShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
 ) -> tuple[MapsHeader, dict[str, Shape]]:
     """The header, and the shapes of the tensors."""
     header = MapsHeader.parse(path, raw)

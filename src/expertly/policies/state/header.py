@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MAX_CAPACITY, MAX_NBYTES, MapShape
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MAX_CAPACITY, MAX_NBYTES
 from expertly.policies.state.metadata import (
     check_identity,
     failure,
@@ -30,7 +31,7 @@ class MapsHeader:
     kind: ClassVar[str] = "expertly-maps"
 
     identity: str  # of the model, as its packed store has it
-    shape: MapShape
+    shape: ModelShape
     capacity: int
     semantic_weight: float
     quota: float
@@ -64,7 +65,7 @@ class MatricesHeader:
     kind: ClassVar[str] = "expertly-matrices"
 
     identity: str  # of the model, as its packed store has it
-    shape: MapShape
+    shape: ModelShape
     capacity: int  # of each phase
     about: Facts = field(default_factory=dict)
 
@@ -80,14 +81,16 @@ class MatricesHeader:
         return cls(found["identity"], shape, capacity, about_in(path, found))
 
 
-def check_model(path: Path, header: MapsHeader | MatricesHeader, identity: str | None, shape: MapShape | None) -> None:
+def check_model(
+    path: Path, header: MapsHeader | MatricesHeader, identity: str | None, shape: ModelShape | None
+) -> None:
     """Raises StoreError where a file is not of the model, or of its layers, that it must be of (None: of any)."""
     check_identity(path, header.kind, header.identity, identity)
     if shape is not None and shape != header.shape:
         raise StoreError(f"{path}: shape: of {describe(header.shape)}; expected {describe(shape)}, as the model has")
 
 
-def describe(shape: MapShape) -> str:
+def describe(shape: ModelShape) -> str:
     """`26 layers of 64 experts, top-6`."""
     return f"{len(shape.num_experts)} layers of {_span(shape.num_experts)} experts, top-{_span(shape.top_k)}"
 
@@ -97,7 +100,9 @@ def _span(numbers: tuple[int, ...]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _metadata(kind: str, checksum: str, identity: str, shape: MapShape, capacity: int, about: Facts) -> dict[str, str]:
+def _metadata(
+    kind: str, checksum: str, identity: str, shape: ModelShape, capacity: int, about: Facts
+) -> dict[str, str]:
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k}
     return {**metadata_of(kind, checksum, identity, sizes, about), "capacity": str(capacity)}
 

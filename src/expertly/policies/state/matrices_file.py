@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import TensorInfo
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import MAX_COUNT, Collection, Matrices
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import MAX_COUNT, Collection, Matrices
 from expertly.policies.state.header import Facts, MatricesHeader, check_model
 from expertly.policies.state.sealed import Shape, num_of, read_sealed, write_sealed
 
@@ -34,7 +34,7 @@ class MatricesFile:
     store: Matrices
 
     @classmethod
-    def read(cls, path: Path, identity: str | None = None, shape: MapShape | None = None) -> MatricesFile:
+    def read(cls, path: Path, identity: str | None = None, shape: ModelShape | None = None) -> MatricesFile:
         """Read and check everything; see `MapsFile.read`."""
         header, arrays, nbytes = read_sealed(path, DTYPES, (), partial(_parse, path, identity, shape))
         try:
@@ -48,7 +48,7 @@ class MatricesFile:
         return cls(path, header, nbytes, Matrices.of(*collections))
 
 
-def load_matrices(path: str | Path, identity: str | None = None, shape: MapShape | None = None) -> Matrices:
+def load_matrices(path: str | Path, identity: str | None = None, shape: ModelShape | None = None) -> Matrices:
     """The matrices in a file; see `MatricesFile.read`."""
     return MatricesFile.read(Path(path), identity, shape).store
 
@@ -63,7 +63,7 @@ def save_matrices(path: str | Path, store: Matrices, identity: str, about: Facts
 
 
 def check_phase(
-    path: Path, shape: MapShape, phase: str, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]
+    path: Path, shape: ModelShape, phase: str, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]
 ) -> None:
     """Whether numbers can be those of a collection. Raises StoreError naming the file, the tensor and what is wrong."""
     is_expert = np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None]
@@ -83,7 +83,7 @@ def check_phase(
 
 
 def _parse(
-    path: Path, identity: str | None, shape: MapShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
+    path: Path, identity: str | None, shape: ModelShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
 ) -> tuple[MatricesHeader, dict[str, Shape]]:
     """The header, and the shapes of the tensors."""
     header = MatricesHeader.parse(path, raw)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from expertly.core.errors import ConfigError
-from expertly.policies.maps.store import MapStore
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import MapStore
 
 
 def merged(stores: Sequence[MapStore], capacity: int) -> MapStore:

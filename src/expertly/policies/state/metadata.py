@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import header_metadata
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 
 VERSION = 1
 
@@ -78,7 +78,7 @@ def check_identity(path: Path, kind: str, own: str, identity: str | None) -> Non
         raise StoreError(f"{path}: identity={own!r:.80}: {what}; expected {identity!r:.80}")
 
 
-def layers_in(path: Path, found: Mapping[str, str]) -> MapShape:
+def layers_in(path: Path, found: Mapping[str, str]) -> ModelShape:
     """The layers that the shape lists. Raises StoreError where no model has such."""
     num_experts = whole_numbers(path, found, "num_experts", 1, MAX_EXPERTS)
     top_k = whole_numbers(path, found, "top_k", 1, MAX_EXPERTS)
@@ -86,7 +86,7 @@ def layers_in(path: Path, found: Mapping[str, str]) -> MapShape:
         raise failure(path, found, "shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
     if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
         raise failure(path, found, "shape", "top_k must be at most num_experts")
-    return MapShape(num_experts, top_k)
+    return ModelShape(num_experts, top_k)
 
 
 def whole_numbers(path: Path, found: Mapping[str, str], name: str, least: int, most: int) -> tuple[int, ...]:

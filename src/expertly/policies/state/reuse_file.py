@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from expertly.core.errors import StoreError
 from expertly.core.headers import TensorInfo
-from expertly.policies.maps.store import MAX_NBYTES, MapShape
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MAX_NBYTES
 from expertly.policies.reuse.layer import DISCOUNT, FADING, HORIZON
 from expertly.policies.reuse.model import REACH, num_weights
 from expertly.policies.state.header import Facts, about_in, describe
@@ -44,13 +45,13 @@ class ReuseFile:
 
     path: Path
     identity: str  # of the model, as its packed store has it
-    shape: MapShape
+    shape: ModelShape
     about: Facts
     nbytes: int  # of the file
     state: Mapping[str, npt.NDArray[Any]]
 
     @classmethod
-    def read(cls, path: Path, identity: str | None = None, shape: MapShape | None = None) -> ReuseFile:
+    def read(cls, path: Path, identity: str | None = None, shape: ModelShape | None = None) -> ReuseFile:
         """Read and check everything. `identity` and `shape` are those of the model that it must be of; None: of any.
 
         Raises StoreError naming the file and the field: a file that is missing, truncated, altered, of another format,
@@ -67,7 +68,7 @@ class ReuseFile:
 
 
 def save_reuse(
-    path: Path, state: Mapping[str, npt.NDArray[Any]], identity: str, shape: MapShape, about: Facts | None = None
+    path: Path, state: Mapping[str, npt.NDArray[Any]], identity: str, shape: ModelShape, about: Facts | None = None
 ) -> None:
     """Replace the file at `path` by one of the `state` of a ReuseModel. `identity` and `shape` are the model's, `about`
     whatever else the file shall say of itself.
@@ -86,8 +87,8 @@ def save_reuse(
 
 
 def _parse(
-    path: Path, identity: str | None, shape: MapShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
-) -> tuple[tuple[str, MapShape, Facts], dict[str, Shape]]:
+    path: Path, identity: str | None, shape: ModelShape | None, raw: bytes, infos: Mapping[str, TensorInfo]
+) -> tuple[tuple[str, ModelShape, Facts], dict[str, Shape]]:
     """What the header says, and the shapes of the tensors."""
     found = read_metadata(path, raw, KIND)
     own, layers = found["identity"], layers_in(path, found)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import StoreError
-from expertly.policies.maps.store import MapStore
-from expertly.policies.matrices.collection import Collection, Matrices
+from expertly.policies.predictor.eam.matrices import Collection, Matrices
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.state.any_file import AnyStore
 from expertly.policies.state.checks import check_state
 from expertly.policies.state.matrices_file import check_phase

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.geometry import Geometry
 from expertly.core.observation import Floats, Ids
-from expertly.policies.maps.numbers import inverse_root, through_float16, unit_rows
-from expertly.policies.maps.redundancy import Incoming, place
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.redundancy import Incoming, inverse_root, place, through_float16, unit_rows
 
 NONE = 0xFFFF
 """Where `chosen` names no expert."""
@@ -22,45 +20,6 @@ NONE = 0xFFFF
 MAX_CAPACITY = 1 << 20
 MAX_NBYTES = 1 << 36
 """Of a full store in memory, without embeddings: a spec or a file of a few bytes must not take all there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class MapShape:
-    """Which models a store fits: lists run over the MoE layers."""
-
-    num_experts: tuple[int, ...]
-    top_k: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.num_experts or len(self.num_experts) != len(self.top_k):
-            raise ConfigError(
-                f"map shape: num_experts of {len(self.num_experts)} layers and top_k of {len(self.top_k)}; "
-                "must be as many, and at least one"
-            )
-        for experts, top_k in zip(self.num_experts, self.top_k, strict=True):
-            if not 1 <= top_k <= experts < NONE:
-                raise ConfigError(
-                    f"map shape: num_experts={experts}, top_k={top_k}: must be 1 <= top_k <= experts < {NONE}"
-                )
-
-    @classmethod
-    def of(cls, geometry: Geometry) -> MapShape:
-        """The shape of a model's maps."""
-        layers = geometry.layers
-        return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.num_experts)
-
-    @property
-    def max_experts(self) -> int:
-        """E, of the largest layer."""
-        return max(self.num_experts)
-
-    @property
-    def max_top_k(self) -> int:
-        return max(self.top_k)
 
 
 class MapStore:
@@ -71,7 +30,7 @@ class MapStore:
     """
 
     def __init__(
-        self, shape: MapShape, capacity: int = 1000, *, semantic_weight: float = 0.0, quota: float = 0.125
+        self, shape: ModelShape, capacity: int = 1000, *, semantic_weight: float = 0.0, quota: float = 0.125
     ) -> None:
         if not 1 <= capacity <= MAX_CAPACITY:
             raise ConfigError(f"capacity={capacity}: must be from 1 to {MAX_CAPACITY} maps")
@@ -185,7 +144,7 @@ class MapStore:
     @classmethod
     def from_state(
         cls,
-        shape: MapShape,
+        shape: ModelShape,
         arrays: Mapping[str, npt.NDArray[Any]],
         capacity: int = 1000,
         *,
@@ -243,7 +202,7 @@ class MapStore:
         return 0 if self.embeddings is None else self.embeddings.nbytes
 
     @staticmethod
-    def nbytes_of(shape: MapShape, capacity: int, hidden_size: int) -> tuple[int, int]:
+    def nbytes_of(shape: ModelShape, capacity: int, hidden_size: int) -> tuple[int, int]:
         """Bytes in memory of the maps and of the embeddings of a full store."""
         return 4 * shape.num_layers * capacity * shape.max_experts, 4 * capacity * hidden_size
 

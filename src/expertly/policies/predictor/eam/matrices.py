@@ -1,19 +1,20 @@
-"""The collection of activation matrices: how many tokens of a past request each expert served, for a few requests that
-are unlike each other (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
+"""Activation matrices: how many tokens of a past request each expert served, for a few requests that are unlike each
+other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.observation import Floats
-from expertly.policies.maps.numbers import TIE
-from expertly.policies.maps.store import MAX_NBYTES, MapShape
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.redundancy import TIE
+from expertly.policies.predictor.fmoe.store import MAX_NBYTES
 
 DEFAULT_CAPACITY = 120
 MAX_CAPACITY = 1 << 20
@@ -34,7 +35,7 @@ class Collection:
     written to. Raises ConfigError where it would not fit into memory.
     """
 
-    def __init__(self, shape: MapShape, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
         check_capacity(capacity)
         num_layers, num_experts = shape.num_layers, shape.max_experts
         nbytes = 8 * capacity * num_layers * num_experts
@@ -92,7 +93,7 @@ class Collection:
 
     @classmethod
     def from_state(
-        cls, shape: MapShape, arrays: Mapping[str, npt.NDArray[Any]], capacity: int = DEFAULT_CAPACITY
+        cls, shape: ModelShape, arrays: Mapping[str, npt.NDArray[Any]], capacity: int = DEFAULT_CAPACITY
     ) -> Collection:
         """The inverse of `state`. Raises StoreError where arrays do not fit the shape, each other or the capacity."""
         collection = cls(shape, capacity)
@@ -134,7 +135,7 @@ class Matrices:
     apart (section 4.3).
     """
 
-    def __init__(self, shape: MapShape, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
         self.prefill = Collection(shape, capacity)
         self.decode = Collection(shape, capacity)
 
@@ -147,7 +148,7 @@ class Matrices:
         return made
 
     @property
-    def shape(self) -> MapShape:
+    def shape(self) -> ModelShape:
         return self.prefill.shape
 
     @property
@@ -184,3 +185,88 @@ class Matrices:
 
     def of_phase(self, is_prefill: bool) -> Collection:
         return self.prefill if is_prefill else self.decode
+
+
+class NearestMatrices(NamedTuple):
+    """The m matrices of highest cosine."""
+
+    slots: tuple[int, ...]  # rising
+    cosine: float  # of the nearest, above 0 up to 1
+
+
+class Match:
+    """The cosines of one request's iteration to every matrix of a collection, over the layers that it has run.
+
+    A layer costs one pass over the matrices for each expert that the request chose there (K in decode, E at most),
+    whatever its number. Holds for the collection as it was when it was made.
+    """
+
+    def __init__(self, collection: Collection) -> None:
+        n = collection.num_matrices
+        self.collection = collection
+        self.num_read = 0
+        """Numbers of the collection that the last layer took."""
+        self._generation = collection.generation
+        self._dots: Floats = np.zeros(n, np.float32)
+        self._scratch: Floats = np.empty(n, np.float32)
+        self._square = 0  # squared length of what has been seen
+        self._last = -1
+        self._has_gap = False  # a layer was left out
+        self._seen: list[int] = []
+
+    def observe(self, layer: int, counts: Mapping[int, int]) -> None:
+        """A layer's experts and how many of the request's tokens each serves. Layers come in order."""
+        assert self._generation == self.collection.generation
+        n, dots, scratch = len(self._dots), self._dots, self._scratch
+        columns = self.collection.columns[layer]
+        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # one product reads all rows, but each of them faster
+            for expert, count in counts.items():
+                if count == 1:
+                    np.add(dots, columns[expert, :n], out=dots)
+                else:
+                    np.multiply(columns[expert, :n], np.float32(count), out=scratch)
+                    np.add(dots, scratch, out=dots)
+            self.num_read = n * len(counts)
+        else:
+            row = np.zeros(len(columns), np.float32)
+            row[list(counts)] = list(counts.values())
+            np.dot(row, columns[:, :n], out=scratch)
+            np.add(dots, scratch, out=dots)
+            self.num_read = n * len(columns)
+        self._square += sum(count * count for count in counts.values())
+        self._has_gap |= layer != self._last + 1
+        self._last = layer
+        self._seen.append(layer)
+
+    def nearest(self, num: int) -> NearestMatrices | None:
+        """The `num` nearest, fewer where fewer have anything in common; of equal ones, but for rounding, the newest.
+        None where there are none.
+        """
+        if not self._square or not len(self._dots):
+            return None
+        length = self._square**0.5
+        scores = self._scratch
+        np.multiply(self._dots, self._inverse_norms(), out=scores)  # cosines times `length`
+        best = float(scores[scores.argmax()])
+        if best <= 0:
+            return None
+        tie = TIE * length
+        num = min(num, len(scores))
+        least = best if num == 1 else float(np.partition(scores, len(scores) - num)[len(scores) - num])
+        slots = (scores >= max(least - tie, tie)).nonzero()[0]
+        if len(slots) > num:
+            is_sure = scores[slots] > least + tie
+            equal = slots[~is_sure]
+            equal = equal[np.argsort(-self.collection.born[equal], kind="stable")]
+            slots = np.sort(np.concatenate([slots[is_sure], equal[: num - int(is_sure.sum())]]))
+        return NearestMatrices(tuple(slots.tolist()), min(best / length, 1.0))
+
+    def _inverse_norms(self) -> Floats:
+        """[n] over the layers seen."""
+        collection, n = self.collection, len(self._dots)
+        if not self._has_gap:
+            return collection.inverse_norms[self._last, :n]
+        lengths = np.sqrt(collection.squares[self._seen, :n].sum(axis=0))
+        lengths[lengths == 0] = np.inf
+        inverse: Floats = (1 / lengths).astype(np.float32)
+        return inverse
