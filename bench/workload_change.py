@@ -35,8 +35,7 @@ from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Memory, Study
 from expertly.sim.workload import RowRange
-from expertly.trace.reader import Trace
-from expertly.trace.requests import TraceRequest
+from expertly.trace.reader import Trace, TraceRequest
 from expertly.trace.writer import TraceWriter
 
 

@@ -64,6 +64,13 @@ def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **op
     return predictor
 
 
+def begun(store: MapStore, distance: int = 2, **options: object) -> FMoE:
+    """One that goes on from these maps."""
+    predictor = FMoE(SHAPE, distance, FMoEOptions(**options))  # type: ignore[arg-type]
+    predictor.store = store
+    return predictor
+
+
 @pytest.mark.parametrize("distance", [1, 2, 3, 5])
 def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers_ahead(distance: int) -> None:
     found = run(learned(distance), Rows(2, 1))
@@ -234,7 +241,7 @@ def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_
         assert one.probabilities == pytest.approx(rows.scores[:, one.layer].max(axis=0), abs=1e-3)
     found = run(predictor, rows, stack=ENCODER)
     assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
-    found = run(FMoE(SHAPE, 1, FMoEOptions(semantic=semantic), store=predictor.store), rows, stack=ENCODER)
+    found = run(begun(predictor.store, 1, semantic=semantic), rows, stack=ENCODER)
     assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
 
 
@@ -344,13 +351,13 @@ def test_facts_and_work_say_what_was_done() -> None:
 
 def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
     given = learned(2).store
-    assert FMoE(SHAPE, 2, store=given).store is given
-    small = FMoE(SHAPE, 3, FMoEOptions(capacity=10, quota=1.0), store=given).store
+    assert begun(given).store is given
+    small = begun(given, 3, capacity=10, quota=1.0).store
     assert (small.num_maps, small.capacity, small.semantic_weight) == (10, 10, 0.5)
     large = FMoE(SHAPE, 2, FMoEOptions(capacity=2000))
     large.store = given
     assert (large.store.num_maps, large.store.capacity) == (40, 2000)
-    assert run(large, Rows(3, 1)) == run(FMoE(SHAPE, 2, store=given.copy()), Rows(3, 1))
+    assert run(large, Rows(3, 1)) == run(begun(given.copy()), Rows(3, 1))
     with pytest.raises(ConfigError, match="another model"):
         large.store = MapStore(ModelShape((4,), (1,)))
 

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Want
-from expertly.core.scores import scores_of_choices
+from expertly.core.observation import Want, scores_of_choices
 from expertly.sim import training as training_module
 from expertly.sim import workload as workload_module
 from expertly.sim.training import histories
 from expertly.sim.workload import RowRange, Workload
-from expertly.trace.generators import token_vectors
-from expertly.trace.reader import Trace
+from expertly.trace.reader import Trace, token_vectors
 from expertly.trace.schema import TOKEN_VECTORS, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.sim.drive import make_trace, random_passes, sized

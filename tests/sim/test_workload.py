@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
+from expertly.core.messages import group_by_expert
 from expertly.sim import workload as workload_module
 from expertly.sim.workload import RowRange, Workload
 from expertly.trace.reader import Trace
@@ -40,7 +40,7 @@ def test_demands_are_those_of_the_rows(
         expected = []
         for layer, shape in enumerate(LAYERS):
             of_layer = experts[row : row + len(rows), layer, : shape.top_k]
-            demand, _ = demand_of_rows(layer, of_layer, shape.num_experts, is_prefill[row : row + len(rows)])
+            demand, _ = group_by_expert(layer, of_layer, shape.num_experts, is_prefill[row : row + len(rows)])
             expected += [demand] if demand.experts else []
         assert iteration.layers == expected
         assert len(expected) == len(LAYERS) or gaps
@@ -78,7 +78,7 @@ def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_pat
     ]
     assert workload.num_rows == 11
     (cut,) = list(Workload(trace, spans[1:]).iterations())
-    expected, _ = demand_of_rows(0, trace.rows("experts", 0, 3)[:, 0, :2], 9, np.ones(3, bool))
+    expected, _ = group_by_expert(0, trace.rows("experts", 0, 3)[:, 0, :2], 9, np.ones(3, bool))
     assert cut.layers[0] == expected
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Began, Floats, History, Routed, Want
-from expertly.core.scores import normalised_scores, scores_of_choices
+from expertly.core.observation import Began, Floats, History, Routed, Want, normalised_scores, scores_of_choices
 from expertly.trace.reader import Trace
 from expertly.trace.schema import max_experts
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from expertly.core.errors import ConfigError
 from expertly.sim.workload import RowRange
-from expertly.trace.reader import Trace
-from expertly.trace.requests import TraceRequest
+from expertly.trace.reader import Trace, TraceRequest
 
 if TYPE_CHECKING:
     from expertly.sim.arrivals import Arrivals

@@ -9,9 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
-from expertly.core.messages import RouterRan
+from expertly.core.messages import RouterRan, group_by_expert
 from expertly.core.observation import Began, Routed, Want
 from expertly.sim.rows import Rows, read_rows
 from expertly.trace.reader import Trace
@@ -107,7 +106,7 @@ class Workload:
     def _many(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
         demands = []
         for layer, shape in enumerate(self.layers):
-            demand, _ = demand_of_rows(layer, experts[:, layer, : shape.top_k], shape.num_experts, is_prefill)
+            demand, _ = group_by_expert(layer, experts[:, layer, : shape.top_k], shape.num_experts, is_prefill)
             if demand.experts:
                 demands.append(demand)
         return demands

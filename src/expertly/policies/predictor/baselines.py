@@ -23,8 +23,8 @@ class IndexOptions(WidthOptions):
 
 class Index(Predictor):
     """Names the experts 0, 1, 2, ... of the layer `distance` ahead, and of the first layers when a pass begins
-    (DeepSpeed, as MoE-Infinity describes it). Scores fall with the layers to go, then with the number: all of a nearer layer come
-    before any of a farther one.
+    (DeepSpeed, as MoE-Infinity describes it). Scores fall with the layers to go, then with the number: all of a nearer
+    layer come before any of a farther one.
     """
 
     name = "index"

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
-from expertly.core.iteration import layer_ahead
 from expertly.core.messages import Prediction
-from expertly.core.observation import Began, Routed, Want
+from expertly.core.observation import Began, Routed, Want, layer_ahead
 from expertly.policies.base import option
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
