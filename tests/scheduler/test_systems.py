@@ -44,7 +44,7 @@ def test_fmoe_is_the_papers() -> None:
         "asynchronous",
     )
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
     assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
     assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
 
@@ -71,7 +71,7 @@ def test_moe_infinity_is_the_papers() -> None:
     system = get_system("moe-infinity")
     control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
     assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
-    assert isinstance(predictor, EAM) and predictor.store.capacity == 120
+    assert isinstance(predictor, EAM) and predictor.learned.capacity == 120
     assert isinstance(control.caches[0].policy, EAMEviction) and control.caches[0] is control.caches[3]
     assert system.learns == "matrices"
 
@@ -127,7 +127,7 @@ def test_other_parts_are_what_it_is_made_of() -> None:
     assert not get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (17, 2 / 4)
     best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
     assert isinstance(best.caches[0].policy, Belady)
 

@@ -15,10 +15,10 @@ import pytest
 
 from expertly.cli.main import build_parser
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import ModelShape, save_learned
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.policies.state.file import load_maps, save_maps
 from expertly.store.cache import learned_beside, remove_entry
+from tests.policies.learned_builders import load_maps
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -86,12 +86,12 @@ def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path
     store = pack_cached(None, "bfloat16", old)
     shape = ModelShape.of(store.geometry())
     learned = learned_beside(store.folder, "maps")
-    save_maps(learned, some_maps(shape, 1), store.manifest.identity)
+    save_learned(learned, some_maps(shape, 1), store.manifest.identity)
     subprocess.run(["cp", "-al", str(old), str(new)], check=True)
     before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
     copied = pack_cached(None, "bfloat16", new)
     assert copied.folder.parent.parent == new
-    save_maps(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
+    save_learned(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
     remove_entry(copied.folder.name, new)
     pack_cached(None, "bfloat16", new)
     assert {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()} == before

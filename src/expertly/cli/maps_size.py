@@ -28,8 +28,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from expertly.core.geometry import Geometry
     from expertly.policies.learned import ModelShape
-    from expertly.policies.predictor.fmoe.store import MapStore
-    from expertly.policies.state.coverage import coverage_bounds
+    from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
     from expertly.sim.geometry_file import read_geometry
 
     capacities = [_capacity(text) for text in _parts("capacity", args.capacity)]

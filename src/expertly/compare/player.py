@@ -13,9 +13,8 @@ from expertly.api import handle
 from expertly.compare.playing import PlayedRequest, play
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine.learned import find_weights, reuse_models
 from expertly.engine.process import peak_rss_nbytes
-from expertly.engine.saved_predictor import find_weights
-from expertly.engine.saved_reuse import reuse_models
 from expertly.hardware.measure_codec import store_costs
 from expertly.lab.model_profile import Measurement
 from expertly.lab.playing import answer, chooser, max_positions

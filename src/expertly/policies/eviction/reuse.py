@@ -34,6 +34,15 @@ class Reuse(ScoredPolicy):
         """What the caches of one model share."""
         return self._model
 
+    @property
+    def learned(self) -> ReuseModel:
+        return self._model
+
+    def adopt(self, learned: ReuseModel) -> None:
+        state = learned.state()
+        assert state is not None
+        self._model.restore(state)
+
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
             self._model.observe(router)

@@ -46,8 +46,6 @@ class Predictor(Policy, ABC):
     """Of every expert of a layer: prefetch=proximity weighs its scores, and the eviction policy is told."""
     default_distance: ClassVar[int | None] = None
     """Where a system takes it and does not say a distance; None: the system's own stays."""
-    learns: ClassVar[str | None] = None
-    """What it keeps in a file while it runs: "maps", "matrices"."""
     takes_weights: ClassVar[bool] = False
     """It was trained before, on a trace (Known.learned)."""
     can_pause: ClassVar[bool] = False

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
-from expertly.policies.reuse.layer import DISCOUNT, LayerReuse, fade
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
+from expertly.policies.reuse.layer import DISCOUNT, FADING, HORIZON, LayerReuse, fade
 
 Floats = npt.NDArray[np.float32]
+
+MAX_TOKENS = 1 << 53
+MAX_WEIGHT = 1e6
+"""Far above any that is learned: what a file has must not overflow where it is used."""
+_ROUNDING = 1e-3
+"""How far above 1 a mean share of tokens may be."""
 
 REACH = 4
 """Layers before and behind that a layer looks at."""
 MOST_WEIGHTS = 1 << 18
 """Of a layer: with many experts it looks at fewer layers, at least at itself."""
+MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
+"""What weights are of: with other inputs or values they would mean nothing."""
 SURE = 100.0
 """Added in a prompt to what layers yet to run are worth, more than any value: a prompt needs nearly all experts."""
 
 
-class ReuseModel:
+class ReuseModel(LearnedState):
     """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
     need it. The inputs are the shares of the last tokens that the experts of this layer and those near it served, of
     layers behind it up to the step before; weights follow what then was needed.
@@ -31,7 +43,13 @@ class ReuseModel:
     Every step costs a product of a layer's weights with a vector; what was learned is taken in every few steps.
     """
 
+    kind = "reuse"
+    holds = "what was learned of reuse, by which expertly keeps experts"
+    unit = "tokens"
+    schema = {"tokens": "I64", "mean": "F32", "weights": "F32"}  # noqa: RUF012
+
     def __init__(self, geometry: Geometry) -> None:
+        self.shape = ModelShape.of(geometry)
         self._begin(_ends(geometry))
 
     def _begin(self, ends: list[int]) -> None:
@@ -56,6 +74,7 @@ class ReuseModel:
     def copy(self) -> ReuseModel:
         """One that goes on from here by itself."""
         one = ReuseModel.__new__(ReuseModel)
+        one.shape = self.shape
         one._begin(self._ends)
         for name in ("_recent", "_mean", "_values"):
             getattr(one, name)[:] = getattr(self, name)
@@ -122,6 +141,48 @@ class ReuseModel:
             layer.restore(state["weights"][start:end].reshape(layer.weights.shape), num_tokens)
             start = end
         assert start == len(state["weights"])
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    @property
+    def num_learned(self) -> int:
+        return self.num_tokens
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.num_tokens
+
+    def settings(self) -> dict[str, str]:
+        return {"meaning": json.dumps(MEANING, separators=(",", ":"))}
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        if header.json_object("meaning") != MEANING:
+            header.refuse("meaning", f"learned by another version of expertly; this one has {MEANING}")
+        shape, num = header.shape, num_weights(header.shape.num_experts)
+        if 4 * num > MAX_NBYTES:
+            header.refuse("shape", f"weights of {4 * num} bytes; at most {MAX_NBYTES} are accepted")
+        return {"tokens": (shape.num_layers,), "mean": (sum(shape.num_experts),), "weights": (num,)}
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for name, least, most, what in (
+            ("tokens", 0, MAX_TOKENS, "a number of tokens"),
+            ("mean", 0, 1 + _ROUNDING, "a share of tokens"),
+            ("weights", -MAX_WEIGHT, MAX_WEIGHT, "a weight"),
+        ):
+            array = arrays[name]
+            is_wrong = ~((array >= least) & (array <= most))  # NaN, too
+            if is_wrong.any():
+                at = int(np.argmax(is_wrong))
+                found = f"number {at}: {array[at]}; must be {what}, {least:g} to {most:g}"
+                raise StoreError(f"{path}: tensor {name!r}: {found}")
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> ReuseModel:
+        model = cls(header.shape.geometry())
+        model.restore(arrays)
+        return model
 
     def _discount(self, layer: int) -> Floats:
         if layer not in self._discounts:

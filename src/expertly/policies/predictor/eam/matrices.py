@@ -4,7 +4,9 @@ other; and the match of a running iteration with them (MoE-Infinity, sections 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,22 +14,27 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.observation import Floats
-from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.fmoe.redundancy import TIE
-from expertly.policies.predictor.fmoe.store import MAX_NBYTES
+from expertly.policies.learned import (
+    MAX_CAPACITY,
+    MAX_NBYTES,
+    Arrays,
+    Header,
+    LearnedStore,
+    ModelShape,
+    Shape,
+    check_born,
+    length_of,
+)
 
 DEFAULT_CAPACITY = 120
-MAX_CAPACITY = 1 << 20
 MAX_COUNT = 1 << 24
 """Tokens of an expert from which on float32 does not count; more are taken for so many."""
+TIE = 1e-6
+"""Cosines that differ by no more than this are equal."""
+
+_PHASES = ("prefill", "decode")
 
 Counts = npt.NDArray[np.int64]
-
-
-def check_capacity(capacity: int) -> None:
-    """Raise ConfigError where no collection can be of that capacity."""
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ConfigError(f"capacity={capacity}: must be from 1 to {MAX_CAPACITY} matrices")
 
 
 class Collection:
@@ -36,7 +43,8 @@ class Collection:
     """
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
-        check_capacity(capacity)
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise ConfigError(f"capacity={capacity}: must be from 1 to {MAX_CAPACITY} matrices")
         num_layers, num_experts = shape.num_layers, shape.max_experts
         nbytes = 8 * capacity * num_layers * num_experts
         if nbytes > MAX_NBYTES:
@@ -86,29 +94,38 @@ class Collection:
         for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
             self.add(other.matrices[slot])
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """The filled part: matrices [n, L, E] and born [n]."""
-        n = self.num_matrices
-        return {"matrices": self.matrices[:n], "born": self.born[:n]}
-
     @classmethod
-    def from_state(
-        cls, shape: ModelShape, arrays: Mapping[str, npt.NDArray[Any]], capacity: int = DEFAULT_CAPACITY
+    def from_arrays(
+        cls,
+        shape: ModelShape,
+        matrices: npt.NDArray[Any],
+        born: npt.NDArray[np.int64],
+        capacity: int = DEFAULT_CAPACITY,
     ) -> Collection:
-        """The inverse of `state`. Raises StoreError where arrays do not fit the shape, each other or the capacity."""
+        """Of matrices [n, L, E] and born [n], for a capacity that holds them."""
         collection = cls(shape, capacity)
-        matrices, born = arrays["matrices"], arrays["born"]
         n = len(born)
-        if n > capacity:
-            raise StoreError(f"collection: {n} matrices: more than the capacity of {capacity}")
-        if matrices.shape != (n, shape.num_layers, shape.max_experts):
-            wanted = (n, shape.num_layers, shape.max_experts)
-            raise StoreError(f"collection: array 'matrices' has shape {matrices.shape}, must be {wanted}")
+        assert n <= capacity
         for slot in range(n):
             collection._write(slot, matrices[slot], int(born[slot]))
         collection.num_matrices = n
         collection._num_added = int(born.max()) + 1 if n else 0
         return collection
+
+    def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
+        """See LearnedStore."""
+        most = max(most, self.capacity - self.num_matrices)
+        digests, order = other.digests(), np.argsort(other.born[: other.num_matrices], kind="stable")
+        slots = [slot for slot in order.tolist() if digests[slot] not in known][-most:]
+        for slot in slots:
+            self.add(other.matrices[slot])
+        return len(slots)
+
+    def digests(self) -> list[bytes]:
+        """One of each matrix; equal ones have equal digests."""
+        return [
+            hashlib.blake2b(self.matrices[slot].tobytes(), digest_size=16).digest() for slot in range(self.num_matrices)
+        ]
 
     def _write(self, slot: int, matrix: npt.NDArray[Any], born: int) -> None:
         self.matrices[slot] = matrix
@@ -130,34 +147,37 @@ class Collection:
         return int(best[self.born[best].argmin()])
 
 
-class Matrices:
+class Matrices(LearnedStore):
     """What is kept of a model's requests: a collection of their prompts and one of their decoding, which are traced
     apart (section 4.3).
     """
 
+    kind = "matrices"
+    holds = "activation matrices, by which moe-infinity predicts"
+    unit = "activation matrices"
+    made_by = "maps build"
+    schema = {"prefill_born": "I64", "prefill": "I32", "decode_born": "I64", "decode": "I32"}  # noqa: RUF012
+    """Of C matrices each, [C] and [C, L, E], tokens that each expert served."""
+
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
-        self.prefill = Collection(shape, capacity)
-        self.decode = Collection(shape, capacity)
+        self._of(Collection(shape, capacity), Collection(shape, capacity))
 
     @classmethod
     def of(cls, prefill: Collection, decode: Collection) -> Matrices:
         """Of two collections of one shape and capacity."""
         assert (prefill.shape, prefill.capacity) == (decode.shape, decode.capacity)
         made = cls.__new__(cls)
-        made.prefill, made.decode = prefill, decode
+        made._of(prefill, decode)
         return made
 
-    @property
-    def shape(self) -> ModelShape:
-        return self.prefill.shape
-
-    @property
-    def capacity(self) -> int:
+    def _of(self, prefill: Collection, decode: Collection) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.shape = prefill.shape
+        self.capacity = prefill.capacity
         """Of each collection."""
-        return self.prefill.capacity
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> int:  # type: ignore[override]
         """Counts changes."""
         return self.prefill.generation + self.decode.generation
 
@@ -166,25 +186,92 @@ class Matrices:
         return self.prefill.num_matrices + self.decode.num_matrices
 
     @property
-    def most_of_a_phase(self) -> int:
-        """The least capacity that would hold them all."""
+    def num_learned(self) -> int:
+        return self.num_matrices
+
+    @property
+    def num_needed(self) -> int:
         return max(self.prefill.num_matrices, self.decode.num_matrices)
 
     def extend(self, other: Matrices) -> None:
-        """See Collection."""
+        """Add all matrices of another one; see Collection."""
         self.prefill.extend(other.prefill)
         self.decode.extend(other.decode)
+
+    def of_phase(self, is_prefill: bool) -> Collection:
+        return self.prefill if is_prefill else self.decode
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Of n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and decode_born [m]."""
         arrays: dict[str, npt.NDArray[Any]] = {}
-        for phase, collection in (("prefill", self.prefill), ("decode", self.decode)):
-            state = collection.state()
-            arrays |= {phase: state["matrices"], f"{phase}_born": state["born"]}
+        for phase, one in zip(_PHASES, (self.prefill, self.decode), strict=True):
+            arrays |= {phase: one.matrices[: one.num_matrices], f"{phase}_born": one.born[: one.num_matrices]}
         return arrays
 
-    def of_phase(self, is_prefill: bool) -> Collection:
-        return self.prefill if is_prefill else self.decode
+    def settings(self) -> dict[str, str]:
+        return {"capacity": str(self.capacity)}
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        shape = header.shape
+        capacity = header.capacity(16 * shape.num_layers * shape.max_experts)
+        expected: dict[str, Shape] = {}
+        for phase in _PHASES:
+            num = length_of(header, sizes, f"{phase}_born")
+            if num > capacity:
+                raise StoreError(
+                    f"{header.path}: tensor '{phase}_born': {num} matrices, more than the capacity={capacity}"
+                )
+            expected |= {f"{phase}_born": (num,), phase: (num, shape.num_layers, shape.max_experts)}
+        return expected
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for phase in _PHASES:
+            _check_phase(path, shape, phase, arrays[phase])
+            check_born(path, f"{phase}_born", arrays[f"{phase}_born"])
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> Matrices:
+        capacity = int(header.texts["capacity"])
+        made = (
+            Collection.from_arrays(header.shape, arrays[phase], arrays[f"{phase}_born"], capacity) for phase in _PHASES
+        )
+        return cls.of(*made)
+
+    def digests(self) -> set[bytes]:
+        return {digest for phase in (self.prefill, self.decode) for digest in phase.digests()}
+
+    def absorb(self, other: Matrices, known: Container[bytes], most: int) -> int:
+        return self.prefill.absorb(other.prefill, known, most) + self.decode.absorb(other.decode, known, most)
+
+    @classmethod
+    def merged(cls, stores: Sequence[Matrices], capacity: int) -> Matrices:
+        """In a full collection each replaces the nearest to it."""
+        out = cls(stores[0].shape, capacity)
+        for store in stores:
+            if store.shape != out.shape:
+                raise ConfigError("matrices of other layers, experts or top-k: not of one model")
+            out.extend(store)
+        return out
+
+
+def _check_phase(path: Path, shape: ModelShape, phase: str, matrices: npt.NDArray[Any]) -> None:
+    """Raises StoreError naming the matrix whose numbers nobody can have counted."""
+    is_expert = np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None]
+    is_wrong = ~((matrices >= 0) & (matrices <= np.where(is_expert, MAX_COUNT, 0)))
+    if is_wrong.any():
+        slot, layer, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
+        accepted = f"a count of tokens, from 0 to {MAX_COUNT}"
+        if not is_expert[layer, expert]:
+            accepted = f"0: there are {shape.num_experts[layer]} experts"
+        where = f"matrix {slot}, layer {layer}, expert {expert}: {matrices[slot, layer, expert]}"
+        raise StoreError(f"{path}: tensor {phase!r}: {where}; must be {accepted}")
+    is_empty = ~matrices.any(axis=(1, 2))
+    if is_empty.any():
+        raise StoreError(f"{path}: tensor {phase!r}: matrix {int(np.argmax(is_empty))}: counts no token")
 
 
 class NearestMatrices(NamedTuple):

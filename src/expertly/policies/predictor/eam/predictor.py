@@ -15,11 +15,10 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
 from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
 from expertly.policies.predictor.eam.matrices import (
     DEFAULT_CAPACITY,
-    MAX_CAPACITY,
     Collection,
     Counts,
     Match,
@@ -73,7 +72,7 @@ class EAM(Predictor):
 
     name = "eam"
     options = EAMOptions
-    learns = "matrices"
+    learns = Matrices
     wants: frozenset[Want] = frozenset({"experts"})
 
     def __init__(
@@ -97,12 +96,12 @@ class EAM(Predictor):
         self._found = (0, 0.0)  # requests matched after a layer, sum of their cosines
 
     @property
-    def store(self) -> Matrices:
-        """The collections. Those that are set are taken as they are where their capacity is this one, else cut."""
+    def learned(self) -> Matrices:
         return self._store
 
-    @store.setter
-    def store(self, store: Matrices) -> None:
+    def adopt(self, learned: Matrices) -> None:
+        """Those whose capacity is this one are taken as they are, else cut."""
+        store = learned
         if store.shape != self._shape:
             raise ConfigError(f"activation matrices: are of another model: {store.shape}, must be {self._shape}")
         if store.capacity != self._options.capacity:

@@ -14,10 +14,10 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.fmoe.search import NearestMaps, Search
-from expertly.policies.predictor.fmoe.store import MAX_CAPACITY, MapStore
+from expertly.policies.predictor.fmoe.store import MapStore
 
 MAX_SCORES = 1 << 24
 """Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""
@@ -90,7 +90,7 @@ class FMoE(Predictor):
 
     name = "fmoe"
     options = FMoEOptions
-    learns = "maps"
+    learns = MapStore
 
     def __init__(
         self,
@@ -114,15 +114,15 @@ class FMoE(Predictor):
         self._pass: _Pass | None = None
         self._found = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
         self._num_left_out = 0
-        self.store = self._empty()
+        self.adopt(self._empty())
 
     @property
-    def store(self) -> MapStore:
-        """The maps. One that is set is taken as it is where its settings are these, else as a copy that has them."""
+    def learned(self) -> MapStore:
         return self._store
 
-    @store.setter
-    def store(self, store: MapStore) -> None:
+    def adopt(self, learned: MapStore) -> None:
+        """One whose settings are these is taken as it is, else as a copy that has them."""
+        store = learned
         if store.shape != self._shape:
             raise ConfigError(f"map store: is of another model: {store.shape}, must be {self._shape}")
         own = (self._options.capacity, self._weight, self._options.quota)

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.observation import Floats, Ids
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import (
+    MAX_CAPACITY,
+    MAX_EXPERTS,
+    MAX_NBYTES,
+    Arrays,
+    Header,
+    LearnedStore,
+    ModelShape,
+    Shape,
+    check_born,
+    length_of,
+)
 from expertly.policies.predictor.fmoe.redundancy import Incoming, inverse_root, place, through_float16, unit_rows
 
-NONE = 0xFFFF
+NONE = MAX_EXPERTS + 1
 """Where `chosen` names no expert."""
 
-MAX_CAPACITY = 1 << 20
-MAX_NBYTES = 1 << 36
-"""Of a full store in memory, without embeddings: a spec or a file of a few bytes must not take all there is."""
+MAX_EMBEDDING = 1 << 20
+_ROUNDING = 0.02
+"""How far above 1 probabilities of a file may be, one or all of a layer, and how far from 1 an embedding's length."""
 
 
-class MapStore:
+class MapStore(LearnedStore):
     """Maps of up to `capacity` iterations. Rows below `num_maps` are filled; arrays are not to be written to.
 
     `semantic_weight` is d/L of the redundancy score, from 0 to 1; `quota` the share of the capacity that one request
     may fill, above 0 up to 1. Raises ConfigError.
     """
+
+    kind = "maps"
+    holds = "expert maps, by which fmoe predicts"
+    unit = "maps"
+    made_by = "maps build"
+    schema = {"born": "I64", "requests": "I64", "chosen": "U16", "maps": "F16", "embeddings": "F16"}  # noqa: RUF012
+    """[C], [C], [C, L, K], [L, C, E], [C, H], of C maps."""
+    optional = frozenset({"embeddings"})
 
     def __init__(
         self, shape: ModelShape, capacity: int = 1000, *, semantic_weight: float = 0.0, quota: float = 0.125
@@ -112,12 +134,7 @@ class MapStore:
     def extend(self, other: MapStore) -> None:
         """Add all maps of another store, the oldest first: to merge stores, or to make one smaller."""
         order = np.argsort(other.born[: other.num_maps], kind="stable")
-        self.add(
-            other.maps[:, order].transpose(1, 0, 2),
-            other.chosen[order],
-            other.requests[order],
-            None if other.embeddings is None else other.embeddings[order],
-        )
+        self._take(other, order, other.requests[order])
 
     def request_counts(self, request: int) -> npt.NDArray[np.int64]:
         """How often each expert was chosen in this request's stored iterations, [L, E] (section 4.1)."""
@@ -145,35 +162,19 @@ class MapStore:
     def from_state(
         cls,
         shape: ModelShape,
-        arrays: Mapping[str, npt.NDArray[Any]],
+        arrays: Arrays,
         capacity: int = 1000,
         *,
         semantic_weight: float = 0.0,
         quota: float = 0.125,
     ) -> MapStore:
-        """The inverse of `state`. Raises StoreError where arrays do not fit the shape, each other or the capacity."""
+        """The inverse of `state`, for a capacity that holds it."""
         store = cls(shape, capacity, semantic_weight=semantic_weight, quota=quota)
-        for name in ("maps", "chosen", "requests", "born"):
-            if name not in arrays:
-                raise StoreError(f"map store: array '{name}' is missing")
         n = len(arrays["requests"])
-        if n > capacity:
-            raise StoreError(f"map store: {n} maps: more than the capacity of {capacity}")
-        expected = {
-            "maps": (shape.num_layers, n, shape.max_experts),
-            "chosen": (n, shape.num_layers, shape.max_top_k),
-            "requests": (n,),
-            "born": (n,),
-        }
-        for name, wanted in expected.items():
-            if arrays[name].shape != wanted:
-                raise StoreError(f"map store: array '{name}' has shape {arrays[name].shape}, must be {wanted}")
-        embeddings = arrays.get("embeddings")
-        if embeddings is not None:
-            if embeddings.ndim != 2 or len(embeddings) != n or not embeddings.shape[1]:
-                raise StoreError(f"map store: array 'embeddings' has shape {embeddings.shape}, must be ({n}, H)")
-            store.embeddings = np.zeros((capacity, embeddings.shape[1]), np.float32)
-            store.embeddings[:n] = embeddings
+        assert n <= capacity
+        if "embeddings" in arrays:
+            store.embeddings = np.zeros((capacity, arrays["embeddings"].shape[1]), np.float32)
+            store.embeddings[:n] = arrays["embeddings"]
         store.maps[:, :n] = arrays["maps"]
         store.chosen[:n] = arrays["chosen"]
         store.requests[:n] = arrays["requests"]
@@ -205,6 +206,129 @@ class MapStore:
     def nbytes_of(shape: ModelShape, capacity: int, hidden_size: int) -> tuple[int, int]:
         """Bytes in memory of the maps and of the embeddings of a full store."""
         return 4 * shape.num_layers * capacity * shape.max_experts, 4 * capacity * hidden_size
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    @property
+    def num_learned(self) -> int:
+        return self.num_maps
+
+    @property
+    def num_needed(self) -> int:
+        return self.num_maps
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "capacity": str(self.capacity),
+            "semantic_weight": repr(float(self.semantic_weight)),
+            "quota": repr(float(self.quota)),
+        }
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        shape = header.shape
+        num_layers, width, top_k = shape.num_layers, shape.max_experts, shape.max_top_k
+        capacity = header.capacity(num_layers * (4 * width + 2 * top_k))
+        if not header.share("quota"):
+            header.refuse("quota", "must be above 0")
+        header.share("semantic_weight")
+        num_maps = length_of(header, sizes, "born")
+        if num_maps > capacity:
+            raise StoreError(f"{header.path}: tensor 'born': {num_maps} maps, more than the capacity={capacity}")
+        hidden_size = sizes.get("embeddings", ())[-1:]
+        if hidden_size and not 1 <= hidden_size[0] <= MAX_EMBEDDING:
+            raise StoreError(
+                f"{header.path}: tensor 'embeddings': {hidden_size[0]} numbers each; must be 1 to {MAX_EMBEDDING}"
+            )
+        return {
+            "born": (num_maps,),
+            "requests": (num_maps,),
+            "chosen": (num_maps, num_layers, top_k),
+            "maps": (num_layers, num_maps, width),
+            "embeddings": (num_maps, *hidden_size),
+        }
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for layer, num_experts in enumerate(shape.num_experts):
+            _check_probabilities(path, layer, num_experts, arrays["maps"][layer])
+            _check_chosen(path, layer, num_experts, shape.top_k[layer], arrays["chosen"][:, layer])
+        check_born(path, "born", arrays["born"])
+        if "embeddings" in arrays:
+            _check_embeddings(path, arrays["embeddings"])
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> MapStore:
+        """Requests are numbered down from -1, so that none of them is one that a running model counts up from 0."""
+        _, ranks = np.unique(arrays["requests"], return_inverse=True)
+        return cls.from_state(
+            header.shape,
+            {**arrays, "requests": -1 - ranks.reshape(-1).astype(np.int64)},
+            int(header.texts["capacity"]),
+            semantic_weight=header.share("semantic_weight"),
+            quota=header.share("quota"),
+        )
+
+    def check_model(self, path: Path, embedding_size: int) -> None:
+        own = embedding_size if self.embeddings is None else self.embeddings.shape[1]
+        if own != embedding_size:
+            raise StoreError(
+                f"{path}: tensor 'embeddings': {own} numbers each; this model's input embedding has {embedding_size}"
+            )
+
+    def of_another(self, arrays: Arrays) -> MapStore:
+        made = super().of_another(arrays)
+        if self.embeddings is not None:
+            made.check_model(Path("what another has learned"), self.embeddings.shape[1])
+        return made
+
+    def digests(self) -> set[bytes]:
+        return set(self._digests())
+
+    def absorb(self, other: MapStore, known: Container[bytes], most: int) -> int:
+        """Requests of another are none of this store's: they are numbered down from its lowest."""
+        most = max(most, self.capacity - self.num_maps)
+        digests, order = other._digests(), np.argsort(other.born[: other.num_maps], kind="stable")
+        slots = np.array([slot for slot in order.tolist() if digests[slot] not in known][-most:], np.intp)
+        if len(slots):
+            _, ranks = np.unique(other.requests[slots], return_inverse=True)
+            lowest = int(self.requests[: self.num_maps].min(initial=0))
+            self._take(other, slots, lowest - 1 - ranks.reshape(-1))
+        return len(slots)
+
+    @classmethod
+    def merged(cls, stores: Sequence[MapStore], capacity: int) -> MapStore:
+        """Weight and quota are the first one's. Requests of two stores are never the same."""
+        first = stores[0]
+        out = cls(first.shape, capacity, semantic_weight=first.semantic_weight, quota=first.quota)
+        sizes = {store.embeddings.shape[1] for store in stores if store.embeddings is not None}
+        if len(sizes) > 1:
+            raise ConfigError(f"embeddings of {' and '.join(map(str, sorted(sizes)))} numbers: not of one model")
+        num_requests = 0
+        for store in stores:
+            if store.shape != first.shape:
+                raise ConfigError("maps of other layers, experts or top-k: not of one model")
+            order = np.argsort(store.born[: store.num_maps], kind="stable")
+            found, ranks = np.unique(store.requests[order], return_inverse=True)
+            out._take(store, order, -1 - num_requests - ranks.reshape(-1))
+            num_requests += len(found)
+        return out
+
+    def _digests(self) -> list[bytes]:
+        """Of each map. Not of embeddings: a store scales what it is given, so that they differ in the last digit."""
+        maps, digests = self.maps.astype(np.float16), []
+        for slot in range(self.num_maps):
+            made = hashlib.blake2b(np.ascontiguousarray(maps[:, slot]).tobytes(), digest_size=16)
+            made.update(self.chosen[slot].tobytes())
+            digests.append(made.digest())
+        return digests
+
+    def _take(self, other: MapStore, slots: npt.NDArray[np.intp], requests: npt.NDArray[np.int64]) -> None:
+        """Add these maps of another store, as of these requests."""
+        embeddings = None if other.embeddings is None else other.embeddings[slots]
+        self.add(other.maps[:, slots].transpose(1, 0, 2), other.chosen[slots], requests, embeddings)
+
+    # -- rows --------------------------------------------------------------------------------------------------
 
     def write(self, slots: npt.NDArray[np.intp], incoming: Incoming, rows: slice | npt.NDArray[np.intp]) -> None:
         """Fill `slots`, distinct ones, with these rows; requests are counted by the caller."""
@@ -262,3 +386,82 @@ class MapStore:
             embedding=None if embedding is None else through_float16(unit_rows(embedding)),
             order=np.arange(len(ids)),
         )
+
+
+class CoverageBound(NamedTuple):
+    """With so many maps, any iteration has one at least that similar to it."""
+
+    num_maps: int
+    similarity: float
+
+
+def coverage_bounds(shape: ModelShape) -> tuple[CoverageBound, CoverageBound]:
+    """2 L E maps and L E ln(L E) / 2 maps, rounded up; L E is the number of experts of the model."""
+    num = sum(shape.num_experts)
+    return CoverageBound(2 * num, 0.75), CoverageBound(math.ceil(num * math.log(num) / 2), 0.98)
+
+
+def mean_similarities(store: MapStore, max_maps: int = 512, seed: int = 0) -> tuple[float | None, float | None]:
+    """Mean cosine of two maps, and of two embeddings, over all pairs of at most `max_maps` maps drawn with `seed`.
+
+    None where there are no two of them. A store of maps that are all alike has 1.
+    """
+    slots = np.arange(store.num_maps)
+    if len(slots) > max_maps:
+        slots = np.sort(np.random.default_rng(seed).choice(slots, max_maps, replace=False))
+    maps = store.maps[:, slots].transpose(1, 0, 2).reshape(len(slots), -1)
+    embeddings = np.zeros((0, 1), np.float32) if store.embeddings is None else store.embeddings[slots]
+    return _mean_cosine(maps), _mean_cosine(embeddings)
+
+
+def _mean_cosine(rows: npt.NDArray[np.float32]) -> float | None:
+    """Over the pairs of rows [T, N] that are not zero: |sum of unit rows|^2 is T and twice every pair."""
+    lengths = np.linalg.norm(rows, axis=1)
+    unit = rows[lengths > 0] / lengths[lengths > 0, None]
+    num = len(unit)
+    if num < 2:
+        return None
+    total = unit.sum(axis=0, dtype=np.float64)
+    return float((total @ total - num) / (num * (num - 1)))
+
+
+def _check_probabilities(path: Path, layer: int, num_experts: int, maps: npt.NDArray[np.floating[Any]]) -> None:
+    """[C, E]"""
+    is_wrong = ~((maps >= 0) & (maps <= 1 + _ROUNDING))  # NaN, too
+    is_wrong[:, num_experts:] |= maps[:, num_experts:] != 0
+    if is_wrong.any():
+        slot, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
+        accepted = "a probability, from 0 to 1" if expert < num_experts else f"0: there are {num_experts} experts"
+        where = f"map {slot}, layer {layer}, expert {expert}"
+        raise StoreError(f"{path}: tensor 'maps': {where}: {maps[slot, expert]}; must be {accepted}")
+    sums = maps.sum(axis=1, dtype=np.float32)
+    if len(sums) and sums.max() > 1 + _ROUNDING:
+        highest = int(np.argmax(sums))
+        where = f"map {highest}, layer {layer}"
+        raise StoreError(f"{path}: tensor 'maps': {where}: probabilities sum to {sums[highest]:.3f}; must be at most 1")
+
+
+def _check_chosen(path: Path, layer: int, num_experts: int, top_k: int, chosen: npt.NDArray[np.uint16]) -> None:
+    """[C, K]"""
+    rising = np.sort(chosen, axis=1)
+    is_twice = (rising[:, 1:] == rising[:, :-1]) & (rising[:, 1:] != NONE)
+    is_wrong = ((chosen >= num_experts) & (chosen != NONE)).any(axis=1) | is_twice.any(axis=1)
+    is_wrong |= (chosen != NONE).sum(axis=1) > top_k
+    if is_wrong.any():
+        slot = int(np.argmax(is_wrong))
+        found = f"map {slot}, layer {layer}: {chosen[slot].tolist()!s:.80}"
+        raise StoreError(
+            f"{path}: tensor 'chosen': {found}; must be at most {top_k} of {num_experts} experts, none twice, and "
+            f"{NONE} for none"
+        )
+
+
+def _check_embeddings(path: Path, embeddings: npt.NDArray[np.floating[Any]]) -> None:
+    """[C, H]"""
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths = np.sqrt(np.square(embeddings, dtype=np.float32).sum(axis=1))
+    is_wrong = ~((lengths == 0) | (abs(lengths - 1) <= _ROUNDING))
+    if is_wrong.any():
+        slot = int(np.argmax(is_wrong))
+        found = f"map {slot}: of length {lengths[slot]:.3f}"
+        raise StoreError(f"{path}: tensor 'embeddings': {found}; must be of length 1, or 0 for none")
