@@ -11,8 +11,7 @@ from expertly.scheduler.presets import get_system
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from expertly.policies.learned import LearnedFile
-    from expertly.policies.predictor.learned import LearnedWeights
+    from expertly.policies.predictor.learned import LearnedFile, LearnedWeights
     from expertly.sim.study import Study
 
 
@@ -49,7 +48,6 @@ def about(
         },
         "hardware": study.hardware.as_dict(),
         "codec": study.storage.codec,
-        "compressed": study.storage.compressed,
         "order": args.order,
         "matcher": args.matcher,
         "seed": args.seed,
@@ -162,14 +160,8 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     matching = [row for row in predicting if _columns_of_matching([row])]
     if matching:
         parts.append(_table(matching, several | _columns_of_matching(matching)))
-    choices = dict.fromkeys(
-        f"memory {row['memory']}: {format_share(row['compressed']['share'])} of it for compressed experts; "
-        f"{row['compressed']['why']}"
-        for row in results
-        if row["compressed"]
-    )
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
-    return "\n\n".join([*parts, "\n".join([*facts["notes"], *choices, *skipped])])
+    return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
 
 
 def _predicts(row: dict[str, Any]) -> bool:
@@ -217,8 +209,6 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         columns["loaded"] = _getter("bytes_loaded", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
     if any(row["bytes_read"] is not None for row in results):
         columns["read"] = _getter("bytes_read", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
-    if any(row["compressed"] and row["compressed"]["share"] for row in results):
-        columns["from copies"] = lambda row: format_share((row["compressed"] or {}).get("hit_rate"))
     if any(row["latency_s"] for row in results):
         columns["latency p50"] = lambda row: format_seconds((row["latency_s"] or {}).get("p50"))
         columns["p99"] = lambda row: format_seconds((row["latency_s"] or {}).get("p99"))

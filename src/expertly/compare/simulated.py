@@ -120,7 +120,7 @@ def _study(ground: Ground, settings: Settings, timelines: TokenTimelines | None,
         plan=ground.plan,
         chrome=timelines if ground.layers is not None else None,
         progress=tell,
-        storage=Storage(settings.codec, settings.compressed),
+        storage=Storage(settings.codec),
     )
 
 

@@ -40,7 +40,7 @@ class VirtualLink:
 
     Behind the link there may be a disk: what the host tier does not hold is read from there first, and meanwhile the
     link serves others. With a `coding`, what comes from the disk (from the link, where no disk is behind it) is decoded
-    before it is there, and may stay in memory as it is stored. `taking_ns(layer, segments)` is the computing thread's
+    before it is there. `taking_ns(layer, segments)` is the computing thread's
     own time for a span it takes, `submit_ns` for spans that are demanded together.
     """
 
@@ -61,8 +61,7 @@ class VirtualLink:
         self.coded: CodedDisk | None = None
         if hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes < geometry.nbytes:
             assert hardware.disk is not None, "a host tier that does not hold everything has a disk behind it"
-            held_nbytes = hardware.host_memory_nbytes - (0 if coding is None else coding.tier_nbytes)
-            self._host = HostTier(geometry, held_nbytes)
+            self._host = HostTier(geometry, hardware.host_memory_nbytes)
             self._disk: Server | CodedDisk = Server(hardware.disk)
             if coding is not None:
                 self._disk = self.coded = CodedDisk(hardware.disk, geometry, coding, watcher, "disk")

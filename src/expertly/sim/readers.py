@@ -33,7 +33,6 @@ class _Part:
 
     span: Span
     is_ahead: bool
-    is_held: bool  # and so not read
     latency_ns: float
     read_ns: float
     decode_ns: float
@@ -73,10 +72,10 @@ class Readers:
         """Parts that are not done."""
         return self._num_demanded + self._num_ahead + sum(map(len, self._ahead))
 
-    def submit(self, span: Span, since_ns: int, parts: list[tuple[int | None, int]], is_ahead: bool) -> None:
-        """Bring a span from now on; of each part, how long it takes to read (None: it is in memory) and to decode."""
+    def submit(self, span: Span, since_ns: int, parts: list[tuple[int, int]], is_ahead: bool) -> None:
+        """Bring a span from now on; of each part, how long it takes to read and to decode."""
         self._advance(since_ns)
-        made = [_Part(span, is_ahead, read is None, self._latency_ns, read or 0, decode) for read, decode in parts]
+        made = [_Part(span, is_ahead, self._latency_ns, read, decode) for read, decode in parts]
         if is_ahead:
             self._ahead.append(made)
         else:
@@ -126,7 +125,7 @@ class Readers:
         waiting = [*self._late, *self._reading, *self._decoding, *self._queue]
         waiting += [part for parts in self._ahead for part in parts]
         gone = now_ns - self._now_ns
-        reading = sum(part.read_ns for part in waiting if not part.is_held)
+        reading = sum(part.read_ns for part in waiting)
         decoding = sum(part.decode_ns for part in waiting) / self._processors
         return now_ns + max(0, ceil(max(reading, decoding) - gone))
 
@@ -142,7 +141,7 @@ class Readers:
             part = self._queue.popleft()
             self._free -= 1
             part.begin_ns = self._now_ns
-            (self._decoding if part.is_held else self._late).append(part)
+            self._late.append(part)
         self._find_next()
 
     def _disk_begins(self) -> None:

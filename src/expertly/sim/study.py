@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,11 @@ from expertly.policies.known import Known
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, split_budget
-from expertly.scheduler.compressed_share import Reuse, ShareChoice
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.plans import check_plan
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.chrome import Timelines
-from expertly.sim.coded import Coding
 from expertly.sim.compute import compute_model
 from expertly.sim.future import NextUses, TraceFuture
 from expertly.sim.hardware import Hardware, Link, PredictorCosts
@@ -28,7 +26,6 @@ from expertly.sim.link import Clock, VirtualLink
 from expertly.sim.memory import Memory
 from expertly.sim.metrics import percentile
 from expertly.sim.popularity import popularity
-from expertly.sim.reuse import reuse_of_training
 from expertly.sim.reuse_learning import ReuseOfTraining
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
@@ -102,7 +99,6 @@ class Study:
     _learned_reuse: ReuseOfTraining = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _training: Training = field(init=False)
-    _reuse: Reuse | None = field(init=False, default=None)
     _next_uses: NextUses | None = field(init=False, default=None)
     _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
 
@@ -113,8 +109,6 @@ class Study:
         self._learned_reuse = ReuseOfTraining(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule, self.geometry)
         self.storage.check(self.hardware, self.layers is not None)
-        if self.storage.codec != "none" and self.storage.compressed == "auto":
-            self._reuse = reuse_of_training(self.trace, self.schedule.training)
         if self.layers is not None:
             compute_model(self.hardware, self.geometry, self.dense)  # does it know this geometry?
         elif self.plan is not None:
@@ -162,7 +156,7 @@ class Study:
         cuts = dict.fromkeys(num_segments for _, num_segments in runs)
         for memory in memories:
             for num_segments in cuts:
-                self._divide(self._cut(num_segments), memory.budget(self._cut(num_segments), self.layers is not None))
+                memory.budget(self._cut(num_segments), self.layers is not None)
             for system in asked.values():
                 self._check_plan(system, memory)
         for memory in memories:
@@ -172,21 +166,19 @@ class Study:
             outcomes: dict[tuple[str, int], _Outcome] = {}
             for (name, num_segments), system in runs.items():
                 outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label[num_segments])
-            densest = {num_segments: self._densest(memory, num_segments) for num_segments in cuts}
             for (name, num_segments), outcome in outcomes.items():
                 if outcome.row["skipped"] is None:
                     floor = outcome.row["tpot_s"]
                     if name != "resident":
                         resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
-                        floor = self._floor_tpot_s(resident, belady, densest[num_segments])
+                        floor = self._floor_tpot_s(resident, belady)
                     outcome.row["floor_tpot_s"] = floor
                 yield outcome.row
 
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
             geometry = self.geometry_of(system)
-            budget = self._divide(geometry, memory.budget(geometry, self.layers is not None))[0]
-            check_plan(self.plan, system, geometry, budget)
+            check_plan(self.plan, system, geometry, memory.budget(geometry, self.layers is not None))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
@@ -226,7 +218,7 @@ class Study:
             "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read", "compressed")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "bytes_read")),
             **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
@@ -259,17 +251,13 @@ class Study:
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
             row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
             row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
-            row["filled_bytes"] = decode.filled_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
             row["decode_iterations"] = metrics.num_decode_iterations
             row["decode_stall_s"] = metrics.decode_stall_ns / 1e9
             row["times_by_request"] = metrics.times_by_request(self.is_queued)
             if simulator.coded is not None:
-                coded, share = simulator.coded, self._share(system, geometry, budget)
-                held = coded.held_nbytes / coded.decoded_nbytes if coded.decoded_nbytes else None
-                row["bytes_read"] = coded.read_nbytes
-                row["compressed"] = None if share is None else asdict(share) | {"hit_rate": held}
+                row["bytes_read"] = simulator.coded.read_nbytes
             if self.is_queued:
                 row["latency_s"] = _distribution(list(metrics.latencies_s()))
         return _Outcome(row, decode.loaded_nbytes, metrics.num_decode_iterations)
@@ -301,7 +289,7 @@ class Study:
         order = None if system.name in BOUNDS else self.order
         known = replace(known, usage=self._usage.of(system, geometry, known))
         known = replace(known, reuse=self._learned_reuse.of(system, geometry))
-        budget, coding = self._divide(geometry, budget, system)
+        coding = None if system.keeps_everything else self.storage.coding(hardware)
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         compute = compute_model(hardware, geometry, self.dense)
         clock = Clock()
@@ -332,40 +320,16 @@ class Study:
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator
 
-    def _share(self, system: System, geometry: Geometry, budget: Budget) -> ShareChoice | None:
-        """Of the memory, for what stays compressed; the bounds keep nothing so."""
-        if system.name in BOUNDS:
-            return None
-        return self.storage.choose(self.hardware, geometry, budget, self._reuse)
-
-    def _divide(self, geometry: Geometry, budget: Budget, system: System | None = None) -> tuple[Budget, Coding | None]:
-        """The slots of one system, or of any that may keep something compressed. Raises BudgetError."""
-        if system is not None and system.keeps_everything:
-            return budget, None
-        choice = self.storage.choose(self.hardware, geometry, budget, self._reuse)
-        share = 0.0 if choice is None or (system is not None and system.name in BOUNDS) else choice.share
-        return self.storage.divide(self.hardware, geometry, budget, share)
-
-    def _densest(self, memory: Memory, num_segments: int) -> _Outcome | None:
-        """The best replacement if all memory held experts as they are stored; None where no slots' memory does."""
-        geometry = self._cut(num_segments)
-        budget = memory.budget(geometry, self.layers is not None)
-        _, coding = self._divide(geometry, budget)
-        if coding is None or not coding.tier_nbytes or has_host_tier(self.hardware, geometry):
-            return None
-        held = Memory(str(int(budget.memory_nbytes / coding.costs.ratio)))
-        return self._outcome(SYSTEMS["belady-global"], held, num_segments, f"{memory.label}, all of it compressed")
-
-    def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome, densest: _Outcome | None) -> float | None:
+    def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
         """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link;
-        where these are decoded, stored bytes are read, and those of the best of all that memory can hold.
+        where these are decoded, stored bytes are read.
         """
         if resident.row["tpot_s"] is None or not belady.num_decode_iterations:
             return None
         seconds = belady.decode_nbytes / self.hardware.link.nbytes_per_s
         if self.storage.codec != "none" and not has_host_tier(self.hardware, self.geometry):
             costs = self.storage.costs(self.hardware)
-            read_nbytes = costs.ratio * (densest or belady).decode_nbytes
+            read_nbytes = costs.ratio * belady.decode_nbytes
             decoding = belady.decode_nbytes / costs.all_nbytes_per_s
             seconds = max(read_nbytes / self.hardware.link.nbytes_per_s, decoding)
         return float(max(resident.row["tpot_s"], seconds / belady.num_decode_iterations))

@@ -73,7 +73,6 @@ class EnginePlayer:
             plan=self._plan(candidate),
             maps=str(self.maps(candidate)) if system.learns is not None else None,
             codec=candidate.storage.codec,
-            compressed=candidate.storage.compressed,
         )
         engine, trace, training = api.handle(model).engine, self._workload.trace, self._workload.schedule.training
         prefetching = engine.prefetching

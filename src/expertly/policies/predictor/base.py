@@ -48,8 +48,6 @@ class Predictor(Policy, ABC):
     """Where a system takes it and does not say a distance; None: the system's own stays."""
     takes_weights: ClassVar[bool] = False
     """It was trained before, on a trace (Known.learned)."""
-    can_pause: ClassVar[bool] = False
-    """It remembers nothing of earlier passes: leaving some out changes nothing of the rest."""
 
     wants: frozenset[Want] = frozenset()
     """What it needs to see; of the rest it may be told, too. An instance may set its own."""

@@ -30,7 +30,6 @@ class Index(Predictor):
     name = "index"
     options = IndexOptions
     gives_probabilities = False
-    can_pause = True
 
     def __init__(
         self,

@@ -41,7 +41,6 @@ class Lookahead(Predictor):
     name = "lookahead"
     options = LookaheadOptions
     needs = ("lookahead",)
-    can_pause = True
     wants: frozenset[Want] = frozenset({"lookahead"})
 
     def __init__(
