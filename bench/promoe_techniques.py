@@ -96,7 +96,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
-    from expertly.policies.predictor.learned import LearnedWeights, read_learned, save_learned
+    from expertly.policies.learned import read_learned, save_learned
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 
@@ -181,7 +182,7 @@ def run_request(model: Any, ids: list[int], num_prompt: int) -> dict[str, float]
 def main() -> None:
     from expertly.lab.study import study
     from expertly.lab.train import TrainOptions
-    from expertly.policies.predictor.learned import save_learned
+    from expertly.policies.learned import save_learned
     from expertly.scheduler.presets import get_system
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace

@@ -27,7 +27,8 @@ import numpy as np
 from report import print_report
 
 from expertly.core.errors import ExpertlyError
-from expertly.policies.predictor.learned import LearnedWeights, read_learned
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.reproduce.moe_infinity.recovery import requests_back
 from expertly.scheduler.presets import get_system, runnable_systems
 from expertly.sim.geometry_file import read_geometry

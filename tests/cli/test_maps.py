@@ -14,10 +14,9 @@ from expertly.cli.main import main
 from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import ModelShape, save_learned
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from expertly.policies.predictor.fmoe.store import NONE, mean_similarities
-from expertly.policies.predictor.learned import save_learned
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace

@@ -10,9 +10,9 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.policies.learned import read_learned, save_learned
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.eam.matrices import Matrices
-from expertly.policies.predictor.learned import read_learned, save_learned
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace

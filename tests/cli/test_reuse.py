@@ -15,7 +15,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from expertly.policies.predictor.learned import save_learned
+    from expertly.policies.learned import save_learned
 
     path = tmp_path / "a.reuse"
     about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
@@ -80,7 +80,7 @@ def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_other_commands_say_what_they_take(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from expertly.policies.predictor.learned import save_learned
+    from expertly.policies.learned import save_learned
 
     maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), file.read_bytes()
     save_learned(maps, make_store(), IDENTITY)

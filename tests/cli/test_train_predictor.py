@@ -12,7 +12,8 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.model.packing import pack_cached
-from expertly.policies.predictor.learned import LearnedWeights, read_learned
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside
 from tests.families import make_checkpoint
 from tests.lab.planted import planted_trace
@@ -193,7 +194,7 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
 def test_weights_of_another_model_are_refused_by_simulate(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from expertly.policies.predictor.learned import save_learned
+    from expertly.policies.learned import save_learned
     from expertly.trace.schema import TraceLayer
 
     save_learned(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})

@@ -15,8 +15,8 @@ from expertly.api import handle
 from expertly.core.errors import StoreError
 from expertly.engine import prediction as prediction_module
 from expertly.policies.eviction.eam import EAMEviction
+from expertly.policies.learned import read_learned
 from expertly.policies.predictor.eam.matrices import Matrices
-from expertly.policies.predictor.learned import read_learned
 from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases

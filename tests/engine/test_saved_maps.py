@@ -14,9 +14,8 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import prediction as prediction_module
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import ModelShape, read_learned, save_learned
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.policies.predictor.learned import read_learned, save_learned
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction, reader_threads, run_python

@@ -15,7 +15,8 @@ from expertly.data import demo_predictor
 from expertly.lab.recording import record
 from expertly.lab.study import study
 from expertly.lab.train import TrainOptions
-from expertly.policies.predictor.learned import LearnedWeights, read_learned, save_learned
+from expertly.policies.learned import read_learned, save_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 from expertly.trace.reader import Trace

@@ -15,7 +15,7 @@ from expertly.engine import learned as learned_module
 from expertly.engine.learned import SavedState
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.reuse import Reuse
-from expertly.policies.predictor.learned import read_learned, save_learned
+from expertly.policies.learned import read_learned, save_learned
 from expertly.policies.reuse.layer import LayerReuse
 from expertly.policies.reuse.model import ReuseModel
 from tests.engine.conftest import Case

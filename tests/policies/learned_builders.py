@@ -12,17 +12,17 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from expertly.core.headers import TensorSpec, safetensors_header
-from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.eam.matrices import Matrices
-from expertly.policies.predictor.fmoe.store import NONE, MapStore
-from expertly.policies.predictor.learned import (
+from expertly.policies.learned import (
     NO_CHECKSUM,
     LearnedState,
+    ModelShape,
     Snapshot,
     read_learned,
     save_learned,
     without_checksum,
 )
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import NONE, MapStore
 from expertly.policies.reuse.model import ReuseModel
 from tests.scheduler.drive import one_token
 

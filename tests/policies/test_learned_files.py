@@ -21,10 +21,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import LearnedState, ModelShape, kind_of, read_learned, save_learned
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.policies.predictor.learned import LearnedState, LearnedWeights, kind_of, read_learned, save_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.policies.reuse.model import MEANING, ReuseModel
 from tests.policies.learned_builders import (
     IDENTITY,
@@ -392,7 +392,7 @@ def test_a_disk_that_is_full_or_a_folder_that_is_not_there(tmp_path: Path) -> No
 SAVE = """
 import sys
 from pathlib import Path
-from expertly.policies.predictor.learned import save_learned
+from expertly.policies.learned import save_learned
 from tests.policies.learned_builders import IDENTITY, make_store
 
 stores = [make_store(200 + 300 * number, 1000, seed=number, hidden_size=64) for number in range(3)]

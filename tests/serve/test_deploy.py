@@ -15,9 +15,8 @@ import pytest
 
 from expertly.cli.main import build_parser
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import ModelShape, save_learned
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.policies.predictor.learned import save_learned
 from expertly.store.cache import learned_beside, remove_entry
 from tests.policies.learned_builders import load_maps
 

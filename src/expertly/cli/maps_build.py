@@ -17,9 +17,9 @@ from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertly.core.observation import History, Want
+    from expertly.policies.learned import LearnedStore
     from expertly.policies.predictor.eam.matrices import Matrices
     from expertly.policies.predictor.fmoe.store import MapStore
-    from expertly.policies.predictor.learned import LearnedStore
     from expertly.sim.workload import RowRange
     from expertly.trace.reader import Trace
 

@@ -13,7 +13,7 @@ from expertly.cli.maps_summary import facts_of, headline, read_stores
 from expertly.cli.output import add_json_flag, format_nbytes, format_share, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.policies.predictor.learned import LearnedFile
+    from expertly.policies.learned import LearnedFile
 
 _NUM_SAMPLED = 512
 _BOUNDS = ("2 L E", "L E ln(L E) / 2")
@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from expertly.policies.learned import kind_of
     from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
-    from expertly.policies.predictor.learned import kind_of
     from expertly.policies.reuse.model import ReuseModel
 
     if kind_of(args.file) == ReuseModel.kind:

@@ -13,7 +13,7 @@ from expertly.cli.output import add_json_flag
 from expertly.core.errors import StoreError
 
 if TYPE_CHECKING:
-    from expertly.policies.predictor.learned import LearnedFile
+    from expertly.policies.learned import LearnedFile
 
 
 def add_parser(subparsers: Any) -> None:

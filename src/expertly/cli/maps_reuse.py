@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.policies.predictor.learned import LearnedFile
+    from expertly.policies.learned import LearnedFile
     from expertly.policies.reuse.model import ReuseModel
 
 
 def print_reuse(path: Path, is_json: bool) -> None:
     """Raises StoreError as read_learned."""
-    from expertly.policies.predictor.learned import read_learned
+    from expertly.policies.learned import read_learned
     from expertly.policies.reuse.model import ReuseModel
 
     file = read_learned(path, ReuseModel)

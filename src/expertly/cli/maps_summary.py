@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
+    from expertly.policies.learned import Facts, LearnedFile, LearnedStore
     from expertly.policies.predictor.eam.matrices import Collection, Matrices
     from expertly.policies.predictor.fmoe.store import MapStore
-    from expertly.policies.predictor.learned import Facts, LearnedFile, LearnedStore
 
 
 def read_stores(path: Path, like: LearnedFile[Any] | None = None) -> LearnedFile[Any]:
     """A file of maps or of activation matrices; `like`: of the same kind and model as this one. Raises StoreError."""
+    from expertly.policies.learned import read_learned
     from expertly.policies.predictor.eam.matrices import Matrices
     from expertly.policies.predictor.fmoe.store import MapStore
-    from expertly.policies.predictor.learned import read_learned
 
     if like is not None:
         return read_learned(path, type(like.learned), identity=like.header.identity, shape=like.header.shape)
@@ -29,7 +29,7 @@ def read_stores(path: Path, like: LearnedFile[Any] | None = None) -> LearnedFile
 
 def write_file(out: Path, store: LearnedStore, identity: str, about: Facts, is_json: bool) -> None:
     """Write the file, read it back and print what it is."""
-    from expertly.policies.predictor.learned import save_learned
+    from expertly.policies.learned import save_learned
 
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     save_learned(out, store, identity, {**about, "created": created})

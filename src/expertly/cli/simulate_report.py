@@ -11,7 +11,8 @@ from expertly.scheduler.presets import get_system
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from expertly.policies.predictor.learned import LearnedFile, LearnedWeights
+    from expertly.policies.learned import LearnedFile
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.study import Study
 
 

@@ -10,13 +10,15 @@ from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
+    from expertly.policies.learned import LearnedFile
     from expertly.policies.moepic.plan import SplitPlan
-    from expertly.policies.predictor.learned import LearnedFile, LearnedWeights
+    from expertly.policies.predictor.learned import LearnedWeights
 
 
 def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[LearnedWeights] | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
-    from expertly.policies.predictor.learned import LearnedWeights, read_learned
+    from expertly.policies.learned import read_learned
+    from expertly.policies.predictor.learned import LearnedWeights
 
     if path is None:
         return None

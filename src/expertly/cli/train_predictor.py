@@ -75,7 +75,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from expertly.lab.study import study
     from expertly.lab.train import TrainOptions
-    from expertly.policies.predictor.learned import LearnedWeights, read_learned, save_learned
+    from expertly.policies.learned import read_learned, save_learned
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.trace.reader import Trace
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)

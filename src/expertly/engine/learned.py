@@ -20,15 +20,8 @@ from expertly.data import demo_predictor
 from expertly.engine.executor import Executor
 from expertly.policies.base import Policy
 from expertly.policies.eviction.reuse import Reuse
-from expertly.policies.predictor.learned import (
-    Array,
-    Arrays,
-    LearnedStore,
-    LearnedWeights,
-    Snapshot,
-    read_learned,
-    save_learned,
-)
+from expertly.policies.learned import Array, Arrays, LearnedStore, Snapshot, read_learned, save_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
-from expertly.policies.predictor.learned import LearnedState
+from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
 

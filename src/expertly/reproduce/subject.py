@@ -9,7 +9,8 @@ from pathlib import Path
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.data import demo_predictor
-from expertly.policies.predictor.learned import LearnedWeights, read_learned
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
 from expertly.trace.reader import Trace

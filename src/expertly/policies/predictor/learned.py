@@ -19,9 +19,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Floats, Routed, Want
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape, Shape, length_of
 from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
-from expertly.policies.predictor.learned import MAX_LAYERS, Arrays, Header, LearnedState, Shape, length_of
 
 Weights = npt.NDArray[np.floating[Any]]
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
-from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.learned import MAX_NBYTES, Arrays, Header, LearnedState, Shape
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
 from expertly.policies.reuse.layer import DISCOUNT, FADING, HORIZON, LayerReuse, fade
 
 Floats = npt.NDArray[np.float32]

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.observation import Floats
-from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.learned import (
+from expertly.policies.learned import (
     MAX_CAPACITY,
     MAX_NBYTES,
     Arrays,
     Header,
     LearnedStore,
+    ModelShape,
     Shape,
     check_born,
     length_of,

@@ -15,7 +15,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
 from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
 from expertly.policies.predictor.eam.matrices import (
     DEFAULT_CAPACITY,
@@ -24,7 +24,6 @@ from expertly.policies.predictor.eam.matrices import (
     Match,
     Matrices,
 )
-from expertly.policies.predictor.learned import MAX_CAPACITY
 
 DIGITS = 6
 """Decimals of an outlook."""

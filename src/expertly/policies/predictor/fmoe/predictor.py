@@ -14,11 +14,10 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.fmoe.search import NearestMaps, Search
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.policies.predictor.learned import MAX_CAPACITY
 
 MAX_SCORES = 1 << 24
 """Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""

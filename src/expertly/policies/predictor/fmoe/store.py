@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.observation import Floats, Ids
-from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.fmoe.redundancy import Incoming, inverse_root, place, through_float16, unit_rows
-from expertly.policies.predictor.learned import (
+from expertly.policies.learned import (
     MAX_CAPACITY,
     MAX_EXPERTS,
     MAX_NBYTES,
     Arrays,
     Header,
     LearnedStore,
+    ModelShape,
     Shape,
     check_born,
     length_of,
 )
+from expertly.policies.predictor.fmoe.redundancy import Incoming, inverse_root, place, through_float16, unit_rows
 
 NONE = MAX_EXPERTS + 1
 """Where `chosen` names no expert."""
