@@ -34,11 +34,10 @@ from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
+from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of
-from expertly.scheduler.plans import check_plan, read_plan
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System
@@ -211,7 +210,7 @@ def _known_of(
     if len(geometries) > 1:
         raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
     read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
-    check_plan(read, system, geometries[0], budgets[0])
+    system.check_plan(read, geometries[0], budgets[0])
     return Known(plan=read)
 
 

@@ -21,8 +21,8 @@ from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine.learned import reuse_models
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.learned import ModelShape, read_learned, save_learned
-from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases

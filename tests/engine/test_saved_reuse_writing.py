@@ -14,10 +14,8 @@ from expertly.core.errors import StoreError
 from expertly.engine import learned as learned_module
 from expertly.engine.learned import SavedState
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.reuse import Reuse
+from expertly.policies.eviction.reuse import LayerReuse, Reuse, ReuseModel
 from expertly.policies.learned import read_learned, save_learned
-from expertly.policies.reuse.layer import LayerReuse
-from expertly.policies.reuse.model import ReuseModel
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.engine.test_saved_reuse import NUM_TOKENS, learn, of_reuse

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from expertly.core.headers import TensorSpec, safetensors_header
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.learned import (
     NO_CHECKSUM,
     LearnedState,
@@ -23,7 +24,6 @@ from expertly.policies.learned import (
 )
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import NONE, MapStore
-from expertly.policies.reuse.model import ReuseModel
 from tests.scheduler.drive import one_token
 
 SHAPE = ModelShape((8, 6, 8), (2, 3, 3))

@@ -147,13 +147,13 @@ def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
 
 def test_the_registry_hands_out_what_is_known() -> None:
     """A popularity profile to `static`, a seed to `random`."""
-    static = EVICTIONS["static"](geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
+    static = EVICTIONS["static"].make(geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
     for expert in (3, 0, 1, 2):
         static.admitted(expert)
     assert list(static.victims(())) == [3, 2], "0 and 1 are pinned from the start"
 
     def victims(seed: int) -> list[int]:
-        policy = EVICTIONS["random"](geometry(), 8, Known(seed=seed))
+        policy = EVICTIONS["random"].make(geometry(), 8, Known(seed=seed))
         for expert in range(40):
             policy.admitted(expert)
         return list(policy.victims(()))

@@ -21,11 +21,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
+from expertly.policies.eviction.reuse import MEANING, ReuseModel
 from expertly.policies.learned import LearnedState, ModelShape, kind_of, read_learned, save_learned
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.policies.reuse.model import MEANING, ReuseModel
 from tests.policies.learned_builders import (
     IDENTITY,
     SHAPE,

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.allocation import ALLOCATIONS, MakeAllocation
+from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.allocation.uniform import Uniform
-from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU, Belady
 from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
@@ -163,8 +162,10 @@ def test_options_are_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         width: int = 1
 
-    shares = MakeAllocation(lambda shape, known, options: Uniform(shape), Options)
-    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", shares)
+    class Wide(Uniform):
+        options = Options
+
+    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", Wide)
     with pytest.raises(ConfigError, match="allocation='wide': its option 'width' is called as one of prediction='"):
         get_system("lru:allocation=wide:prediction=counts")
     assert get_system("lru:allocation=wide:width=3").options == (("width", "3"),)
@@ -227,9 +228,9 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("moepic:fill=idle", r"fill='idle': .*is loaded when it is needed; accepted: leave it out"),
         ("lru:prediction=lookahead:gate=measured", r"gate='measured': .*; accepted: none, confidence"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
-        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
-        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1 token"),
-        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0 and at most 1"),
+        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
+        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1"),
+        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0, up to 1"),
         ("lru:segments=0", r"segments=0: must be at least 1"),
         ("lru:segments=half", r"segments='half': must be a whole number"),
         ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),

@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from expertly.policies.eviction import EVICTIONS, MakeEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.predictor.baselines import Index
 from expertly.policies.prefetch import ByProximity, PrefetchOrder
@@ -75,14 +75,14 @@ class Unrepeatable(LRU):
 )
 def test_an_eviction_policy_that_breaks_a_promise_is_told_which(policy: type[LRU], promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
-        check_eviction(MakeEviction(lambda geometry, capacity, known: policy()))
+        check_eviction(policy)
 
 
-def test_what_a_maker_says_of_its_policy_is_checked() -> None:
+def test_what_a_policy_says_of_itself_is_checked() -> None:
     check_eviction(EVICTIONS["lru"])
     check_eviction(EVICTIONS["lcp"])
-    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'LRU'"):
-        check_eviction(replace(EVICTIONS["lru"], is_scored=True))
+    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'Boasting'"):
+        check_eviction(type("Boasting", (LRU,), {"is_scored": True}))
 
 
 class Wrong(Index):

@@ -29,9 +29,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from expertly.policies.eviction.reuse import ReuseModel
     from expertly.policies.learned import kind_of
     from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
-    from expertly.policies.reuse.model import ReuseModel
 
     if kind_of(args.file) == ReuseModel.kind:
         print_reuse(args.file, args.json)

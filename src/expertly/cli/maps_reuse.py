@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
+    from expertly.policies.eviction.reuse import ReuseModel
     from expertly.policies.learned import LearnedFile
-    from expertly.policies.reuse.model import ReuseModel
 
 
 def print_reuse(path: Path, is_json: bool) -> None:
     """Raises StoreError as read_learned."""
+    from expertly.policies.eviction.reuse import ReuseModel
     from expertly.policies.learned import read_learned
-    from expertly.policies.reuse.model import ReuseModel
 
     file = read_learned(path, ReuseModel)
     facts = _facts_of(file)
@@ -37,7 +37,7 @@ def print_reuse(path: Path, is_json: bool) -> None:
 
 def _facts_of(file: LearnedFile[ReuseModel]) -> dict[str, Any]:
     """For --json."""
-    from expertly.policies.reuse.model import MEANING, num_weights
+    from expertly.policies.eviction.reuse import MEANING, num_weights
 
     return {
         "file": str(file.path),

@@ -10,8 +10,8 @@ from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
+    from expertly.policies.allocation.moepic import SplitPlan
     from expertly.policies.learned import LearnedFile
-    from expertly.policies.moepic.plan import SplitPlan
     from expertly.policies.predictor.learned import LearnedWeights
 
 
@@ -29,7 +29,7 @@ def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[Lear
 
 def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
-    from expertly.scheduler.plans import read_plan
+    from expertly.policies.allocation.moepic import read_plan
 
     if path is None:
         return None

@@ -25,9 +25,9 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.engine.memory import available_host_nbytes
 from expertly.hardware.machine import cpu_name
+from expertly.policies.allocation.moepic import read_plan
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.scheduler.plans import read_plan
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.memory import Memory

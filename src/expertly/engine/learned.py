@@ -19,10 +19,10 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.data import demo_predictor
 from expertly.engine.executor import Executor
 from expertly.policies.base import Policy
-from expertly.policies.eviction.reuse import Reuse
+from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.eviction.reuse import Reuse, ReuseModel
 from expertly.policies.learned import Array, Arrays, LearnedStore, Snapshot, read_learned, save_learned
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore
@@ -311,7 +311,7 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
     as SavedState.read, and ConfigError for a file that was named for an eviction that shows nobody what it learns.
     """
     policy = _evictions(executor)[0]
-    if getattr(policy, "learned", None) is None:
+    if policy.learned is None:
         if files.of_eviction is not None and not files.is_auto:
             raise ConfigError(
                 f"maps={str(files.of_eviction)!r}: the system's eviction is not kept in files; accepted: {AUTO}, {OFF}"
@@ -324,7 +324,7 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
     return saved
 
 
-def _evictions(executor: Executor) -> Sequence[Any]:
+def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
     """A policy of each device; those of one device learn together."""
     return [device.scheduler.caches[0].policy for device in executor.devices]
 

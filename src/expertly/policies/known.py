@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from expertly.policies.moepic.plan import SplitPlan
+    from expertly.policies.allocation.moepic import SplitPlan
+    from expertly.policies.eviction.reuse import ReuseModel
     from expertly.policies.predictor.learned import LearnedWeights
-    from expertly.policies.reuse.model import ReuseModel
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""

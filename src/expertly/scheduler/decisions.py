@@ -16,8 +16,8 @@ from typing import Any
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.journal import JournaledScheduler, Replayed, read_header, replay
 from expertly.scheduler.presets import get_system, paths_in

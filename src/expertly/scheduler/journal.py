@@ -14,7 +14,7 @@ from typing import Any
 
 from expertly.core.errors import TraceError
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.scheduler.gate import Moment
 from expertly.scheduler.scheduler import Scheduler
 

@@ -10,6 +10,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
@@ -66,7 +67,8 @@ class System:
     @property
     def eviction_learns(self) -> str | None:
         """The same of its eviction: "reuse"."""
-        return None if self.keeps_everything or not EVICTIONS[self.eviction].takes_reuse else "reuse"
+        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
+        return None if learns is None else learns.kind
 
     @property
     def learns(self) -> str | None:
@@ -82,6 +84,21 @@ class System:
     def takes_plan(self) -> bool:
         """Whether its allocation can begin with a plan of splits: `expertly configure`."""
         return not self.keeps_everything and ALLOCATIONS[self.allocation].takes_plan
+
+    def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:
+        """Raises ConfigError where the system makes nothing of a plan, where it is of other experts or segments, or
+        keeps more than there are slots for.
+        """
+        if not self.takes_plan:
+            takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.takes_plan) or "there are none"
+            raise ConfigError(
+                f"plan: system {self.name!r} takes none (allocation={self.allocation}); accepted: allocation={takers}"
+            )
+        if "theta" in dict(self.options):
+            raise ConfigError(
+                f"plan: system {self.name!r} says theta, as a plan does of every layer; accepted: one of them"
+            )
+        plan.check_fits(geometry, budget.kept_slots)
 
     def scheduler(
         self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
@@ -177,7 +194,7 @@ class System:
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
         if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
             known = replace(known, usage=None)
-        return ALLOCATIONS[self.allocation](geometry, known, self.options_of("allocation"))
+        return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 
 def _check(system: System) -> None:

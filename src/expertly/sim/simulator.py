@@ -8,7 +8,7 @@ from typing import Protocol
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Want
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.backlog import Backlog
 from expertly.scheduler.channel import Channel, InlineChannel

@@ -9,8 +9,7 @@ from random import Random
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
 from expertly.policies.predictor import Predictor
-from expertly.testing.expect import expect
-from expertly.testing.futures import small_model, some_future
+from expertly.testing.futures import expect, small_model, some_future
 from expertly.testing.passes import SHAPE, MadeUp, MakeKnown, future_and_seed, watched
 
 DISTANCES = (1, 2, 5, 9, 1 << 30)

@@ -13,7 +13,7 @@ from expertly.engine.backends import available_nbytes
 from expertly.engine.learned import reuse_models
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.playing import Played, feed
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.sim.reuse_learning import teach
 from expertly.sim.training import histories
 from expertly.tuning.candidates import Candidate

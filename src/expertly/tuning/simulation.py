@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.policies.moepic.statistics import Doubles, LayerRates
-from expertly.policies.moepic.timing import Parts, Timing
+from expertly.policies.allocation.moepic.plan import LayerSplit
+from expertly.policies.allocation.moepic.statistics import Doubles, LayerRates
+from expertly.policies.allocation.moepic.timing import Parts, Timing
 
 Counts = npt.NDArray[np.intp]
 
@@ -23,23 +25,26 @@ class Splits:
     """
 
     def __init__(self, num_experts: int, segments_per_expert: int) -> None:
-        self.num_experts, self.segments_per_expert = num_experts, segments_per_expert
+        self.num_experts, self.max_segments = num_experts, num_experts * segments_per_expert
         experts = np.repeat(np.arange(1, num_experts + 1), segments_per_expert)
         segments = np.tile(np.arange(1, segments_per_expert + 1), num_experts)
         order = np.lexsort((experts, experts * segments))
         self.experts: Counts = np.concatenate([[0], experts[order]])
         self.segments: Counts = np.concatenate([[0], segments[order]])
         self.theta: Doubles = self.segments / segments_per_expert
-        taken = self.experts * self.segments
-        self.number = {
-            pair: n for n, pair in enumerate(zip(self.experts.tolist(), self.segments.tolist(), strict=True))
-        }
-        self.last: Counts = np.searchsorted(taken, np.arange(self.max_segments + 1), side="right") - 1
-        """[E*P+1] by budget in segments: the last split that needs no more"""
+        pairs = zip(self.experts.tolist(), self.segments.tolist(), strict=True)
+        self.number = {pair: number for number, pair in enumerate(pairs)}
+        self.last: Counts = (  # [E*P+1] by budget in segments: the last split that needs no more
+            np.searchsorted(self.experts * self.segments, np.arange(self.max_segments + 1), side="right") - 1
+        )
 
-    @property
-    def max_segments(self) -> int:
-        return self.num_experts * self.segments_per_expert
+
+class Outcomes(NamedTuple):
+    """What comes of a layer's splits, an element each."""
+
+    loaded: Doubles  # m: experts' worth of what is needed that is there when the router has run
+    exposed_ns: Doubles
+    next_window_ns: Doubles  # T_wind of the next layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +55,12 @@ class Curve:
     split: Counts  # [E*P+1] the best one, by its number in `splits`
     loaded: Doubles  # [E*P+1] its m: never falls as the budget grows, where parts cost nothing of their own
     exposed_ns: Doubles  # [E*P+1] what the layer then takes beyond all being there and whole: never grows
-    parts: Parts[Doubles] | None  # [splits]
+    next_window_ns: Doubles  # [E*P+1]
 
-    def parts_with(self, budget: int) -> Parts[float] | None:
-        """Of the best split."""
-        return None if self.parts is None else parts_of(self.parts, int(self.split[budget]))
-
-    def kept_experts(self, budget: int) -> int:
-        return int(self.splits.experts[self.split[budget]])
-
-    def kept_segments(self, budget: int) -> int:
-        """Of each kept expert."""
-        return int(self.splits.segments[self.split[budget]])
+    def best(self, budget: int) -> LayerSplit:
+        """The best split of so many segments."""
+        number = self.split[budget]
+        return LayerSplit(int(self.splits.experts[number]), int(self.splits.segments[number]), budget)
 
 
 class LayerProblem:
@@ -82,40 +81,35 @@ class LayerProblem:
         self._cached: Doubles = self._tops * splits.theta  # A_cache
         self._is_split = (splits.experts > 0) & (splits.theta < 1)
 
-    def loaded(self, window_ns: float) -> Doubles:
-        """m of each split: what is kept, and what the prefetches bring that fit the window, at most K."""
-        return self._met(window_ns)[0]
-
-    def loaded_with(self, experts: int, segments: int, window_ns: float) -> tuple[float, Parts[float] | None]:
-        """m of one split, and its parts where they cost something of their own."""
-        number = self.splits.number[experts, segments]
-        loaded, parts = self._met(window_ns)
-        return float(loaded[number]), None if parts is None else parts_of(parts, number)
+    def outcomes(self, window_ns: float) -> Outcomes:
+        """Of all splits."""
+        loaded, parts = self._loaded(window_ns)
+        timing, layer = self._timing, self._layer
+        exposed, window = timing.exposed_ns(layer, loaded, parts), timing.next_window_ns(layer, loaded, parts)
+        return Outcomes(loaded, exposed, window)
 
     def curve(self, window_ns: float) -> Curve:
         """The best split for each budget: the least exposed time; of equal ones the highest m, then that which keeps
         most of what is needed, then the least memory, then the fewest experts.
         """
-        splits, (loaded, parts) = self.splits, self._met(window_ns)
-        exposed = self._timing.exposed_of_ns(self._layer, loaded, parts)
+        splits, (loaded, exposed, next_window) = self.splits, self.outcomes(window_ns)
         # Where parts cost nothing the highest m has the least exposed time.
-        goods = [loaded, self._cached] if parts is None else [-exposed, loaded, self._cached]
-        rank, is_better = goods[0], np.zeros(len(loaded), np.bool_)
-        is_better[0] = True
+        counts_parts = self._timing.counts_parts(self._layer)
+        rank, goods = (-exposed, [loaded, self._cached]) if counts_parts else (loaded, [self._cached])
         best = np.maximum.accumulate(rank)
-        np.greater(best[1:], best[:-1], out=is_better[1:])
-        for good in goods[1:]:  # where that is as high as before, more is better; a level is all since it last rose
+        is_better = np.append(True, best[1:] > best[:-1])
+        for good in goods:  # where that is as high as before, more is better; a level is all since it last rose
             rank = np.where(rank == best, good, -1.0) + np.cumsum(is_better) * (self._top_k + 2.0)
             best = np.maximum.accumulate(rank)
             np.greater(best[1:], best[:-1], out=is_better[1:])
         chosen = np.maximum.accumulate(np.where(is_better, np.arange(len(loaded)), 0))[splits.last]
-        return Curve(splits, chosen, loaded[chosen], exposed[chosen], parts)
+        return Curve(splits, chosen, loaded[chosen], exposed[chosen], next_window[chosen])
 
-    def _met(self, window_ns: float) -> tuple[Doubles, Parts[Doubles] | None]:
-        """Of each split: Y is the largest number of predicted experts whose prefetches (equation 9) together take no
-        longer than the window, and no more memory than the buffer of K experts.
+    def _loaded(self, window_ns: float) -> tuple[Doubles, Parts | None]:
+        """m of each split: what is kept, and of the predicted experts the first Y, as many as can be prefetched
+        (equation 9) in the window and into a buffer of K experts. And the parts, where these cost something.
 
-        Parts (ours): where tops are kept, every needed expert comes in two pieces. Its rest lies where the buffer had
+        Parts (ours): where tops are kept, every needed expert comes in two spans. Its rest lies where the buffer had
         room; one that is not kept gets its top a place among the kept ones. Those tops whose rest is not there yet are
         computed meanwhile.
         """
@@ -124,13 +118,12 @@ class LayerProblem:
         if self._load_ns > 0:
             room = min(room, window_ns / self._load_ns)
         room = max(room, 0.0) + _ROUNDING
-        taken_up_to = self._hits_of_first
         # What the first Y take, Y - theta * sum of PH, never falls with Y and is at most Y: a binary search for all.
         count = np.full(len(theta), min(int(room), num_experts))
         step = 1 << max(num_experts - int(room), 0).bit_length()
         while step := step >> 1:
             more = np.minimum(count + step, num_experts)
-            fits = more - theta * taken_up_to.take(begin + more) <= room
+            fits = more - theta * self._hits_of_first.take(begin + more) <= room
             np.copyto(count, more, where=fits)
         needed, kept = self._needed_of_first.take(count), self._joint_of_first.take(begin + count)
         loaded: Doubles = np.minimum(self._cached + (needed - theta * kept), self._top_k)  # equation 10
@@ -144,11 +137,6 @@ class LayerProblem:
             early=np.where(self._is_split, alone * (1 - theta), 0.0),
             lacking=np.where(lacking > _ROUNDING, lacking, 0.0),
         )
-
-
-def parts_of(parts: Parts[Doubles], number: int) -> Parts[float]:
-    """Of one split, by its number."""
-    return Parts(float(parts.further[number]), float(parts.early[number]), float(parts.lacking[number]))
 
 
 def _sums(shares: Doubles) -> Doubles:

@@ -1,16 +1,20 @@
-"""What each layer keeps of how many experts: made by the configurator, saved, and loaded by the engine."""
+"""A split plan: how many experts each layer keeps, and how much of each; and the file of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError
+from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import Geometry, LayerGeometry
 
-FORMAT = "expertly-split-plan"
-VERSION = 1
+_FORMAT = "expertly-split-plan"
+_VERSION = 1
+_ABOUT = "about"
+"""What a file says of itself beside the plan, for people."""
 
 _PLAN_FIELDS = ("format", "version", "segments_per_expert", "layers")
 _SPLIT_FIELDS = ("kept_experts", "kept_segments", "budget_segments")
@@ -33,7 +37,7 @@ class LayerSplit:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A cache configuration. Raises ConfigError naming the field, its value and what is accepted."""
+    """What every layer keeps. Raises ConfigError naming the field, its value and what is accepted."""
 
     geometry: Geometry
     layers: tuple[LayerSplit, ...]
@@ -53,14 +57,13 @@ class SplitPlan:
 
     @property
     def free_segments(self) -> tuple[int, ...]:
-        """Of each size class: what its layers' budgets leave, which may widen the ring."""
-        free = [0] * self.geometry.num_size_classes
-        for layer, size_class in zip(self.layers, self.geometry.size_classes, strict=True):
-            free[size_class] += layer.budget_segments - layer.used_segments
-        return tuple(free)
+        """Segments of each size class that the layers' budgets leave; they widen the staging slots."""
+        return tuple(self._sums([layer.budget_segments - layer.used_segments for layer in self.layers]))
 
-    def check_fits(self, geometry: Geometry) -> None:
-        """Raises ConfigError where the plan is for other experts than these, or other segments."""
+    def check_fits(self, geometry: Geometry, kept_slots: Sequence[int] | None = None) -> None:
+        """Raises ConfigError where the plan is for other experts or segments than these, or where its budgets take more
+        than `kept_slots` of a size class.
+        """
         mine = self.geometry
         if geometry.segments_per_expert != mine.segments_per_expert:
             raise _error("segments_per_expert", mine.segments_per_expert, f"{geometry.segments_per_expert}, as it runs")
@@ -71,13 +74,27 @@ class SplitPlan:
                 if getattr(planned, name) != getattr(running, name):
                     accepted = f"{getattr(running, name)}, as the model has it"
                     raise _error(f"layers[{number}].{name}", getattr(planned, name), accepted)
+        if kept_slots is not None:
+            budgets = self._sums([layer.budget_segments for layer in self.layers])
+            for planned_slots, slots in zip(budgets, kept_slots, strict=True):
+                if planned_slots > slots:
+                    raise ConfigError(
+                        f"plan field layers: budgets of {planned_slots} segments together; must be at most the {slots} "
+                        f"that the memory keeps beside the ring"
+                    )
+
+    def _sums(self, of_layers: Sequence[int]) -> list[int]:
+        sums = [0] * self.geometry.num_size_classes
+        for num, size_class in zip(of_layers, self.geometry.size_classes, strict=True):
+            sums[size_class] += num
+        return sums
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""
         layers = [asdict(shape) | asdict(layer) for shape, layer in zip(self.geometry.layers, self.layers, strict=True)]
         return {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": _FORMAT,
+            "version": _VERSION,
             "segments_per_expert": self.geometry.segments_per_expert,
             "layers": layers,
         }
@@ -86,10 +103,9 @@ class SplitPlan:
     def from_dict(cls, read: object) -> SplitPlan:
         """The inverse of `to_dict`, of any parsed JSON."""
         plan = _object("file", read, _PLAN_FIELDS)
-        if plan["format"] != FORMAT:
-            raise _error("format", plan["format"], repr(FORMAT))
-        if type(plan["version"]) is not int or plan["version"] != VERSION:
-            raise _error("version", plan["version"], str(VERSION))
+        if plan["format"] != _FORMAT:
+            raise _error("format", plan["format"], repr(_FORMAT))
+        _whole("version", plan["version"], _VERSION, _VERSION)
         segments = _whole("segments_per_expert", plan["segments_per_expert"], 1, _MAX_COUNT)
         if not isinstance(plan["layers"], list) or not plan["layers"]:
             raise _error("layers", plan["layers"], "a list of one object for each MoE layer")
@@ -109,6 +125,23 @@ class SplitPlan:
         except ConfigError as error:
             raise ConfigError(f"plan: {error}") from None
         return cls(geometry, tuple(splits))
+
+
+def save_plan(path: Path, plan: SplitPlan, about: Mapping[str, str | int | float | None]) -> None:
+    """Replace the file at `path`; after a crash it is what it was before. Raises ConfigError where it cannot be."""
+    with disk_errors(path, "writing the plan", ConfigError, ""):
+        write_atomic(path, json_bytes({**plan.to_dict(), _ABOUT: dict(about)}))
+
+
+def read_plan(path: str | Path) -> SplitPlan:
+    """Raises ConfigError naming the file, the field, its value and what is accepted."""
+    path = Path(path).expanduser()
+    raw = read_json_object(path, ConfigError)
+    raw.pop(_ABOUT, None)
+    try:
+        return SplitPlan.from_dict(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _object(name: str, value: object, names: Sequence[str]) -> Mapping[str, Any]:
