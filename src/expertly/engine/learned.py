@@ -326,7 +326,7 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
 
 def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
     """A policy of each device; those of one device learn together."""
-    return [device.scheduler.caches[0].policy for device in executor.devices]
+    return [device.scheduler.cache.partitions[0].policy for device in executor.devices]
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class Study:
         if simulator.predictor is not None:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
-            gate = simulator.scheduler.gate
+            gate = simulator.scheduler.filter
             row["gate"] = None if gate is None else gate.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
             by_layer = enumerate(simulator.scheduler.counters)
