@@ -8,7 +8,7 @@ import pytest
 from expertly.core.errors import StoreError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.engine.learned import Exchange
+from expertly.engine.learned import LearnedExchange
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from tests.policies.maps.reference import random_scores, top
@@ -32,7 +32,7 @@ def learned(seed: int, num_rows: int = 5, capacity: int = 100) -> FMoE:
     return predictor
 
 
-def pass_on(sharings: dict[str, Exchange]) -> int:
+def pass_on(sharings: dict[str, LearnedExchange]) -> int:
     """What has been told goes to all others, who take it; how many told something."""
     told = {name: arrays for name, one in sharings.items() if (arrays := one.take()) is not None}
     for name, sharing in sharings.items():
@@ -45,7 +45,7 @@ def pass_on(sharings: dict[str, Exchange]) -> int:
 
 def test_all_come_to_know_the_same_and_then_there_is_nothing_to_tell() -> None:
     predictors = {name: learned(seed) for seed, name in enumerate("abc", 1)}
-    sharings = {name: Exchange(one) for name, one in predictors.items()}
+    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
     for one in sharings.values():
         one.exchange()
     assert pass_on(sharings) == 3
@@ -60,7 +60,7 @@ def test_all_come_to_know_the_same_and_then_there_is_nothing_to_tell() -> None:
 
 def test_what_has_been_displaced_does_not_come_back() -> None:
     mine, other = learned(1, 5, capacity=5), learned(2, 5, capacity=5)
-    sharings = {"mine": Exchange(mine), "other": Exchange(other)}
+    sharings = {"mine": LearnedExchange(mine), "other": LearnedExchange(other)}
     for one in sharings.values():
         one.exchange()
     for _ in range(6):
@@ -86,7 +86,7 @@ def go_on(predictor: FMoE, rows: History, layers: range) -> list[int]:
 def test_in_the_middle_of_a_pass_nothing_goes_wrong() -> None:
     """What the pass has found is of a store that had fewer maps."""
     predictor, other = learned(1), learned(2, 30)
-    sharing, rows = Exchange(predictor), history(3, 2)
+    sharing, rows = LearnedExchange(predictor), history(3, 2)
     begin(predictor, rows)
     go_on(predictor, rows, range(2))
     sharing.give("other", {name: array.copy() for name, array in other.learned.state().items()})
@@ -106,7 +106,7 @@ def test_matrices_go_the_same_way() -> None:
     for seed, one in enumerate(predictors.values(), 1):
         one.learn(history(seed, 5))
         one.finish()
-    sharings = {name: Exchange(one) for name, one in predictors.items()}
+    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
     for sharing in sharings.values():
         sharing.exchange()
     assert pass_on(sharings) == 2
@@ -115,7 +115,7 @@ def test_matrices_go_the_same_way() -> None:
 
 
 def test_another_models_maps_are_refused_where_they_are_given() -> None:
-    sharing = Exchange(learned(1))
+    sharing = LearnedExchange(learned(1))
     other = FMoE(geometry(layers=2, experts=4, top_k=1), 1).learned
     with pytest.raises(StoreError):
         sharing.give("other", other.state())

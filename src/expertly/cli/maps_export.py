@@ -47,6 +47,6 @@ def run(args: argparse.Namespace) -> int:
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         print_json({"file": str(args.file), "out": str(args.out), "bytes": nbytes, "arrays": shapes})
     else:
-        what = f"{file.learned.num_learned} {file.learned.unit}"
+        what = f"{file.learned.num_learned} {file.learned.kind}"
         message(f"expertly: {args.out}: {what}, {format_nbytes(nbytes)}")
     return 0

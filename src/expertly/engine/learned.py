@@ -160,7 +160,7 @@ class SavedState:
         self._saved = learned.generation
         self._is_kept = False  # the file has more than the policy can hold, and stays as it is
         self._has_failed = False  # the last write
-        self._exchange: Exchange | None = None
+        self._exchange: LearnedExchange | None = None
         self._due_s = time.monotonic() + SAVE_EVERY_S
         self._waiting: Snapshot | None = None  # to be written by `_writer`
         self._writer: threading.Thread | None = None
@@ -198,9 +198,9 @@ class SavedState:
             warnings.warn(f"expertly: {self.problem}", stacklevel=2)
         self._saved = self._generation()
 
-    def share(self) -> Exchange:
+    def share(self) -> LearnedExchange:
         """Whenever the file may be written, replicas of the model are told what is in it, and theirs is added."""
-        self._exchange = Exchange(self._policy)
+        self._exchange = LearnedExchange(self._policy)
         return self._exchange
 
     def save(self) -> bool:
@@ -332,7 +332,7 @@ def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-class Exchange:
+class LearnedExchange:
     """Between a policy that learns and replicas of the model: what it has learned goes out, theirs comes in. Whoever
     carries it between machines is not known here, and never waited for.
 

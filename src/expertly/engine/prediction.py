@@ -13,7 +13,7 @@ from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
 from expertly.engine.executor import Executor
-from expertly.engine.learned import SAVE_EVERY_S, Exchange, SavedState
+from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, SavedState
 from expertly.engine.matcher import ThreadChannel
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
@@ -91,8 +91,8 @@ class Prefetching:
         """What ended predicting."""
         return None if self._thread is None else self._thread.error
 
-    def share(self, every_s: float) -> Exchange | None:
-        """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
+    def share(self, every_s: float) -> LearnedExchange | None:
+        """LearnedExchange with others what is learned, about so often while something is, and at the end; None where nothing
         is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
         """
         if self.maps is None:
