@@ -92,7 +92,7 @@ class Prefetching:
         return None if self._thread is None else self._thread.error
 
     def share(self, every_s: float) -> LearnedExchange | None:
-        """LearnedExchange with others what is learned, about so often while something is, and at the end; None where nothing
+        """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
         is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
         """
         if self.maps is None:
