@@ -41,7 +41,7 @@ from expertly.lab.study import study as train
 from expertly.lab.train import TrainOptions
 from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.geometry_file import read_geometry

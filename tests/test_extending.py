@@ -106,7 +106,7 @@ def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest
 
 def test_the_policies_of_the_page_decide(folder: Path) -> None:
     """They are not LRU under another name, and options reach the predictor."""
-    again = "lru:prediction=my_predictor.PREDICTOR"
+    again = "lru:prediction=my_predictor.Again"
     (folder / "random.py").write_text('raise RuntimeError("stands in for a library")', encoding="utf-8")
     systems = ["lru", "lru:eviction=my_policies.Fading", again, f"{again}:width=1"]
     found = rows(
@@ -121,7 +121,7 @@ def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: P
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon"}\n', encoding="utf-8")
     record = "trace record --prompts prompts.jsonl --out recorded --max-new-tokens 4 --memory 25%"
-    system = "lru:eviction=my_policies.Fading:prediction=my_predictor.PREDICTOR"
+    system = "lru:eviction=my_policies.Fading:prediction=my_predictor.Again"
     assert main([*record.split(), "--system", system, "--decisions", "decisions.jsonl"]) == 0
     replay = ("trace", "replay", "--allow-imports")
     assert main([*replay, "decisions.jsonl"]) == 0
@@ -150,7 +150,7 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     (installed / "broken.py").write_text('raise RuntimeError("out of order")\n', encoding="utf-8")
     (installed / "quits.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
     names = {"lru": "my_policies:Fading", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
-    lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:PREDICTOR"}).items())
+    lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:Again"}).items())
     install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:Fading"})
     install(installed, "zeta", {"expertly.evictions": "fading = my_policies:Fading"})
     done = call(folder, "expertly", "systems", path=installed)
@@ -159,7 +159,7 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     for expected in (
         "note: eviction='out' (broken:X of acme): cannot be loaded (RuntimeError: out of order)",
         "note: eviction='quits' (quits:X of acme): cannot be loaded (SystemExit: 3)",
-        "note: eviction='wrong' (my_predictor:PREDICTOR of acme): is of type MakePredictor; "
+        "note: eviction='wrong' (my_predictor:Again of acme): is the class Again; "
         "accepted: a class that extends EvictionPolicy",
         "note: eviction='lost' (my_policies:X of acme): cannot be loaded (AttributeError: ",
         "note: eviction='lru' (my_policies:Fading of acme): expertly has one of that name, which is used",

@@ -39,11 +39,11 @@ def test_the_rest_is_the_rings_until_another_plan_keeps_it(name: str) -> None:
     given = system.budget(GEOMETRY, budget, KNOWN)
     assert (given.kept_slots, given.ring_slots) == (budget.kept_slots, budget.ring_slots) == ((28,), (8,))
     scheduler = system.scheduler(GEOMETRY, given, KNOWN)
-    assert scheduler.keeper.shares == [6, 0, 12] and scheduler.keeper.ring == [36 - 18]
+    assert scheduler.cache.quotas == [6, 0, 12] and scheduler.cache.staging == [36 - 18]
     if name == "split":
         return  # it keeps to its plan
     scheduler.configure(SplitPlan(GEOMETRY, (LayerSplit(4, 2, 8), LayerSplit(2, 4, 8), LayerSplit(3, 4, 12))))
-    assert scheduler.keeper.shares == [8, 8, 12] and scheduler.keeper.ring == [8], "all 28 that the memory keeps"
+    assert scheduler.cache.quotas == [8, 8, 12] and scheduler.cache.staging == [8], "all 28 that the memory keeps"
 
 
 def test_it_is_configured_anew_after_tau_tokens_within_the_plans_memory() -> None:

@@ -43,8 +43,11 @@ def test_fmoe_is_the_papers() -> None:
         "asynchronous",
     )
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
-    assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
+    assert (
+        isinstance(control.cache.partitions[0].policy, FMoEEviction)
+        and control.cache.partitions[0] is control.cache.partitions[3]
+    )
     assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
 
 
@@ -70,8 +73,11 @@ def test_moe_infinity_is_the_papers() -> None:
     system = get_system("moe-infinity")
     control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
     assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
-    assert isinstance(predictor, EAM) and predictor.store.capacity == 120
-    assert isinstance(control.caches[0].policy, EAMEviction) and control.caches[0] is control.caches[3]
+    assert isinstance(predictor, EAM) and predictor.learned.capacity == 120
+    assert (
+        isinstance(control.cache.partitions[0].policy, EAMEviction)
+        and control.cache.partitions[0] is control.cache.partitions[3]
+    )
     assert system.learns == "matrices"
 
 
@@ -121,14 +127,17 @@ def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None
 
 def test_other_parts_are_what_it_is_made_of() -> None:
     control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
-    assert isinstance(control.caches[0].policy, LRU) and control.caches[0] is not control.caches[1]
+    assert (
+        isinstance(control.cache.partitions[0].policy, LRU)
+        and control.cache.partitions[0] is not control.cache.partitions[1]
+    )
     assert control.speculation.window == 5 and control.speculation._is_steady
     assert not get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (17, 2 / 4)
     best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
-    assert isinstance(best.caches[0].policy, Belady)
+    assert isinstance(best.cache.partitions[0].policy, Belady)
 
 
 def test_moepic_is_the_papers() -> None:
@@ -136,7 +145,7 @@ def test_moepic_is_the_papers() -> None:
     control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
     assert (system.scope, system.eviction, system.prediction, system.distance) == ("layer", "lcp", "speculative", 1)
     assert (system.ahead, system.transfer, system.segments) == ("ring", "asynchronous", 4)
-    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.keeper.tops} == {2}
+    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.cache.tops} == {2}
     assert "moepic" in runnable_systems()
 
 
@@ -208,7 +217,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
         ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),
         ("fmoe:quota=2", r"system='fmoe:quota=2': quota=2.0: "),
-        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576 maps"),
+        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576"),
         ("lru:prediction=counts:width=0", r"system='lru:prediction=counts:width=0': width=0: must be at least 1"),
         ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
         ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),

@@ -12,7 +12,7 @@ from expertly.compare.timeline import TokenTimelines
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
 from expertly.sim.storage import Storage

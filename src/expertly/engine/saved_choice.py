@@ -13,8 +13,7 @@ import torch
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.engine.choices import Choice, Machine, read_choices
 from expertly.engine.division import Request, divide
-from expertly.engine.saved_maps import AUTO
-from expertly.engine.saved_predictor import find_weights
+from expertly.engine.learned import AUTO, find_weights
 from expertly.hardware.machine import cpu_name
 from expertly.hardware.measure_cuda import device_name
 from expertly.policies.allocation.moepic import SplitPlan

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from expertly.policies.learned import LearnedWeights
-
 if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
     from expertly.policies.eviction.reuse import ReuseModel
+    from expertly.policies.predictor.learned import LearnedWeights
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""

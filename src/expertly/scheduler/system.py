@@ -56,17 +56,21 @@ class System:
         object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
 
     @property
-    def learns(self) -> str | None:
-        """What it learns that a file can be named for: "maps" or "matrices", by which it predicts, else "reuse", by
-        which it evicts; None: nothing.
-        """
-        by_prediction = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
-        return by_prediction or ("reuse" if self.learns_reuse else None)
+    def prediction_learns(self) -> str | None:
+        """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
+        learns = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        return None if learns is None else learns.kind
 
     @property
-    def learns_reuse(self) -> bool:
-        """Whether its eviction goes by what it learns of reuse."""
-        return not self.keeps_everything and EVICTIONS[self.eviction].learns == "reuse"
+    def eviction_learns(self) -> str | None:
+        """The same of its eviction: "reuse"."""
+        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
+        return None if learns is None else learns.kind
+
+    @property
+    def learns(self) -> str | None:
+        """What a file that is named for it keeps: what it predicts by, else what it evicts by; None: nothing."""
+        return self.prediction_learns or self.eviction_learns
 
     @property
     def takes_weights(self) -> bool:
@@ -166,7 +170,7 @@ class System:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
         if self.prediction == "none":
             return None
-        return PREDICTORS[self.prediction](geometry, known, self.distance, self.options_of("prediction"))
+        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
         """Of its options, those of one of its parts, a key of WITH_OPTIONS."""

@@ -12,7 +12,7 @@ from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_
 from expertly.core.observation import Want
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import SYSTEMS, get_system

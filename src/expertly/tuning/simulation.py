@@ -7,7 +7,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.policies.allocation.moepic import SplitPlan, configure
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from expertly.sim.routing_rates import rates_of_trace

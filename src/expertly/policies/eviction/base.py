@@ -31,8 +31,6 @@ class EvictionPolicy(Policy, ABC):
     """Must be told what is needed before it is kept: has no use without the admission `best`."""
     is_sized: ClassVar[bool] = False
     """Goes by the capacity that it was made for: its cache cannot change."""
-    learns: ClassVar[str | None] = None
-    """What it learns that can be kept in a file."""
 
     @classmethod
     def of_model(

@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,6 +41,11 @@ OWN_WEIGHT = 1.0
 """At the start: of an expert's own recent use. All else begins at 0."""
 REACH = 4
 """Layers before and behind that a layer looks at."""
+MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
+"""What weights are of: with other inputs or values they would mean nothing."""
+MAX_TOKENS = 1 << 53
+MAX_WEIGHT = 1e6
+"""Far above any that is learned: what a file has must not overflow where it is used."""
 MOST_WEIGHTS = 1 << 18
 """Of a layer: with many experts it looks at fewer layers, at least at itself."""
 MOST_PRODUCTS = 1 << 17
@@ -48,77 +57,15 @@ SURE = 100.0
 
 _SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
 _LEAST_NORM = 1e-3
+_ROUNDING = 1e-3
+"""How far above 1 a mean share of tokens of a file may be."""
 _AT_ONCE = 16
 """Victims put in order at a time beyond the number of those that are protected."""
 _MANY = 16
 """Times that: of so many kept experts finding the few to go costs less than putting all in order."""
 
 
-class Reuse(ScoredPolicy):
-    """The score is what `model` says, as seen from the layer that ran last. A cache that holds all experts of the model
-    never asks, and spares itself the learning.
-    """
-
-    name = "reuse"
-    needs_best = True
-    learns = "reuse"
-
-    def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
-        super().__init__()
-        self.model = model
-        """What the caches of one model share."""
-        self._has_choice = capacity < geometry.num_experts
-        self._is_kept = np.zeros(geometry.num_experts, np.bool_)
-
-    @classmethod
-    def of_model(
-        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
-    ) -> Callable[[int], EvictionPolicy]:
-        """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
-        cls.parse(given)
-        model = known.reuse
-        shared = ReuseModel(geometry) if model is None or not model.fits(geometry) else model.copy()
-        return lambda capacity: cls(geometry, shared, capacity)
-
-    def needed(self, experts: Sequence[int], router: RouterRan) -> None:
-        if self._has_choice:
-            self.model.observe(router)
-
-    def admitted(self, expert: int) -> None:
-        self._is_kept[expert] = True
-
-    def removed(self, expert: int) -> None:
-        assert self._is_kept[expert]
-        self._is_kept[expert] = False
-
-    def rescore(self, experts: Iterable[int]) -> None:
-        """Scores are those that the model says when somebody asks."""
-
-    def score(self, expert: int) -> float:
-        return float(self.model.worth()[expert])
-
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        experts = np.flatnonzero(self._is_kept)
-        scores = self.model.worth()[experts]
-        count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
-        while len(experts):
-            some, those, num_left = scores, experts, 0
-            if len(experts) > _MANY * count:
-                is_among = scores <= np.partition(scores, count)[count]  # with all that are equal to the last
-                some, those = scores[is_among], experts[is_among]
-                scores, experts = scores[~is_among], experts[~is_among]
-                num_left = len(experts)
-            order = some.argsort(kind="stable")  # ids rise: ties go to the lowest
-            for first in range(0, len(order), count):
-                part = order[first : first + count]
-                for entry in zip(some[part].tolist(), those[part].tolist(), strict=True):
-                    if entry[1] not in protected:
-                        yield entry
-            if not num_left:
-                return
-
-
-class ReuseModel:
+class ReuseModel(LearnedState):
     """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
     need it. The inputs are the shares of the last tokens that the experts of this layer and those near it served, of
     layers behind it up to the step before; weights follow what then was needed.
@@ -126,7 +73,13 @@ class ReuseModel:
     Every step costs a product of a layer's weights with a vector; what was learned is taken in every few steps.
     """
 
+    kind = "reuse"
+    holds = "what was learned of reuse, by which expertly keeps experts"
+    unit = "tokens"
+    schema = {"tokens": "I64", "mean": "F32", "weights": "F32"}  # noqa: RUF012
+
     def __init__(self, geometry: Geometry) -> None:
+        self.shape = ModelShape.of(geometry)
         self._ends = _ends(geometry)
         num_layers, num_experts = geometry.num_layers, geometry.num_experts
         self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
@@ -215,6 +168,48 @@ class ReuseModel:
             layer.restore(state["weights"][start:end].reshape(layer.weights.shape), num_tokens)
             start = end
         assert start == len(state["weights"])
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    @property
+    def num_learned(self) -> int:
+        return self.num_tokens
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.num_tokens
+
+    def settings(self) -> dict[str, str]:
+        return {"meaning": json.dumps(MEANING, separators=(",", ":"))}
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        if header.json_object("meaning") != MEANING:
+            header.refuse("meaning", f"learned by another version of expertly; this one has {MEANING}")
+        shape, num = header.shape, num_weights(header.shape.num_experts)
+        if 4 * num > MAX_NBYTES:
+            header.refuse("shape", f"weights of {4 * num} bytes; at most {MAX_NBYTES} are accepted")
+        return {"tokens": (shape.num_layers,), "mean": (sum(shape.num_experts),), "weights": (num,)}
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for name, least, most, what in (
+            ("tokens", 0, MAX_TOKENS, "a number of tokens"),
+            ("mean", 0, 1 + _ROUNDING, "a share of tokens"),
+            ("weights", -MAX_WEIGHT, MAX_WEIGHT, "a weight"),
+        ):
+            array = arrays[name]
+            is_wrong = ~((array >= least) & (array <= most))  # NaN, too
+            if is_wrong.any():
+                at = int(np.argmax(is_wrong))
+                found = f"number {at}: {array[at]}; must be {what}, {least:g} to {most:g}"
+                raise StoreError(f"{path}: tensor {name!r}: {found}")
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> ReuseModel:
+        model = cls(header.shape.geometry())
+        model.restore(arrays)
+        return model
 
     def _discount(self, layer: int) -> Floats:
         if layer not in self._discounts:
@@ -341,3 +336,76 @@ def _targets() -> Floats:
     ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
     weights = np.where((ahead >= 1) & (ahead <= HORIZON), DISCOUNT ** (ahead - 1.0), 0.0)
     return (weights / (1 - DISCOUNT**HORIZON)).astype(np.float32)
+
+
+class Reuse(ScoredPolicy):
+    """The score is what `model` says, as seen from the layer that ran last. A cache that holds all experts of the model
+    never asks, and spares itself the learning.
+    """
+
+    name = "reuse"
+    needs_best = True
+    learns = ReuseModel
+
+    def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
+        super().__init__()
+        self.model = model
+        """What the caches of one model share."""
+        self._has_choice = capacity < geometry.num_experts
+        self._is_kept = np.zeros(geometry.num_experts, np.bool_)
+
+    @classmethod
+    def of_model(
+        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+    ) -> Callable[[int], EvictionPolicy]:
+        """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
+        cls.parse(given)
+        model = known.reuse
+        shared = ReuseModel(geometry) if model is None or not model.fits(geometry) else model.copy()
+        return lambda capacity: cls(geometry, shared, capacity)
+
+    @property
+    def learned(self) -> ReuseModel:
+        return self.model
+
+    def adopt(self, learned: ReuseModel) -> None:
+        state = learned.state()
+        assert state is not None
+        self.model.restore(state)
+
+    def needed(self, experts: Sequence[int], router: RouterRan) -> None:
+        if self._has_choice:
+            self.model.observe(router)
+
+    def admitted(self, expert: int) -> None:
+        self._is_kept[expert] = True
+
+    def removed(self, expert: int) -> None:
+        assert self._is_kept[expert]
+        self._is_kept[expert] = False
+
+    def rescore(self, experts: Iterable[int]) -> None:
+        """Scores are those that the model says when somebody asks."""
+
+    def score(self, expert: int) -> float:
+        return float(self.model.worth()[expert])
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        experts = np.flatnonzero(self._is_kept)
+        scores = self.model.worth()[experts]
+        count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
+        while len(experts):
+            some, those, num_left = scores, experts, 0
+            if len(experts) > _MANY * count:
+                is_among = scores <= np.partition(scores, count)[count]  # with all that are equal to the last
+                some, those = scores[is_among], experts[is_among]
+                scores, experts = scores[~is_among], experts[~is_among]
+                num_left = len(experts)
+            order = some.argsort(kind="stable")  # ids rise: ties go to the lowest
+            for first in range(0, len(order), count):
+                part = order[first : first + count]
+                for entry in zip(some[part].tolist(), those[part].tolist(), strict=True):
+                    if entry[1] not in protected:
+                        yield entry
+            if not num_left:
+                return

@@ -1,4 +1,4 @@
-"""Nearest maps of one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
+"""NearestMaps maps of one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.observation import Floats
-from expertly.policies.maps.numbers import TIE, inverse_root
-from expertly.policies.maps.store import MapStore
+from expertly.policies.predictor.fmoe.redundancy import TIE, inverse_root
+from expertly.policies.predictor.fmoe.store import MapStore
 
 
-class Nearest(NamedTuple):
+class NearestMaps(NamedTuple):
     """The most similar stored map of each row."""
 
     slots: npt.NDArray[np.intp]  # [T]
@@ -128,7 +128,7 @@ class Search:
         cosines *= inverse_root(own_squares)[:, None]
         return cosines
 
-    def nearest(self, cosines: Floats) -> Nearest:
+    def nearest(self, cosines: Floats) -> NearestMaps:
         """The highest of each row; of equal ones, but for rounding, the newest."""
         born = self.store.born
         if len(cosines) == 1:
@@ -138,7 +138,7 @@ class Search:
             equal = (row >= best - TIE).nonzero()[0]
             if len(equal) > 1:
                 slot = int(equal[born[equal].argmax()])
-            return Nearest(np.array([slot]), np.minimum(row[slot : slot + 1], 1.0))
+            return NearestMaps(np.array([slot]), np.minimum(row[slot : slot + 1], 1.0))
         slots = cosines.argmax(axis=1)
         scores = cosines[np.arange(len(cosines)), slots]
         is_equal = cosines >= (scores - TIE)[:, None]
@@ -147,7 +147,7 @@ class Search:
             order = np.lexsort((born[equals], rows))
             last = np.searchsorted(rows[order], np.arange(len(cosines)), side="right") - 1
             slots = equals[order][last]
-        return Nearest(slots, np.minimum(scores, 1.0))
+        return NearestMaps(slots, np.minimum(scores, 1.0))
 
     def _inverse_norms(self) -> Floats:
         """[n] of the stored maps, over the layers seen."""

@@ -1,14 +1,17 @@
-"""A lookahead of stated accuracy, made from the demands to come: for studies of predictors that do not exist."""
+"""Prediction from the demands to come, which only a simulation has: perfect, or of stated accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.policies.known import Known
+from expertly.policies.base import PolicyOptions
+from expertly.policies.known import NOTHING, Future, Known
 from expertly.policies.predictor.base import Predictor
 
 ACCURACY = {1: 0.905, 8: 0.545}
@@ -22,18 +25,50 @@ def accuracy_at(distance: int) -> float:
     return ACCURACY[low] + share * (ACCURACY[high] - ACCURACY[low])
 
 
+class Perfect(Predictor):
+    """Names what each of the next `distance` layers needs, the next one first, across iterations."""
+
+    name = "perfect"
+    needs = ("future",)
+    gives_probabilities = False
+
+    def __init__(
+        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
+    ) -> None:
+        super().__init__()
+        self._future = _future_of(known, self.name)
+        self._reach = min(distance, geometry.num_layers - 1)  # one demand a layer
+        self._said = -1  # the last step named
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        """The steps that have come into reach."""
+        now = self._future.step
+        for step in range(max(self._said, now) + 1, now + self._reach + 1):
+            needs = self._future.needs(step - now)
+            if needs is None:
+                return
+            layer, experts = needs
+            self._said = step
+            yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
+
+
 class ModelledLookahead(Predictor):
-    """Names as many experts as the layer needs; each is right with the stated probability, else any other of the layer.
+    """A lookahead of stated accuracy, for studies of predictors that do not exist. Names as many experts as the layer
+    needs; each is right with the stated probability, else any other of the layer.
 
     Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
     """
 
-    def __init__(self, num_experts: list[int], known: Known, distance: int = 1) -> None:
-        if known.future is None:
-            raise ConfigError("prediction 'modelled': needs to know the demands to come; only a simulation does")
+    name = "modelled"
+    needs = ("future",)
+    gives_probabilities = False
+
+    def __init__(
+        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
+    ) -> None:
         super().__init__()
-        self._num_experts = num_experts  # of each layer
-        self._future = known.future
+        self._num_experts = [layer.num_experts for layer in geometry.layers]
+        self._future = _future_of(known, self.name)
         self._distance = distance
         self._random = Random(known.seed)
 
@@ -62,3 +97,9 @@ class ModelledLookahead(Predictor):
                 expert = others.pop()
             guesses.append(expert)
         return guesses
+
+
+def _future_of(known: Known, name: str) -> Future:
+    if known.future is None:
+        raise ConfigError(f"prediction {name!r}: needs to know the demands to come; only a simulation does")
+    return known.future

@@ -13,34 +13,35 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import DEFAULT_CAPACITY, Collection, Counts, Matrices, check_capacity
-from expertly.policies.matrices.match import Match
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.predictor.ranking import Reach, best_of_rows
+from expertly.policies.base import PolicyOptions, option
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
+from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
+from expertly.policies.predictor.eam.matrices import (
+    DEFAULT_CAPACITY,
+    Collection,
+    Counts,
+    Match,
+    Matrices,
+)
 
 DIGITS = 6
 """Decimals of an outlook."""
 
 
-@dataclass(frozen=True, slots=True)
-class EAMOptions:
+@dataclass(frozen=True)
+class EAMOptions(PolicyOptions):
     """What of a prediction is ours to say."""
 
-    capacity: int = DEFAULT_CAPACITY  # matrices, of prompts and of decoding each
-    matches: int = 4  # nearest matrices that are summed
-    width: int | None = None  # experts named of each layer; None: half as many as its router chooses, rounded up
-    threshold: float = 0.0  # share of the tokens of the matched requests below which an expert is not named
-    update: bool = True  # learn from what runs
-
-    def __post_init__(self) -> None:
-        check_capacity(self.capacity)
-        if self.matches < 1:
-            raise ConfigError(f"matches={self.matches}: must be at least 1")
-        if self.width is not None and self.width < 1:
-            raise ConfigError(f"width={self.width}: must be at least 1")
-        if not 0 <= self.threshold <= 1:
-            raise ConfigError(f"threshold={self.threshold}: must be from 0 to 1")
+    capacity: int = option(DEFAULT_CAPACITY, "matrices, of prompts and of decoding each", least=1, most=MAX_CAPACITY)
+    matches: int = option(4, "nearest matrices that are summed", least=1)
+    width: int | None = option(
+        None, "experts named of each layer; half as many as its router chooses, rounded up, unless said", least=1
+    )
+    threshold: float = option(
+        0.0, "share of the tokens of the matched requests below which an expert is not named", least=0, most=1
+    )
+    update: bool = option(True, "learn from what runs")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +70,17 @@ class EAM(Predictor):
     failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K times.
     """
 
+    name = "eam"
+    options = EAMOptions
+    learns = Matrices
     wants: frozenset[Want] = frozenset({"experts"})
 
-    def __init__(self, geometry: Geometry, distance: int = 1, options: EAMOptions = EAMOptions()) -> None:
+    def __init__(
+        self, geometry: Geometry, distance: int = 1, options: EAMOptions = EAMOptions(), known: Known = NOTHING
+    ) -> None:
         super().__init__()
         self._options = options
-        self._shape = MapShape.of(geometry)
+        self._shape = ModelShape.of(geometry)
         self._reach = Reach(geometry, distance)
         self._sizes = np.array(self._shape.num_experts)[:, None]  # [L, 1]
         self._is_expert = np.arange(self._shape.max_experts) < self._sizes  # [L, E]
@@ -90,12 +96,12 @@ class EAM(Predictor):
         self._found = (0, 0.0)  # requests matched after a layer, sum of their cosines
 
     @property
-    def store(self) -> Matrices:
-        """The collections. Those that are set are taken as they are where their capacity is this one, else cut."""
+    def learned(self) -> Matrices:
         return self._store
 
-    @store.setter
-    def store(self, store: Matrices) -> None:
+    def adopt(self, learned: Matrices) -> None:
+        """Those whose capacity is this one are taken as they are, else cut."""
+        store = learned
         if store.shape != self._shape:
             raise ConfigError(f"activation matrices: are of another model: {store.shape}, must be {self._shape}")
         if store.capacity != self._options.capacity:

@@ -1,4 +1,4 @@
-"""Small map stores of known maps, and files that lie."""
+"""Small things that were learned, of every kind; their files, and files that lie."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from expertly.core.headers import TensorSpec, safetensors_header
-from expertly.policies.maps.store import NONE, MapShape, MapStore
-from expertly.policies.state.sealed import without_checksum
+from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.learned import (
+    NO_CHECKSUM,
+    LearnedState,
+    ModelShape,
+    Snapshot,
+    read_learned,
+    save_learned,
+    without_checksum,
+)
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import NONE, MapStore
+from tests.scheduler.drive import one_token
 
-SHAPE = MapShape((8, 6, 8), (2, 3, 3))
+SHAPE = ModelShape((8, 6, 8), (2, 3, 3))
 IDENTITY = "4" * 64
 
 
@@ -53,6 +65,59 @@ def assert_same(found: MapStore, expected: MapStore) -> None:
     for name in one.keys() - {"requests"}:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
     np.testing.assert_array_equal(_groups(one["requests"]), _groups(other["requests"]))
+
+
+def load_maps(path: str | Path, identity: str | None = None, shape: ModelShape | None = None) -> MapStore:
+    return read_learned(Path(path), MapStore, identity=identity, shape=shape).learned
+
+
+def make_matrices(prefill: int = 4, decode: int = 6, capacity: int = 8, seed: int = 0) -> Matrices:
+    """Of 3 layers of 8, 6 and 8 experts."""
+    dice, matrices = np.random.default_rng(seed), Matrices(SHAPE, capacity)
+    for collection, num in ((matrices.prefill, prefill), (matrices.decode, decode)):
+        for _ in range(num):
+            counts = dice.integers(0, 30, (3, 8))
+            counts[1, 6:] = 0
+            collection.add(counts)
+    return matrices
+
+
+def taught(num_tokens: int = 60, seed: int = 0) -> ReuseModel:
+    """By so many tokens, each of which needs what the one before needed, but for one expert of each layer."""
+    geometry = SHAPE.geometry()
+    dice, model = random.Random(seed), ReuseModel(geometry)
+    chosen = [dice.sample(range(layer.num_experts), layer.top_k) for layer in geometry.layers]
+    for _ in range(num_tokens):
+        for number, layer in enumerate(geometry.layers):
+            others = [expert for expert in range(layer.num_experts) if expert not in chosen[number]]
+            chosen[number] = [*chosen[number][1:], dice.choice(others)]
+            model.observe(one_token(number, chosen[number]))
+    return model
+
+
+def assert_same_state(found: LearnedState, expected: LearnedState) -> None:
+    """The same numbers, for whatever requests."""
+    one, other = found.state(), expected.state()
+    assert one is not None and other is not None and one.keys() == other.keys()
+    assert (found.shape, found.settings()) == (expected.shape, expected.settings())
+    for name in one.keys() - {"requests"}:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def forged_as(path: Path, learned: LearnedState, change: Any = None, **texts: str | None) -> Path:
+    """A file of what was learned with tensors that `change` changes and other texts in its header."""
+    save_learned(path, learned, IDENTITY)
+    tensors = load_file(path)
+    tensors = {name: tensors[name].copy() for name in learned.schema if name in tensors}
+    if change is not None:
+        change(tensors)
+    shot = Snapshot.of(learned)
+    assert shot is not None
+    said: dict[str, str | None] = {
+        "format": f"expertly-{learned.kind}", "version": "1", "checksum": NO_CHECKSUM,
+        "identity": IDENTITY, "about": "{}", **shot.texts,
+    }  # fmt: skip
+    return forged(path, tensors, said | texts)
 
 
 def forged(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str | None]) -> Path:

@@ -1,4 +1,6 @@
-"""Where new maps go in a full store: each replaces the stored one most redundant to it (fMoE, section 4.4)."""
+"""Where new maps go in a full store: each replaces the stored one most redundant to it (fMoE, section 4.4). And the
+arithmetic that the parts of the store share, all in float32.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,36 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.observation import Floats
-from expertly.policies.maps.numbers import TIE, inverse_root
 
 if TYPE_CHECKING:
-    from expertly.policies.maps.store import MapStore
+    from expertly.policies.predictor.fmoe.store import MapStore
 
 MAX_SCORES = 1 << 22
 """Redundancy scores that are held at a time."""
+
+TIE = 1e-6
+"""Cosines that differ by no more than this are equal: float32 rounds equal maps apart, by where they lie in memory."""
+
+
+def through_float16(values: Floats) -> Floats:
+    """What float16 makes of them, in float32 and C order."""
+    return np.ascontiguousarray(values, np.float16).astype(np.float32)
+
+
+def inverse_root(squares: Floats) -> Floats:
+    """1 / sqrt, and 0 for 0."""
+    roots: Floats = np.sqrt(squares)
+    roots[roots == 0] = np.inf
+    inverse: Floats = np.reciprocal(roots)
+    return inverse
+
+
+def unit_rows(rows: Floats) -> Floats:
+    """Rows scaled to length 1; zeros stay."""
+    rows = np.asarray(rows, np.float32)
+    unit: Floats = rows * inverse_root(np.einsum("th,th->t", rows, rows))[:, None]
+    return unit
+
 
 Slots = npt.NDArray[np.intp]
 

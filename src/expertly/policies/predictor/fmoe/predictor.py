@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,12 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
-from expertly.policies.maps.search import Nearest, Search
-from expertly.policies.maps.selection import Select, select, select_rows, union
-from expertly.policies.maps.store import MAX_CAPACITY, MapShape, MapStore
+from expertly.policies.base import PolicyOptions, option
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
 from expertly.policies.predictor.base import Predictor
+from expertly.policies.predictor.fmoe.search import NearestMaps, Search
+from expertly.policies.predictor.fmoe.store import MapStore
 
 MAX_SCORES = 1 << 24
 """Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""
@@ -25,34 +27,34 @@ BLOCK = 4096
 Number = TypeVar("Number", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class FMoEOptions:
+Select = Literal["delta", "top-k"]
+
+
+@dataclass(frozen=True)
+class FMoEOptions(PolicyOptions):
     """What of fMoE is on. Without `trajectory`, the semantic match of an iteration serves all of its layers; without
     `semantic`, its first layers go without.
     """
 
-    semantic: bool = True
-    trajectory: bool = True
-    select: Select = "delta"
-    capacity: int = 1000  # maps
-    quota: float = 0.125  # share of the capacity that one request may fill
-    update: bool = True  # learn from what runs
+    semantic: bool = option(True, "match an iteration by its embedding, for its first layers")
+    trajectory: bool = option(True, "match it by the layers so far, for later ones")
+    select: Select = option("delta", "how many experts of a match: fewer the surer it is, or always K")
+    capacity: int = option(1000, "maps", least=1, most=MAX_CAPACITY)
+    quota: float = option(0.125, "share of the capacity that one request may fill", above=0, most=1)
+    update: bool = option(True, "learn from what runs")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.semantic or self.trajectory):
             raise ConfigError("semantic=no, trajectory=no: at least one of them must be on")
-        if not 1 <= self.capacity <= MAX_CAPACITY:
-            raise ConfigError(f"capacity={self.capacity}: must be from 1 to {MAX_CAPACITY} maps")
-        if not 0 < self.quota <= 1:
-            raise ConfigError(f"quota={self.quota}: must be above 0, up to 1")
-        if self.select not in ("delta", "top-k"):
-            raise ConfigError(f"select={self.select!r}: accepted: delta, top-k")
+        if self.select not in get_args(Select):
+            raise ConfigError(f"select={self.select!r}: accepted: {', '.join(get_args(Select))}")
 
 
 class _Pass:
     """What one iteration has shown of the rows that are matched."""
 
-    def __init__(self, began: Began, shape: MapShape, max_rows: int) -> None:
+    def __init__(self, began: Began, shape: ModelShape, max_rows: int) -> None:
         num_rows = len(began.requests)
         self.num_rows = num_rows  # as they come
         self.rows = None if num_rows <= max_rows else np.linspace(0, num_rows - 1, max_rows).astype(np.intp)
@@ -83,15 +85,19 @@ class FMoE(Predictor):
 
     The maps of a pass are added when it ends well and no layer was left out. Of a model of two stacks a pass is one of
     them; its maps are 0 in the layers of the other. `distance` d is at most L - 1. Raises ConfigError where it is under
-    1, or `store` is of another model.
+    1.
     """
+
+    name = "fmoe"
+    options = FMoEOptions
+    learns = MapStore
 
     def __init__(
         self,
         geometry: Geometry,
-        distance: int,
+        distance: int = 1,
         options: FMoEOptions = FMoEOptions(),
-        store: MapStore | None = None,
+        known: Known = NOTHING,
     ) -> None:
         super().__init__()
         if distance < 1:
@@ -100,7 +106,7 @@ class FMoE(Predictor):
             ("experts", "scores", "embedding") if options.semantic else ("experts", "scores")
         )
         self._options = options
-        self._shape = MapShape.of(geometry)
+        self._shape = ModelShape.of(geometry)
         num_layers = self._shape.num_layers
         self._distance = max(1, min(distance, num_layers - 1))
         self._weight = self._distance / num_layers
@@ -108,15 +114,15 @@ class FMoE(Predictor):
         self._pass: _Pass | None = None
         self._found = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
         self._num_left_out = 0
-        self.store = self._empty() if store is None else store
+        self.adopt(self._empty())
 
     @property
-    def store(self) -> MapStore:
-        """The maps. One that is set is taken as it is where its settings are these, else as a copy that has them."""
+    def learned(self) -> MapStore:
         return self._store
 
-    @store.setter
-    def store(self, store: MapStore) -> None:
+    def adopt(self, learned: MapStore) -> None:
+        """One whose settings are these is taken as it is, else as a copy that has them."""
+        store = learned
         if store.shape != self._shape:
             raise ConfigError(f"map store: is of another model: {store.shape}, must be {self._shape}")
         own = (self._options.capacity, self._weight, self._options.quota)
@@ -242,7 +248,7 @@ class FMoE(Predictor):
         count, total = self._found[kind]
         self._found[kind] = (count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum()))
 
-    def _prediction(self, layer: int, distance: int, nearest: Nearest) -> Prediction | None:
+    def _prediction(self, layer: int, distance: int, nearest: NearestMaps) -> Prediction | None:
         """None where no expert is likely."""
         num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
         slots, scores = nearest
@@ -276,3 +282,49 @@ class FMoE(Predictor):
         work, numbers = self.work, self._store.num_maps * width
         work.read_nbytes += 4 * numbers
         work.flops += 2 * num_rows * numbers
+
+
+def select(probabilities: Floats, score: float, top_k: int, mode: Select = "delta") -> tuple[list[int], list[float]]:
+    """Experts by falling probability [E] (ties: the lowest id), and their probabilities.
+
+    "delta": the fewest whose sum reaches clip(1 - score, 0, 1), at least `top_k` (equations 6 to 8). "top-k": `top_k`.
+    Either leaves out those of probability 0, however few remain.
+    """
+    order = (-probabilities).argsort(kind="stable")
+    falling: list[float] = probabilities[order].tolist()
+    count = top_k
+    threshold = 1.0 - score if mode == "delta" else 0.0
+    reached = sum(falling[:top_k])
+    num_experts = len(falling)
+    if threshold > reached:
+        threshold = min(threshold, 1.0)
+        while reached < threshold and count < num_experts:
+            reached += falling[count]
+            count += 1
+    while count and falling[count - 1] <= 0.0:
+        count -= 1
+    return order[:count].tolist(), falling[:count]
+
+
+def select_rows(probabilities: Floats, scores: Floats, top_k: int, mode: Select = "delta") -> npt.NDArray[np.bool_]:
+    """`select` of every row: which experts [T, E], given probabilities [T, E] and scores [T]."""
+    falling = -np.sort(-probabilities, axis=1)
+    counts = np.full(len(falling), min(top_k, falling.shape[1]))
+    if mode == "delta":
+        threshold = np.clip(1.0 - scores.astype(np.float64), 0.0, 1.0)
+        reached = np.cumsum(falling, axis=1, dtype=np.float64) >= threshold[:, None]
+        counts = np.maximum(counts, np.where(reached[:, -1], reached.argmax(axis=1) + 1, falling.shape[1]))
+    counts = np.minimum(counts, (falling > 0).sum(axis=1))
+    least = falling[np.arange(len(falling)), np.maximum(counts, 1) - 1][:, None]
+    selected: npt.NDArray[np.bool_] = probabilities > least
+    is_equal = probabilities == least
+    num_left = (counts - selected.sum(axis=1))[:, None]
+    selected |= is_equal & (np.cumsum(is_equal, axis=1, dtype=np.int32) <= num_left)
+    return selected
+
+
+def union(probabilities: Floats, selected: npt.NDArray[np.bool_]) -> tuple[list[int], list[float]]:
+    """What any row selected, by its highest probability among the rows that did (ties: the lowest id)."""
+    highest = np.where(selected, probabilities, 0.0).max(axis=0)
+    order = (-highest).argsort(kind="stable")[: int((highest > 0).sum())]
+    return order.tolist(), highest[order].tolist()
