@@ -13,9 +13,8 @@ from expertly.core.messages import Phase, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.backend import Backend
 from expertly.engine.compute import LayerCompute, PartialExpert
-from expertly.engine.configuring import Configuring
+from expertly.engine.configuring import Configuring, StepTimes
 from expertly.engine.routing import Dispatch
-from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import choose_kernels
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.loop import Prefetcher, run_layer
