@@ -46,7 +46,7 @@ def make_transfers_instant(model: Any) -> None:
     """
     from expertly.api import handle
 
-    backend: Any = handle(model).engine.backend
+    backend: Any = handle(model).engine.device
     submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
     arrived: deque[Any] = deque()
 

@@ -12,8 +12,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
-from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel
+from expertly.engine.runtime import Executor
 from expertly.engine.saved_maps import SavedMaps
 from expertly.engine.sharing import Sharing
 from expertly.policies.predictor import Predictor
@@ -72,7 +72,7 @@ class Prefetching:
         else:
             backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.write
-            device = executor.devices[0].backend.device
+            device = executor.shards[0].device.torch_device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )

@@ -12,8 +12,8 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.engine.collector import OF_ROUTERS, Collector, Embed
-from expertly.engine.engine import Engine
 from expertly.engine.prediction import Matcher, Prefetching
+from expertly.engine.runtime import Engine
 from expertly.engine.saved_maps import SavedMaps
 from expertly.model.routers import RouterTap, find_routers
 from expertly.policies.known import Known

@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.engine.executor import Executor
+from expertly.engine.runtime import Executor
 from expertly.engine.saved_maps import AUTO, OFF
 from expertly.policies.eviction.reuse import Reuse
 from expertly.policies.maps.store import MapShape
@@ -65,7 +65,7 @@ def reuse_path(
 
 def reuse_models(executor: Executor) -> list[ReuseModel]:
     """What each device's control plane learns by; none where its eviction is another."""
-    policies = (device.scheduler.cache.partitions[0].policy for device in executor.devices)
+    policies = (device.scheduler.cache.partitions[0].policy for device in executor.shards)
     return [policy.model for policy in policies if isinstance(policy, Reuse)]
 
 
