@@ -19,7 +19,7 @@ from expertly.engine import reads
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.device import Device
 from expertly.engine.tiered import CudaDevice
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel

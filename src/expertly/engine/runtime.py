@@ -24,8 +24,8 @@ from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from expertly.engine.learned import SavedState
     from expertly.engine.prediction import Prefetching
-    from expertly.engine.saved_reuse import SavedReuse
     from expertly.engine.shard import Shard
 
 _COMBINE_NBYTES = 16 << 20
@@ -116,7 +116,7 @@ class Engine:
         self.threads = threads
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
-        self.reuse: SavedReuse | None = None
+        self.reuse: SavedState | None = None
         self.num_prefill_iterations = 0
         self.num_decode_iterations = 0
         self.num_prefill_tokens = 0
@@ -239,7 +239,7 @@ class Engine:
 
     def close(self) -> None:
         """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
-        SavedReuse.close.
+        SavedState.close.
 
         In a process forked from the one that made it there is nothing to end, and nothing is written.
         """
