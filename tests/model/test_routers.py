@@ -56,6 +56,8 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
     toy = toys[family]
     taps = taps_of(toy)
     seen, received = watched(toy, taps)
+    for _, choice, _ in received.values():
+        assert len({tuple(row) for row in choice.reshape(len(choice), -1).tolist()}) >= 3, "else this proves little"
     for layer, tap in enumerate(taps):
         inputs, logits = seen[layer]
         hidden, choice, weights = received[layer]
