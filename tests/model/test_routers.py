@@ -42,7 +42,7 @@ def watched(toy: Toy, taps: list[RouterTap]) -> tuple[dict[int, Any], dict[int, 
         handles.append(module.register_forward_pre_hook(before))
     for tap in taps:
         tap.attach(lambda layer, inputs, logits: seen.__setitem__(layer, (inputs, logits)))
-    logits_of(toy.model, make_prompts(1, length=9))
+    logits_of(toy.model, make_prompts(1, length=48))
     for tap in taps:
         tap.detach()
     for handle in handles:
