@@ -19,8 +19,7 @@ ablation   without the prefetcher (random, none), without LCP, without the confi
 compare    TTFT, TPOT and hits beside other systems, by memory
 memory     the least memory for a TPOT, to one percent of the experts, by bisection; TPOTs of --targets-ms, else between
            that of all experts here and that of lru at the least of --memory
-rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept; what
-           layers lack since is loaded when it is needed (demand), or while the link is idle
+rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,9 @@ from report import print_report
 from expertly.core.messages import Span
 from expertly.lab.study import study as train
 from expertly.lab.train import TrainOptions
-from expertly.policies.eviction import MakeEviction
+from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.geometry_file import read_geometry
@@ -62,8 +58,8 @@ POLICIES = {
     "lfu": "lfu",
     "lru": "lru",
     "lcp": "lcp",
-    "lcp_omega_32": "lcp:eviction=moepic.OMEGA_32",
-    "lcp_decode": "lcp:eviction=moepic.OF_DECODE",
+    "lcp_omega_32": "lcp:omega=32",
+    "lcp_decode": "lcp:eviction=moepic.LCPOfDecode",
 }
 
 
@@ -75,10 +71,6 @@ class LCPOfDecode(LCP):
             super().used(experts, num_tokens, batch_tokens)
 
 
-OMEGA_32 = MakeEviction(lambda geometry, capacity, known: LCP(omega=32), is_scored=True)
-"""LCP that forgets four times as fast."""
-OF_DECODE = MakeEviction(lambda geometry, capacity, known: LCPOfDecode(), is_scored=True)
-"""LCP that leaves prompts out."""
 SEGMENTS = 8  # of the sweep over theta
 OTHERS = ("lru", "lcp", "mixtral-offloading", "adapmoe", "fmoe", "promoe", "moe-infinity", "oracle", "resident")
 WITHOUT = {
@@ -279,15 +271,14 @@ class Bench:
             spans += first_rows(own, self.num_tokens // 2)
         study, memory = self.study(Schedule([], spans)), self.memories[len(self.memories) // 2]
         held, _, _ = self._tpots(study, spans, f"tau={NEVER}", memory)
-        for tau, fill in product(TAUS, ("demand", "idle")):
-            found, times, moved = self._tpots(study, spans, f"tau={tau}:fill={fill}", memory)
+        for tau in TAUS:
+            found, times, moved = self._tpots(study, spans, f"tau={tau}", memory)
             ratios = [a / b for a, b in zip(found, held, strict=True)]
             yield {
                 "study": "rearrange",
                 "domains": ", ".join(map(str, domains)),
                 "memory": memory.label,
                 "tau": tau,
-                "fill": fill,
                 "requests": len(found),
                 "changes_at": firsts[1],
                 "configurations": times,

@@ -11,36 +11,32 @@ from typing import Any
 
 import torch
 
-from expertly.core.codecs import refuse_compressed
+from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.engine.backends import make_backend
 from expertly.engine.compute_threads import ComputeThreads
-from expertly.engine.device import Device
 from expertly.engine.device_choice import choose_devices
 from expertly.engine.device_loading import make_group
 from expertly.engine.division import Request, divide
-from expertly.engine.engine import Engine
-from expertly.engine.executor import Executor
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
 from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.learned import AUTO, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
+from expertly.engine.runtime import Engine, Executor
 from expertly.engine.saved_choice import Settings, find_choice
-from expertly.engine.saved_maps import AUTO, maps_path
-from expertly.engine.saved_predictor import find_weights
-from expertly.engine.saved_reuse import open_reuse, reuse_path
+from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
+from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.decisions import DecisionsFile, header_of
-from expertly.scheduler.plans import check_plan, read_plan
+from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System
@@ -129,8 +125,7 @@ def load(
         keep_off_trapped_instructions()
     choose_kernels(target)  # before anything is made that would have to be ended where it raises
     store = packed or pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
-    path = maps_path(maps, parts, store)
-    place = reuse_path(maps, path, parts, store, len(targets), is_replayed=decisions is not None)
+    files = find_files(maps, parts, store, num_devices=len(targets), is_replayed=decisions is not None)
     weights = find_weights(predictor, parts, store)
     geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
     placement = Placement(geometry, len(targets))
@@ -148,7 +143,7 @@ def load(
                 opened.callback(journal.close)
             backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
             opened.callback(backend.close)
-            executor = Device(str(target), scheduler, backend)
+            executor = Shard(str(target), scheduler, backend)
         else:
             schedulers = [parts.scheduler(*one, order=order) for one in zip(geometries, budgets, strict=True)]
             executor = make_group(placement, targets, schedulers, store, torch_dtype, host_memory, make_backend)
@@ -165,14 +160,12 @@ def load(
                 journal.close()
 
     try:
-        engine.reuse = open_reuse(executor, store, *place, is_auto=maps == AUTO)
-        home = executor.devices[0].backend.device
+        engine.reuse = save_of_eviction(executor, store, files)
+        home = executor.shards[0].device.torch_device
         loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
         executor.bind(experts_modules(loaded))
-        use_kernels(loaded, executor.devices[0].kernels)
-        engine.prefetching = make_prefetching(
-            parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO, weights=weights
-        )
+        use_kernels(loaded, executor.shards[0].kernels)
+        engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, files, weights=weights)
         tokenizer = load_tokenizer(store.folder)
         if target.type == "cpu":
             give_back_unused()
@@ -216,7 +209,7 @@ def _known_of(
     if len(geometries) > 1:
         raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
     read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
-    check_plan(read, system, geometries[0], budgets[0])
+    system.check_plan(read, geometries[0], budgets[0])
     return Known(plan=read)
 
 
@@ -226,14 +219,9 @@ def _scheduler(
     """The system's control plane; with `decisions`, one that writes them to the file."""
     if decisions is None:
         return system.scheduler(geometry, budget, known, order), None
-    scheduler = system.journaled_scheduler(geometry, budget, known, order)
-    file = DecisionsFile(Path(decisions))
-    try:
-        scheduler.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
-    except BaseException:
-        file.close()
-        raise
-    return scheduler, file
+    scheduler = system.scheduler(geometry, budget, known, order)
+    file = DecisionsFile(Path(decisions), header_of(system, geometry, budget, order, known.plan))
+    return record(scheduler, file.write), file
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

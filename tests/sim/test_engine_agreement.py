@@ -178,7 +178,7 @@ def test_predictions_and_what_comes_of_them_agree(
     """Predicting within the pass, with transfers that take no time. The recording knows all that predictors see."""
     with loaded(stores[family], system=system, memory="45%", segments=2, matcher="inline") as model:
         engine = handle(model).engine
-        make_instant(engine.backend)
+        make_instant(engine.device)
         run_engine(model, tmp_path / "trace", batch=batch, full=True)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model)
         names = COUNTED + OF_PREDICTIONS
@@ -187,9 +187,9 @@ def test_predictions_and_what_comes_of_them_agree(
         predictor = engine.prefetching.predictor
     assert simulator.predictor is not None and simulator.predictor.facts() == predictor.facts()
     if isinstance(predictor, FMoE):
-        assert isinstance(simulator.predictor, FMoE) and predictor.store.num_maps >= 4, "quotas of two requests"
-        for name, array in predictor.store.state().items():
+        assert isinstance(simulator.predictor, FMoE) and predictor.learned.num_maps >= 4, "quotas of two requests"
+        for name, array in predictor.learned.state().items():
             if name != "requests":  # numbered by who serves them
-                np.testing.assert_array_equal(simulator.predictor.store.state()[name], array)
+                np.testing.assert_array_equal(simulator.predictor.learned.state()[name], array)
     decode = [layer["decode"] for layer in expected]
     assert sum(one["predicted"] for one in decode) > 0 and sum(one["prefetched_in_time"] for one in decode) > 0

@@ -17,7 +17,7 @@ from expertly.cli.main import main
 from expertly.engine.choices import Choice, Gain, read_choices, save_choice
 from expertly.engine.saved_choice import choices_path, this_machine
 from expertly.model.packing import pack_cached
-from expertly.policies.moepic.uniform import uniform_plan
+from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.serve.planning import Wishes, plan
@@ -42,7 +42,7 @@ def store(model: Path) -> Iterator[PackedStore]:
 def choice(store: PackedStore, system: str, share: float, **changes: Any) -> Choice:
     nbytes = int(share * store.experts_nbytes)
     gains = (Gain("lru", 0.8, 0.7, 0.9, 0.8, 9),)
-    made = Choice(system, 1, nbytes, nbytes, "none", None, HERE, gains=gains, about={"requests": 4})
+    made = Choice(system, 1, nbytes, nbytes, "none", HERE, gains=gains, about={"requests": 4})
     return replace(made, **changes)
 
 

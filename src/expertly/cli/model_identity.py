@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 def identity_of(model: str | None, trace: Trace) -> str:
     """Of the model, or of nothing but a trace. Raises ConfigError where the model cannot have made the trace."""
-    from expertly.policies.state.metadata import OF_A_TRACE
+    from expertly.policies.learned import OF_A_TRACE
 
     if model is None:
         return f"{OF_A_TRACE}{trace.manifest.model}"
     from expertly.model.packing import source_folder
     from expertly.store.cache import entry_folder
     from expertly.store.checkpoint import Checkpoint
-    from expertly.store.dtypes import STORE_DTYPES
-    from expertly.store.manifest import Manifest
+    from expertly.store.manifest import STORE_DTYPES, Manifest
     from expertly.store.packed import is_packed_store
 
     folder = source_folder(model)

@@ -12,21 +12,15 @@ from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
-from expertly.engine.executor import Executor
+from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, SavedState
 from expertly.engine.matcher import ThreadChannel
-from expertly.engine.saved_maps import SavedMaps
-from expertly.engine.sharing import Sharing
+from expertly.engine.runtime import Executor
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog
-from expertly.scheduler.channel import Channel, InlineChannel
-from expertly.scheduler.stack import StackChannel
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.system import System
 
 Matcher = Literal["auto", "thread", "inline"]
 MATCHERS: tuple[Matcher, ...] = ("auto", "thread", "inline")
-
-SAVE_EVERY_S = 60.0
-"""Maps that change are written about so often."""
 
 
 def choose_matcher(system: System, matcher: Matcher) -> Matcher:
@@ -61,7 +55,7 @@ class Prefetching:
         predictor: Predictor,
         collector: Collector,
         matcher: Matcher = "thread",
-        maps: SavedMaps | None = None,
+        maps: SavedState | None = None,
     ) -> None:
         self.predictor = predictor
         self.maps = maps
@@ -72,15 +66,14 @@ class Prefetching:
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            backlog = Backlog.of_layers(executor.geometry.num_layers)
-            save = None if maps is None else maps.write
-            device = executor.devices[0].backend.device
+            backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
+            save = None if maps is None else maps.save
+            device = executor.shards[0].device.torch_device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
-        self._stack = StackChannel(channel, executor.geometry.num_layers)
         self._executor = executor
-        executor.predict_from(self._stack)
+        executor.predict_from(channel)
         collector.attach()
 
     @property
@@ -98,7 +91,7 @@ class Prefetching:
         """What ended predicting."""
         return None if self._thread is None else self._thread.error
 
-    def share(self, every_s: float) -> Sharing | None:
+    def share(self, every_s: float) -> LearnedExchange | None:
         """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
         is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
         """
@@ -110,19 +103,15 @@ class Prefetching:
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins. Raises what predicting raised."""
-        self.collector.is_listening = self._executor.is_asking
         began = self.collector.begin(info)
         if began is not None:
-            self._stack.run(info.layers)
-            self._executor.begin_iteration(began)
+            self._executor.begin_iteration(began, info.layers)
 
     def router_ran(
         self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
         """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
-        routed = self.collector.routed(demand, top_k_index, top_k_weights)
-        self._stack.is_listening = routed is not None
-        return routed
+        return self.collector.routed(demand, top_k_index, top_k_weights)
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""
@@ -137,7 +126,8 @@ class Prefetching:
         self.collector.detach()
         has_ended = self._thread is None or self._thread.close()
         if self.maps is not None and has_ended and self.error is None:
-            self.maps.write_last()
+            self.predictor.finish()
+            self.maps.close()
 
 
 @contextlib.contextmanager

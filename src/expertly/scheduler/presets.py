@@ -13,7 +13,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.base import option_text, parse_int
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.policies.registry import Registry
 from expertly.scheduler.system import (
     ACCEPTED,
@@ -278,6 +278,14 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         if key in given:
             raise ConfigError(f"{where}: {key!r:.80}: given twice")
         given[key] = value
+    fill = given.pop("fill", "demand")  # a part until November 2026; saved specs may name its default
+    if fill != "demand":
+        raise ConfigError(
+            f"{where}: fill={fill!r:.80}: no part any more: what layers lack is loaded when it is needed; "
+            f"accepted: leave it out"
+        )
+    if not given:
+        return preset
     parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
     parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
     prediction = parts.get("prediction", preset.prediction)
@@ -300,8 +308,8 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         if "prediction" in parts:
             if preset.prediction == "none":
                 parts.setdefault("transfer", "asynchronous")
-            if PREDICTORS[prediction].distance is not None:
-                parts.setdefault("distance", PREDICTORS[prediction].distance)
+            if PREDICTORS[prediction].default_distance is not None:
+                parts.setdefault("distance", PREDICTORS[prediction].default_distance)
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
     summary = f"{preset.name} with {', '.join(text)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
@@ -17,13 +18,10 @@ from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.gate import GATES, Gate
-from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.prefetch_filter import FILTERS, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
 
 _NOTHING = Known()
-
-AnyController = TypeVar("AnyController", bound=Scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +35,12 @@ class System:
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
     prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
-    transfer: str = "demand"  # see Ahead where something is predicted; "at load" where everything is kept
+    transfer: str = "demand"  # see Prefetcher where something is predicted; "at load" where everything is kept
     preemption: str = "early"  # see Scheduler
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
-    fill: str = "demand"  # see Scheduler
-    gate: str = "none"  # see Gate
+    gate: str = "none"  # see PrefetchFilter
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -59,17 +56,21 @@ class System:
         object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
 
     @property
-    def learns(self) -> str | None:
-        """What it learns that a file can be named for: "maps" or "matrices", by which it predicts, else "reuse", by
-        which it evicts; None: nothing.
-        """
-        by_prediction = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
-        return by_prediction or ("reuse" if self.learns_reuse else None)
+    def prediction_learns(self) -> str | None:
+        """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
+        learns = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        return None if learns is None else learns.kind
 
     @property
-    def learns_reuse(self) -> bool:
-        """Whether its eviction goes by what it learns of reuse."""
-        return not self.keeps_everything and EVICTIONS[self.eviction].takes_reuse
+    def eviction_learns(self) -> str | None:
+        """The same of its eviction: "reuse"."""
+        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
+        return None if learns is None else learns.kind
+
+    @property
+    def learns(self) -> str | None:
+        """What a file that is named for it keeps: what it predicts by, else what it evicts by; None: nothing."""
+        return self.prediction_learns or self.eviction_learns
 
     @property
     def takes_weights(self) -> bool:
@@ -81,26 +82,30 @@ class System:
         """Whether its allocation can begin with a plan of splits: `expertly configure`."""
         return not self.keeps_everything and ALLOCATIONS[self.allocation].takes_plan
 
+    def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:
+        """Raises ConfigError where the system makes nothing of a plan, where it is of other experts or segments, or
+        keeps more than there are slots for.
+        """
+        if not self.takes_plan:
+            takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.takes_plan) or "there are none"
+            raise ConfigError(
+                f"plan: system {self.name!r} takes none (allocation={self.allocation}); accepted: allocation={takers}"
+            )
+        if "theta" in dict(self.options):
+            raise ConfigError(
+                f"plan: system {self.name!r} says theta, as a plan does of every layer; accepted: one of them"
+            )
+        plan.check_fits(geometry, budget.kept_slots)
+
     def scheduler(
         self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
     ) -> Scheduler:
         """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
         be, and where `known` lacks what it needs.
         """
-        return self._make(Scheduler, geometry, budget, known, order)
-
-    def journaled_scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
-    ) -> JournaledScheduler:
-        """The same, able to write down what it decides."""
-        return self._make(JournaledScheduler, geometry, budget, known, order)
-
-    def _make(
-        self, kind: type[AnyController], geometry: Geometry, budget: Budget, known: Known, order: str | None
-    ) -> AnyController:
         order = self.ordered(order)
         make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
-        return kind(
+        return Scheduler(
             geometry,
             budget,
             make.of_model(geometry, known, self.options_of("eviction")),
@@ -112,16 +117,14 @@ class System:
             ahead=self.ahead,
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
-            fill=self.fill,
             allocation=self._allocation(geometry, known),
-            gate=self._gate(geometry, budget),
+            prefetch_filter=self._filter(geometry, budget),
         )
 
-    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+    def _filter(self, geometry: Geometry, budget: Budget) -> PrefetchFilter | None:
         if self.gate == "none" or self.prediction == "none":
             return None
-        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
-        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
+        return PrefetchFilter(geometry, budget.layer_shares)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -137,15 +140,15 @@ class System:
         """
         if self.allocation == "uniform" or self.keeps_everything:
             return None
-        num_segments, keeper = scheduler.geometry.segments_per_expert, scheduler.keeper
-        numbers = [share / num_segments for share in keeper.shares]
+        num_segments, cache = scheduler.geometry.segments_per_expert, scheduler.cache
+        numbers = [share / num_segments for share in cache.quotas]
         experts = [int(num) if num.is_integer() else num for num in numbers]
         said: dict[str, object] = {"name": self.allocation, "experts": experts}
         if ALLOCATIONS[self.allocation].splits:
-            tops = [top.bit_count() for top in keeper.tops]
+            tops = [top.bit_count() for top in cache.tops]
             said["split"] = [
                 {"kept_experts": share // top, "theta": top / num_segments}
-                for share, top in zip(keeper.shares, tops, strict=True)
+                for share, top in zip(cache.quotas, tops, strict=True)
             ]
         return said | scheduler.allocation.facts()
 
@@ -167,7 +170,7 @@ class System:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
         if self.prediction == "none":
             return None
-        return PREDICTORS[self.prediction](geometry, known, self.distance, self.options_of("prediction"))
+        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
         """Of its options, those of one of its parts, a key of WITH_OPTIONS."""
@@ -177,7 +180,7 @@ class System:
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
         if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
             known = replace(known, usage=None)
-        return ALLOCATIONS[self.allocation](geometry, known, self.options_of("allocation"))
+        return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 
 def _check(system: System) -> None:
@@ -239,6 +242,10 @@ def names_of_options(part: str, name: str) -> list[str]:
 def unknown(where: str, key: str, value: str) -> ConfigError:
     """A part that there is none of."""
     accepted = ACCEPTED[key]
+    if (key, value) == ("gate", "measured"):
+        return ConfigError(
+            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(FILTERS)}"
+        )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
     return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
 
@@ -297,18 +304,6 @@ def _check_allocation(system: System, where: str) -> None:
             f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
             f"accepted: eviction={others}"
         )
-    if system.fill == "idle" and not (allocation.splits or EVICTIONS[system.eviction].is_scored):
-        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored and not one.needs_future)
-        raise ConfigError(
-            f"{where}: fill='idle' loads whole experts by their scores, which eviction={system.eviction!r} does not "
-            f"have; accepted: fill=demand, or eviction={scored}"
-        )
-    if system.fill == "idle" and not allocation.changes:
-        changing = ", ".join(name for name, one in ALLOCATIONS.items() if one.changes)
-        raise ConfigError(
-            f"{what} never changes what layers keep, which fill='idle' would load; accepted: fill=demand, or "
-            f"allocation={changing}"
-        )
     if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
         raise ConfigError(
             f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
@@ -328,8 +323,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
-    "fill": ("demand", "idle"),
-    "gate": GATES,
+    "gate": FILTERS,
 }
 """Of each part that is chosen by name, what it may be."""
 
@@ -354,7 +348,7 @@ WITH_OPTIONS: dict[str, Registry[Any]] = {
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "gate", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "gate", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog, Work
-from expertly.scheduler.channel import Seen
+from expertly.scheduler.observations import ObservationQueue, Seen, Work
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock
 from expertly.sim.server import NEVER_NS
@@ -36,7 +35,7 @@ class VirtualChannel:
         predictor: Predictor,
         clock: Clock,
         costs: PredictorCosts,
-        backlog: Backlog,
+        backlog: ObservationQueue,
         watcher: MatcherWatcher | None = None,
     ) -> None:
         self.busy_ns = 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Want
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog
-from expertly.scheduler.channel import Channel, InlineChannel
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.stack import StackChannel
 from expertly.sim.coded import CodedDisk
 from expertly.sim.compute import ComputeModel
 from expertly.sim.future import TraceFuture
@@ -60,20 +58,17 @@ class Simulator:
         self._clock = clock
         self._link = link
         self._matcher: VirtualChannel | None = None
-        self._stack: StackChannel | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
             num_layers = scheduler.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             catch_up = None
             if costs is not None:
-                backlog = Backlog.of_layers(num_layers)
+                backlog = ObservationQueue.of_layers(num_layers)
                 channel = self._matcher = VirtualChannel(predictor, clock, costs, backlog, watcher)
                 catch_up = self._matcher.catch_up
-            if future is None:  # who knows the future looks beyond the pass
-                channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(scheduler, link, channel, catch_up, lambda: clock.now_ns)
+            self._ahead = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
@@ -112,10 +107,10 @@ class Simulator:
             if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
                 self.scheduler.configure(job(self._times).plan)
             begin, stalled, (hits, demands) = clock.now_ns, self._stall_ns, self._decoded()
-            if self._stack is not None:
-                self._stack.run(iteration.stack)
             if self._ahead is not None:
-                self._ahead.begin_iteration(partial(iteration.began, self._wants))
+                # who knows the future looks beyond the pass
+                stack = iteration.stack if future is None else None
+                self._ahead.begin_iteration(partial(iteration.began, self._wants), stack)
             for router in iteration.layers:
                 if future is not None:
                     future.begin_layer(router.layer)
@@ -149,10 +144,11 @@ class Simulator:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
         else:
             self._tokens = {}
-        routed = partial(iteration.routed, router, self._wants) if self._wants else None
+        routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
         run_layer(self.scheduler, self._link, router, self._use, self._ahead, routed)
 
-    def _use(self, span: Span) -> None:
+    def _use(self, spans: Sequence[Span]) -> None:
+        (span,) = spans
         num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
         duration_ns = self._compute.span_ns(span.layer, num_tokens, span.num_segments)
         begin = self._clock.now_ns

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertly.core.codecs import CODECS
-from expertly.core.costs import CodecCosts
+from expertly.core.costs import CODECS, CodecCosts
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.sim.coded import Coding

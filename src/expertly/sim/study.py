@@ -10,12 +10,11 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.plans import check_plan
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.chrome import Timelines
@@ -178,7 +177,7 @@ class Study:
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
             geometry = self.geometry_of(system)
-            check_plan(self.plan, system, geometry, memory.budget(geometry, self.layers is not None))
+            system.check_plan(self.plan, geometry, memory.budget(geometry, self.layers is not None))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
@@ -218,7 +217,7 @@ class Study:
             "segments": geometry.segments_per_expert,
             **dict.fromkeys(RATES),
             **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "filled_bytes", "bytes_read")),
+            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "bytes_read")),
             **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
             "skipped": self._missing(system),
             **PhaseCounters().rates_by_distance(),
@@ -239,7 +238,7 @@ class Study:
         if simulator.predictor is not None:
             row["history"] = self._training.history_of(simulator.predictor)
             row["predictor"] = simulator.predictor.facts()
-            gate = simulator.scheduler.gate
+            gate = simulator.scheduler.filter
             row["gate"] = None if gate is None else gate.facts()
             row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
             by_layer = enumerate(simulator.scheduler.counters)
@@ -251,7 +250,6 @@ class Study:
             row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
             row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
             row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
-            row["filled_bytes"] = decode.filled_nbytes
             row["stall_share"] = metrics.stall_share
             row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
             row["decode_iterations"] = metrics.num_decode_iterations

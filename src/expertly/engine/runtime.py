@@ -1,0 +1,338 @@
+"""Runs the experts of a model, one forward pass at a time: what the model's layers call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Phase, RouterRan, group_by_expert
+from expertly.core.observation import Began, IterationInfo, Routed
+from expertly.engine.compute import Dispatch
+from expertly.engine.compute_threads import ComputeThreads
+from expertly.engine.device import Device
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
+from expertly.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from expertly.engine.learned import SavedState
+    from expertly.engine.prediction import Prefetching
+    from expertly.engine.shard import Shard
+
+_COMBINE_NBYTES = 16 << 20
+"""The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
+
+
+class Observer(Protocol):
+    """Told of each forward pass by the engine, in order. What it raises is raised by the forward pass."""
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        """A forward pass begins; `info` says the token and the sequence of each row."""
+
+    def router_ran(
+        self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        """The experts' input [T, H], ids [T, K] and weights [T, K] of a layer that is about to run.
+
+        Ids that are `num_experts` or more choose no expert. The tensors are the model's own: read, never written.
+        """
+
+    def end_iteration(self, ok: bool) -> None:
+        """It ended; `ok` is False when it raised."""
+
+
+class Executor(Protocol):
+    """All experts of one model. One call at a time."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the model."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The first is where the dense part is."""
+
+    @property
+    def num_late(self) -> int:
+        """Predictions that came too late, on each device."""
+
+    def bind(self, modules: Sequence[nn.Module]) -> None:
+        """Attach the experts modules, in layer order."""
+
+    def predict_from(self, channel: Channel) -> None:
+        """From now on prefetch what this channel predicts."""
+
+    def preload(self, layer: int) -> None:
+        """Load and keep every expert of a layer, before anything ran."""
+
+    def begin(self) -> None:
+        """A forward pass begins. Raises ModelUseError where a device is in a state in which none can run."""
+
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
+
+    def end_iteration(self, ok: bool) -> None:
+        """The same pass ended."""
+
+    def run_layer(
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+    ) -> tuple[torch.Tensor, int]:
+        """The outputs of a layer's experts [T * K, H] by row, from hidden states [T, H], and the time that was spent
+        waiting for transfers. `routed` is what may be seen of the router; None: nothing.
+
+        Raises TransferError or OSError when bytes could not be brought; nothing runs any more then.
+        """
+
+    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
+        """Count how long a forward pass waited for transfers of a layer, and was in its experts in all."""
+
+    def layer_counters(self, layer: int) -> LayerCounters:
+        """What a layer has come to, over all devices."""
+
+    def abandon(self, is_in_doubt: bool) -> None:
+        """Undo the layer that runs, once nothing moves, and drop what is prefetched. Raises AssertionError or
+        LookupError where a decision was interrupted half-way, which is looked for where that `is_in_doubt`.
+        """
+
+    def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""
+
+
+class Engine:
+    """The runtime behind one model's experts, as model.hooks.Runtime has it. One forward pass at a time."""
+
+    def __init__(self, executor: Executor, threads: ComputeThreads | None = None) -> None:
+        """`threads`: where readers decode on the processors that compute."""
+        self.executor = executor
+        self.threads = threads
+        self.observer: Observer | None = None
+        self.prefetching: Prefetching | None = None
+        self.reuse: SavedState | None = None
+        self.num_prefill_iterations = 0
+        self.num_decode_iterations = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self._info: IterationInfo | None = None
+        self._is_closed = False
+        self._is_stopped = False
+        self._is_broken = False
+        self._must_abandon = False  # an interrupt came while a failed layer was undone
+        self._process = os.getpid()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the only device."""
+        (shard,) = self.executor.shards
+        return shard.scheduler
+
+    @property
+    def device(self) -> Device:
+        """The only one."""
+        (shard,) = self.executor.shards
+        return shard.device
+
+    def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load and keep every expert; `progress(done_nbytes, total_nbytes)`."""
+        geometry, done = self.executor.geometry, 0
+        for layer in range(geometry.num_layers):
+            self.executor.preload(layer)
+            done += geometry.layers[layer].nbytes
+            if progress is not None:
+                progress(done, geometry.nbytes)
+
+    # -- Runtime -----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_token_ids(self) -> bool:
+        """Only who watches or predicts needs them."""
+        return self.observer is not None or self.prefetching is not None
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        """A forward pass begins."""
+        self._check_open()
+        self.executor.begin()
+        if self.prefetching is not None:
+            try:
+                self.prefetching.begin_iteration(info)
+            except BaseException as error:
+                self._abandon(error)
+                raise
+        self._info = info
+        if self.observer is not None:
+            self.observer.begin_iteration(info)
+        if self.threads is not None:
+            self.threads.begin(len(info.is_prefill))
+
+    def end_iteration(self, ok: bool) -> None:
+        """It ended; `ok` is False when it raised."""
+        if self.threads is not None:
+            self.threads.end()
+        info, self._info = self._info, None
+        if self.observer is not None:
+            self.observer.end_iteration(ok)
+        if self.prefetching is not None:
+            self.prefetching.end_iteration(ok)
+        if self.reuse is not None:
+            self.reuse.pass_ended()
+        if info is None or not ok:
+            return
+        is_real = None if info.is_pad is None else ~info.is_pad
+        num_tokens = len(info.is_prefill) if is_real is None else int(is_real.sum())
+        num_prefill = 0
+        if info.phase == "prefill":
+            self.num_prefill_iterations += 1
+            num_prefill = int((info.is_prefill if is_real is None else info.is_prefill & is_real).sum())
+        else:
+            self.num_decode_iterations += 1
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += num_tokens - num_prefill
+
+    def forward_experts(
+        self,
+        module: nn.Module,
+        layer: int,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, H] from hidden states [T, H], chosen experts [T, K] and their weights [T, K].
+
+        Raises TransferError when bytes could not be brought; the layer is undone and the next pass may work.
+        """
+        if self._is_stopped or self._is_broken or self._must_abandon or os.getpid() != self._process:
+            self._check_open()
+        if hidden_states.requires_grad and torch.is_grad_enabled():
+            raise ModelUseError("the experts' weights come and go: gradients cannot be computed; use torch.no_grad()")
+        if self.observer is not None:
+            self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
+        start = time.perf_counter_ns()
+        executor, prefetching = self.executor, self.prefetching
+        with torch.no_grad():
+            work = dispatch(layer, top_k_index, executor.geometry.layers[layer].num_experts, self._info)
+            try:
+                routed = None
+                if prefetching is not None:
+                    routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
+                outputs, stall_ns = executor.run_layer(work, hidden_states, routed)
+            except BaseException as error:
+                self._abandon(error)
+                if isinstance(error, OSError):
+                    raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
+                raise
+            result = _combine(outputs, top_k_weights, hidden_states)
+        phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
+        executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
+        return result
+
+    def stop(self) -> None:
+        """No layer begins from now on: a pass that another thread runs fails at its next one. Idempotent."""
+        self._is_stopped = True
+
+    def close(self) -> None:
+        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
+        SavedState.close.
+
+        In a process forked from the one that made it there is nothing to end, and nothing is written.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = self._is_stopped = True
+        if not self.is_of_this_process:
+            return
+        with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one raises
+            closing.callback(self.executor.close)
+            if self.reuse is not None:
+                closing.callback(self.reuse.close)
+            if self.prefetching is not None:
+                closing.callback(self.prefetching.close)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child, where none of its threads runs."""
+        return os.getpid() == self._process
+
+    # -- when a layer fails --------------------------------------------------------------------------------------------
+
+    def _abandon(self, error: BaseException) -> None:
+        """Undo the layer, and drop what is prefetched. An interrupt may have come in the middle of a decision: then
+        nothing runs any more.
+        """
+        is_expected = isinstance(error, ExpertlyError | OSError)
+        self._must_abandon = True
+        try:
+            self.executor.abandon(is_in_doubt=not is_expected)
+        except (AssertionError, LookupError):
+            if is_expected:
+                raise
+            self._is_broken = True
+        self._must_abandon = False
+
+    def _check_open(self) -> None:
+        if self._is_broken:
+            raise EngineClosedError("this model was interrupted half-way through a decision; call expertly.load again")
+        if self._is_closed or self._is_stopped:
+            raise EngineClosedError("this model was unloaded; call expertly.load again")
+        if not self.is_of_this_process:
+            raise EngineClosedError("this model was loaded before this process was forked; call expertly.load again")
+        if self._must_abandon:
+            self._abandon(KeyboardInterrupt())
+            self._check_open()
+
+
+def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+    """Group the choices [T, K] by expert. Ids outside 0..E-1 are dropped: their rows stay zero."""
+    num_tokens, top_k = top_k_index.shape
+    if num_tokens == 1:
+        ids = top_k_index[0].tolist()
+        positions = {expert: k for k, expert in enumerate(ids) if 0 <= expert < num_experts}
+        if len(positions) == top_k:
+            experts = list(positions)
+            decode, real = _single(info)
+            router = RouterRan(layer, experts, [real] * top_k, [decode] * top_k, real)
+            return Dispatch(router, top_k, top_k, True, None, positions)
+    return _dispatch_many(layer, top_k_index, num_experts, info)
+
+
+def _single(info: IterationInfo | None) -> tuple[bool, int]:
+    """Whether the one row is decoding, and 1 unless it is a pad."""
+    if info is None or len(info.is_prefill) != 1:
+        return True, 1
+    return not info.is_prefill[0], int(info.is_pad is None or not info.is_pad[0])
+
+
+def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+    num_tokens, top_k = top_k_index.shape
+    if info is None or len(info.is_prefill) != num_tokens:
+        is_prefill = np.full(num_tokens, num_tokens > 1)
+        is_real = None
+    else:
+        is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
+    router, grouped = group_by_expert(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
+    order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
+    rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
+    num_rows = num_tokens * top_k
+    return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
+
+
+def _combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Weigh and sum over K as the reference does: product in the promoted type, sum, round to the input's type."""
+    num_tokens, top_k = weights.shape
+    width = outputs.shape[1]
+    outputs = outputs.view(num_tokens, top_k, width)
+    step = max(1, _COMBINE_NBYTES // (top_k * width * 4))
+    if num_tokens <= step:
+        return (outputs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+    result = torch.empty(num_tokens, width, dtype=hidden.dtype, device=hidden.device)
+    for i in range(0, num_tokens, step):
+        cut = slice(i, i + step)
+        result[cut] = (outputs[cut] * weights[cut].unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+    return result
