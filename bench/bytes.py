@@ -25,7 +25,7 @@ from expertly.cli.arguments import positive_int, split
 from expertly.cli.trace_geometry import trace_geometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
-from expertly.sim.memory import Memory
+from expertly.sim.study import Memory
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Study
 from expertly.trace.reader import Trace

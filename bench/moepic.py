@@ -48,11 +48,11 @@ from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
-from expertly.sim.geometry_file import read_geometry
+from expertly.sim.hardware import read_geometry
 from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import rates_of_trace
+from expertly.lab.routing_rates import rates_of_trace
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
-from expertly.sim.step_times import step_times
+from expertly.sim.compute import step_times
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 

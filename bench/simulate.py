@@ -19,8 +19,8 @@ from typing import Any
 from common import child, child_arguments
 from report import print_report
 
+from expertly.lab import synth
 from expertly.scheduler.presets import SYSTEMS
-from expertly.trace import synth
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6
 MEMORY = "25%"

@@ -11,7 +11,7 @@ import pytest
 
 from expertly.cli.main import build_parser
 from expertly.core.errors import ConfigError
-from expertly.policies.options import option_names, option_text
+from expertly.policies.base import option_names, option_text
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
 from expertly.scheduler.system import PARTS

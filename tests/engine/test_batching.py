@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig
 
 import expertly
 from expertly.api import handle
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, counts, loaded, recording
 from tests.families import (

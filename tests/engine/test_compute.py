@@ -12,7 +12,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.engine.requests import RequestNumbers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.engine.routing import dispatch
 
 

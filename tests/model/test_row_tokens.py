@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.model.context import IterationContext
 from tests.families import generate, make_prompts
 from tests.model.conftest import Toys

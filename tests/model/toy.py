@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.model.adapter import ExpertsSite, build_meta_model, find_experts
 from expertly.model.loading import load_dense
 from expertly.store.manifest import Manifest

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.options import option_names, option_text, parse_options
+from expertly.policies.base import PolicyOptions, option, option_names, option_text, parse_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,37 @@ class Some:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ConfigError(f"share={self.share}: must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Bounded(PolicyOptions):
+    share: float = option(0.5, "of all", least=0, most=1)
+    quota: float = option(0.5, "of that", above=0, most=1)
+    count: int | None = option(None, "how many", least=1)
+    text: str = option("a", "any text")
+    file: Path | None = option(None, "where it is")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("share", "1.5", "share=1.5: must be from 0 to 1"),
+        ("share", "nan", "share=nan: must be from 0 to 1"),
+        ("quota", "0", "quota=0.0: must be above 0, up to 1"),
+        ("count", "0", "count=0: must be at least 1"),
+    ],
+)
+def test_bounds_hold_however_options_are_made(key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"part 'p': {message}"):
+        parse_options(Bounded, {key: text}, "part 'p'")
+    with pytest.raises(ConfigError, match=message):
+        Bounded(**{key: int(text) if key == "count" else float(text)})
+
+
+def test_texts_and_paths() -> None:
+    found = parse_options(Bounded, {"text": "b c", "file": "~/x.bin"}, "x")
+    assert (found.text, found.file) == ("b c", Path("~/x.bin")) and option_text(found.file) == "~/x.bin"
+    assert found.count is None, "None is a default that has no bounds"
 
 
 def test_what_is_not_given_is_the_default() -> None:

@@ -23,7 +23,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from expertly.scheduler.system import System\n"
         "from expertly.policies.eviction import EVICTIONS, MakeEviction\n"
         "NUMBER = 7\nTEXT = 'seven'\n"
-        "def PRIORITY(score, layers_to_go):\n    return score\n"
+        "from expertly.policies.prefetch import PrefetchOrder\n"
+        "class Sooner(PrefetchOrder):\n"
+        "    def priority(self, score, layers_to_go):\n        return score\n"
         "SYSTEM = System('as-it-likes', 'summary', eviction='lru', scope='layer')\n"
         "EVICTION = MakeEviction(EVICTIONS['lfu'].make, is_scored=True)\n",
         encoding="utf-8",
@@ -167,9 +169,9 @@ def test_options_that_could_not_be_written_are_refused(
 
 
 def test_parts_from_outside_make_a_system(outside: str) -> None:
-    spec = f"fmoe:eviction={outside}.EVICTION:prefetch={outside}.PRIORITY:admission=best"
+    spec = f"fmoe:eviction={outside}.EVICTION:prefetch={outside}.Sooner:admission=best"
     system = get_system(spec)
     assert system.name == spec and get_system(system.name) == system
-    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch](0.5, 3) == 0.5
-    with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: a function"):
+    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
+    with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: .*PrefetchOrder"):
         get_system(f"fmoe:prefetch={outside}.NUMBER")

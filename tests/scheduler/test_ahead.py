@@ -19,6 +19,7 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
+from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.channel import InlineChannel
 from expertly.scheduler.counters import PhaseCounters
@@ -121,7 +122,7 @@ def soak(
         transfer=transfer,
         admission=admission,
         ahead=ahead,
-        prefetch=prefetch,
+        prefetch=PREFETCHES[prefetch].make(),
         window=window,
         gate=None if gate is None else Gate(shape, budget.layer_shares, gate, can_pause=dice.random() < 0.5),
     ).watch(future)
@@ -343,7 +344,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
         ahead=ahead,
         admission=admission,
         eviction=eviction,
-        prefetch=prefetch,
+        prefetch=PREFETCHES[prefetch].make(),
         scope="global",
         failures=failures,
         write=lines.append,
@@ -364,7 +365,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
         scope="global",
         admission=admission,
         ahead=ahead,
-        prefetch=prefetch,
+        prefetch=PREFETCHES[prefetch].make(),
     )
     replayed = replay(lines[1:], again, "journal")
     assert replayed.difference is None and replayed.num_calls == len(lines) - 1

@@ -15,6 +15,7 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor.base import Predictor
+from expertly.policies.prefetch import ByProximity
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.channel import InlineChannel
 from expertly.scheduler.journal import JournaledScheduler, replay
@@ -234,7 +235,7 @@ def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:
 
 def test_a_near_guess_is_loaded_before_a_surer_far_one() -> None:
     """Room for one segment at a time; probabilities 0.5 one layer ahead and 0.9 three ahead."""
-    control = made(geometry(layers=4, experts=8, top_k=2), [2] * 4, 2, window=1, prefetch="proximity")
+    control = made(geometry(layers=4, experts=8, top_k=2), [2] * 4, 2, window=1, prefetch=ByProximity())
     control.predict(Prediction(2, [6], [0.9], 3))
     control.predict(Prediction(0, [5], [0.5], 1))
     (span,) = control.load_ahead()

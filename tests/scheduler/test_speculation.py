@@ -20,7 +20,7 @@ class Naive:
     """Every wanted expert, looked through for each question."""
 
     def __init__(self, prefetch: str) -> None:
-        self.priority = PREFETCHES[prefetch]
+        self.priority = PREFETCHES[prefetch].make().priority
         self.now = -1
         self.wanted: list[tuple[float, int, int, int]] = []  # (score, arrival, layer, expert id)
         self.arrivals = 0
@@ -47,7 +47,7 @@ class Naive:
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_next_is_what_looking_through_everything_finds(prefetch: str, seed: int) -> None:
     dice = random.Random(seed)
-    speculation, naive = Speculation(SHAPE, 4, PREFETCHES[prefetch]), Naive(prefetch)
+    speculation, naive = Speculation(SHAPE, 4, PREFETCHES[prefetch].make()), Naive(prefetch)
     asked = 0
     for _ in range(4000):
         action = dice.random()
@@ -90,7 +90,7 @@ def all_of(speculation: Speculation) -> list[tuple[int, int]]:
 
 def test_by_proximity_a_near_guess_goes_before_a_surer_far_one() -> None:
     """Before any router: the layers are 1, 2 and 3 ahead. 0.6, 0.1; 0.8, 0.7 halved; 0.9 thirded."""
-    speculation = Speculation(SHAPE, 4, PREFETCHES["proximity"])
+    speculation = Speculation(SHAPE, 4, PREFETCHES["proximity"].make())
     for prediction in (said(0, (5, 0.6), (1, 0.1)), said(1, (2, 0.8), (3, 0.7)), said(2, (4, 0.9))):
         speculation.predict(prediction, 2)
     assert all_of(speculation) == [(0, 5), (1, 2), (1, 3), (2, 4), (0, 1)]
@@ -98,7 +98,7 @@ def test_by_proximity_a_near_guess_goes_before_a_surer_far_one() -> None:
 
 def test_priorities_move_as_layers_run() -> None:
     """At layer 0, 0.5 one layer ahead beats 0.9 two ahead; when the wrong layer has run the other is one ahead."""
-    speculation = Speculation(SHAPE, 4, PREFETCHES["proximity"])
+    speculation = Speculation(SHAPE, 4, PREFETCHES["proximity"].make())
     speculation.predict(said(1, (0, 0.5)), 2)
     speculation.predict(said(2, (7, 0.9)), 2)
     speculation.now = 0

@@ -18,7 +18,6 @@ from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.predictor.lookahead import Lookahead
-from expertly.policies.prefetch import by_proximity, by_score
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.presets import SYSTEMS, _derived, get_runnable, get_system, runnable_systems
 from expertly.scheduler.system import PARTS
@@ -124,8 +123,8 @@ def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None
 def test_other_parts_are_what_it_is_made_of() -> None:
     control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
     assert isinstance(control.caches[0].policy, LRU) and control.caches[0] is not control.caches[1]
-    assert control.speculation.window == 5 and control.speculation._priority is by_score
-    assert get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._priority is by_proximity
+    assert control.speculation.window == 5 and control.speculation._is_steady
+    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
     assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.sim.arrivals import read_arrivals
+from expertly.sim.schedule import read_arrivals
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 FIRST = "2023-11-16 18:15:46.6805900,374,44\n"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.lab import synth
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Link, PredictorCosts
 from expertly.sim.simulator import Simulator
 from expertly.sim.study import Memory, Study
-from expertly.trace import synth
 from expertly.trace.reader import Trace
 from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_passes, results, sized, toy
 

@@ -8,7 +8,7 @@ import pytest
 
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import Geometry
-from expertly.sim.geometry_file import GEOMETRY_NAMES, read_geometry
+from expertly.sim.hardware import GEOMETRY_NAMES, read_geometry
 
 PUBLISHED = {  # billions of parameters in all, vocabulary, layers, experts, top-k
     "gpt-oss-20b": (20.9, 201088, 24, 32, 4),

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Want
-from expertly.core.scores import scores_of_choices
+from expertly.core.observation import Want, scores_of_choices
 from expertly.sim import training as training_module
 from expertly.sim import workload as workload_module
 from expertly.sim.training import histories
-from expertly.sim.workload import RowRange, Workload
-from expertly.trace.generators import token_vectors
-from expertly.trace.reader import Trace
+from expertly.sim.workload import RowRange, TraceWorkload
+from expertly.trace.reader import Trace, token_vectors
 from expertly.trace.schema import TOKEN_VECTORS, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.sim.drive import make_trace, random_passes, sized
@@ -43,7 +41,7 @@ def test_an_iteration_shows_its_rows(
     trace = mixed_trace(tmp_path / "trace", is_full=is_full)
     fields = {name: trace.rows(name, 0, trace.num_rows) for name in trace.manifest.fields}
     num_rows = 0
-    for iteration in Workload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
+    for iteration in TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
         rows = slice(iteration.trace_row, iteration.trace_row + iteration.num_tokens)
         num_rows += iteration.num_tokens
         began = iteration.began(EVERYTHING)
@@ -81,7 +79,7 @@ def test_what_nobody_wants_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     rows = Trace.rows
     monkeypatch.setattr(Trace, "rows", lambda self, field, *where: read.append(field) or rows(self, field, *where))
     wants: frozenset[Want] = frozenset({"experts"})
-    for iteration in Workload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
+    for iteration in TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
         assert iteration.began(wants).embedding is None
         for router in iteration.layers:
             routed = iteration.routed(router, wants)
@@ -91,7 +89,7 @@ def test_what_nobody_wants_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_each_field_of_a_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = mixed_trace(tmp_path / "trace", is_full=True)
-    iterations = list(Workload(trace, [RowRange(None, 0, trace.num_rows)]).iterations())
+    iterations = list(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations())
     read = []
     rows = Trace.rows
     monkeypatch.setattr(Trace, "rows", lambda self, field, *where: read.append(field) or rows(self, field, *where))
@@ -142,7 +140,7 @@ def test_embeddings_that_a_trace_makes_up_and_scores_that_are_not_normalised(tmp
     with TraceWriter(tmp_path / "trace", model="toy", layers=TOY_LAYERS, fields=fields) as writer:
         writer.begin_request()
         writer.append(rows)
-    (iteration,) = Workload(Trace.open(tmp_path / "trace"), [RowRange(None, 0, 6)]).iterations()
+    (iteration,) = TraceWorkload(Trace.open(tmp_path / "trace"), [RowRange(None, 0, 6)]).iterations()
     began = iteration.began({"embedding"})
     np.testing.assert_array_equal(began.embedding, token_vectors(rows["token"], 16).astype(np.float32))
     routed = iteration.routed(RouterRan(1, [], [], [], 6), {"scores"})

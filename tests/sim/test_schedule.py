@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.sim.arrivals import Arrivals
+from expertly.sim.schedule import Arrivals
 from expertly.sim.schedule import Schedule, Selection, make_schedule, split_requests
 from expertly.sim.study import Study, popularity
 from expertly.sim.workload import RowRange
-from expertly.trace.reader import Trace
-from expertly.trace.requests import TraceRequest
+from expertly.trace.reader import Trace, TraceRequest
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(1, 6, 1)

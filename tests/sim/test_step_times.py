@@ -7,7 +7,7 @@ import pytest
 from expertly.core.geometry import DenseShape, Geometry
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
-from expertly.sim.step_times import step_times
+from expertly.sim.compute import step_times
 from tests.sim.drive import INFINITE, sized, toy
 
 LAYERS = sized(3, 8, 2)  # an expert is 48 bytes

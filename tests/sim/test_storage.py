@@ -14,7 +14,7 @@ from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.compressed_share import choose_share
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware
-from expertly.sim.memory import Memory
+from expertly.sim.study import Memory
 from expertly.sim.schedule import Selection
 from expertly.sim.storage import Storage
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy

@@ -9,11 +9,11 @@ import pytest
 
 from expertly.core.errors import BudgetError, ConfigError, HardwareError
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.lab import synth
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
-from expertly.trace import synth
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_study, make_trace, random_passes, results, sized, toy
 from tests.sim.test_chrome import measured

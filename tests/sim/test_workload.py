@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
+from expertly.core.messages import group_by_expert
 from expertly.sim import workload as workload_module
-from expertly.sim.workload import RowRange, Workload
+from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = (*sized(1, 9, 2), *sized(2, 40, 6))
 
 
-def whole(trace: Trace) -> Workload:
-    return Workload(trace, [RowRange(None, 0, trace.num_rows)])
+def whole(trace: Trace) -> TraceWorkload:
+    return TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)])
 
 
 @pytest.mark.parametrize("gaps", [0.0, 0.4])
@@ -40,7 +40,7 @@ def test_demands_are_those_of_the_rows(
         expected = []
         for layer, shape in enumerate(LAYERS):
             of_layer = experts[row : row + len(rows), layer, : shape.top_k]
-            demand, _ = demand_of_rows(layer, of_layer, shape.num_experts, is_prefill[row : row + len(rows)])
+            demand, _ = group_by_expert(layer, of_layer, shape.num_experts, is_prefill[row : row + len(rows)])
             expected += [demand] if demand.experts else []
         assert iteration.layers == expected
         assert len(expected) == len(LAYERS) or gaps
@@ -64,7 +64,7 @@ def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_pat
     passes = random_passes(2, LAYERS, 3, prompt=5, num_requests=2)
     trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=2)
     spans = [RowRange(1, 8, 8, arrival_ns=70), RowRange(0, 0, 3, arrival_ns=90)]
-    workload = Workload(trace, spans)
+    workload = TraceWorkload(trace, spans)
     found = [
         (one.index, one.requests, one.num_tokens, one.first_row, one.trace_row, one.arrival_ns)
         for one in workload.iterations()
@@ -77,12 +77,12 @@ def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_pat
         (4, (0,), 3, 8, 0, 90),
     ]
     assert workload.num_rows == 11
-    (cut,) = list(Workload(trace, spans[1:]).iterations())
-    expected, _ = demand_of_rows(0, trace.rows("experts", 0, 3)[:, 0, :2], 9, np.ones(3, bool))
+    (cut,) = list(TraceWorkload(trace, spans[1:]).iterations())
+    expected, _ = group_by_expert(0, trace.rows("experts", 0, 3)[:, 0, :2], 9, np.ones(3, bool))
     assert cut.layers[0] == expected
 
 
 def test_nothing_to_simulate_is_an_error(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", random_passes(2, LAYERS, 3), LAYERS)
     with pytest.raises(ConfigError, match="no tokens to simulate"):
-        Workload(trace, [])
+        TraceWorkload(trace, [])

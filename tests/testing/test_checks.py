@@ -14,6 +14,7 @@ from expertly.policies.eviction import EVICTIONS, MakeEviction
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
 from expertly.policies.predictor.index import Index
+from expertly.policies.prefetch import ByProximity, PrefetchOrder
 from expertly.testing import check_eviction, check_predictor, check_prefetch
 
 
@@ -172,6 +173,10 @@ def test_what_keeps_its_promises_passes() -> None:
 
 
 def test_a_priority_that_falls_with_the_score_is_found() -> None:
-    check_prefetch(lambda score, layers_to_go: score / layers_to_go)
+    class Backwards(PrefetchOrder):
+        def priority(self, score: float, layers_to_go: int) -> float:
+            return -score
+
+    check_prefetch(ByProximity)
     with pytest.raises(AssertionError, match="a priority never falls with the score"):
-        check_prefetch(lambda score, layers_to_go: -score)
+        check_prefetch(Backwards)

@@ -15,8 +15,8 @@ import pytest
 from expertly.core.errors import TraceError
 from expertly.core.geometry import DenseShape
 from expertly.trace.importers import find_importer
+from expertly.trace.importers.base import ImportOptions
 from expertly.trace.importers.npz import import_npz
-from expertly.trace.importers.options import ImportOptions
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.trace.builders import Rows

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 
 from expertly.core.errors import TraceError
 from expertly.core.geometry import DenseShape, LayerGeometry
-from expertly.trace.generators import token_vectors
-from expertly.trace.reader import Trace
+from expertly.trace.reader import Trace, token_vectors
 from expertly.trace.schema import TOKEN_VECTORS, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.trace.builders import FULL, LAYERS, assert_holds, iterations, joined, open_writer, write_trace

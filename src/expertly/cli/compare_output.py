@@ -12,7 +12,7 @@ from expertly.compare.comparison import Comparison
 from expertly.compare.folder import REPORT, write_all
 from expertly.compare.page import page
 from expertly.core.errors import ConfigError
-from expertly.core.plain import finite
+from expertly.core.files import finite
 
 
 class Output:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from expertly.core.plain import finite
+from expertly.core.files import finite
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

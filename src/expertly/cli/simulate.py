@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from expertly.cli.figures import check_figure, save_figure
     from expertly.cli.simulate_report import about, report
     from expertly.cli.trace_geometry import trace_geometry
-    from expertly.sim.arrivals import read_arrivals
     from expertly.sim.hardware import Hardware
-    from expertly.sim.schedule import Selection, make_schedule
+    from expertly.sim.schedule import Selection, make_schedule, read_arrivals
     from expertly.sim.storage import Storage
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace

@@ -15,7 +15,7 @@ from expertly.cli.trace_summary import report_trace
 from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertly.trace.synth import Workload
+    from expertly.lab.synth import Workload
 
 WORKLOADS = ("zipf", "cyclic", "stationary")
 
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.trace.synth import write_workload
+    from expertly.lab.synth import write_workload
 
     workload = _workload(args)
     write_workload(
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from expertly.trace import synth
+    from expertly.lab import synth
 
     if args.workload not in WORKLOADS:
         raise ConfigError(f"workload={args.workload!r}: unknown; accepted: {', '.join(WORKLOADS)}")

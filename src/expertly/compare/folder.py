@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError
-from expertly.core.files import disk_errors, write_atomic
-from expertly.core.plain import finite
+from expertly.core.files import disk_errors, finite, write_atomic
 
 FORMAT = "expertly-compare"
 FORMAT_VERSION = 1

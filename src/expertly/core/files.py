@@ -1,10 +1,11 @@
-"""Small files, written whole or not at all, and the errors of a disk in words."""
+"""Small files: written whole or not at all, JSON in and out, and what a user is told when the disk refuses."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,17 @@ def sync_folder(folder: Path) -> None:
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def finite(value: Any) -> Any:
+    """`value` with null in place of NaN and infinities, which JSON cannot say, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the control plane and its drivers say to each other: plain data, no behaviour."""
+"""What the scheduler and its drivers (engine, simulator) say to each other: plain data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Phase(str, Enum):
-    """What a demand was for. It belongs to the request: one forward pass may serve both."""
+    """The phase of a request. One forward pass may serve requests of both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -29,8 +32,8 @@ class Span(NamedTuple):
 class RouterRan:
     """The router of `layer` has chosen. Lists run over the distinct experts, in router order.
 
-    `num_tokens` counts the real (not pad) tokens of each expert; 0 where only pad tokens chose it: such an
-    expert is computed but is no hit and no miss. `is_decode` says whether a decoding request is among them.
+    `num_tokens` counts the real (not pad) tokens of each expert. An expert that only pads chose has 0: it is computed,
+    but is no hit and no miss. `is_decode` says whether a decoding request is among those that chose it.
     """
 
     layer: int
@@ -38,39 +41,85 @@ class RouterRan:
     num_tokens: list[int]
     is_decode: list[bool]
     batch_tokens: int  # real tokens of the forward pass
-    is_part_of_decode: bool = False  # one device's part of a layer that serves decode, here or elsewhere
+    is_part_of_decode: bool = False  # with several devices: the layer serves decode, if only on another device
 
     @property
     def serves_decode(self) -> bool:
-        """Whether the layer is decode's: what it needs is kept, and evicts."""
+        """Whether the layer counts as decode: then what it loads is kept and may evict."""
         return self.is_part_of_decode or True in self.is_decode
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What `layer` will need when it runs next, as a predictor sees it. Lists run from the surest expert down.
+    """What a predictor expects `layer` to need when it runs next. Lists run from the surest expert down.
 
-    The newest prediction of a layer replaces the one before; when the layer's router has spoken it is void.
+    A layer's newest prediction replaces the one before. It ends when the layer's router runs.
     """
 
     layer: int
     experts: list[int]
-    scores: list[float]  # the higher, the sooner it is fetched; comparable over the layers of one predictor
+    scores: list[float]  # the higher, the sooner it is loaded; comparable over the layers of one predictor
     distance: int  # layers ahead of what the predictor has seen
     confidence: float | None = None  # the predictor's own, from -1 to 1, where it has one
-    probabilities: list[float] | None = None  # of every expert of the layer, for eviction
-    outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again, for
-    # eviction; None: as it was said last
+    # For eviction:
+    probabilities: list[float] | None = None  # that each expert of the layer is needed when it runs next
+    outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again;
+    # None: as the last prediction that had one said
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What can be done now: spans to compute, spans to load (compute them when they have arrived), and spans that
-    are being loaded already because they were predicted or asked for (compute them when they have arrived, too).
-    `asked` is to be loaded behind `loads`, and not to be waited for: a later Plan says that it is ready or joined.
+    """What the driver does next for a layer: spans to compute now, spans to load and compute as they arrive, and spans
+    in flight already (prefetched, or loaded for an earlier Plan) to compute as they arrive.
+
+    The driver also loads `asked`, behind `loads`, without waiting: a later Plan says when they are ready or joined.
     """
 
     ready: list[Span] = field(default_factory=list)
     loads: list[Span] = field(default_factory=list)
     joined: list[Span] = field(default_factory=list)
     asked: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The rows of a pass by expert. A row is a (token, choice) pair: token * K + choice."""
+
+    order: npt.NDArray[np.intp]  # rows sorted by expert, then by row
+    bounds: npt.NDArray[np.intp]  # [E + 1]: the rows of expert e are order[bounds[e] : bounds[e + 1]]
+
+
+def group_by_expert(
+    layer: int,
+    ids: npt.NDArray[np.integer],
+    num_experts: int,
+    is_prefill: npt.NDArray[np.bool_],
+    is_real: npt.NDArray[np.bool_] | None = None,
+) -> tuple[RouterRan, GroupedRows]:
+    """What the chosen `ids` [T, K] ask of a layer, and which rows each expert computes.
+
+    Ids outside 0..E-1 choose nothing; `is_real` [T] is False for pads. Router order: by the first row that chose an
+    expert.
+    """
+    num_tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    bounds = np.searchsorted(flat[order], np.arange(num_experts + 1))
+    here = np.flatnonzero(np.diff(bounds))
+    here = here[np.argsort(order[bounds[here]], kind="stable")]
+    counts = np.diff(bounds)
+    batch_tokens = num_tokens
+    if is_real is not None:
+        counts = np.bincount(flat[np.repeat(is_real, top_k)].clip(0, num_experts), minlength=num_experts + 1)
+        batch_tokens = int(is_real.sum())
+    experts: list[int] = here.tolist()
+    if is_prefill.all():
+        decode = [False] * len(experts)
+    elif not is_prefill.any():
+        decode = [True] * len(experts)
+    else:
+        chosen = np.zeros(num_experts + 1, dtype=bool)
+        decoding = ~is_prefill if is_real is None else ~is_prefill & is_real
+        chosen[flat[np.repeat(decoding, top_k)].clip(0, num_experts)] = True
+        decode = chosen[here].tolist()
+    return RouterRan(layer, experts, counts[here].tolist(), decode, batch_tokens), GroupedRows(order, bounds)

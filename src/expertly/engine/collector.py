@@ -16,10 +16,8 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.core.iteration import IterationInfo, layer_ahead
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Began, Floats, Routed, Want
-from expertly.core.scores import scores_of_choices
+from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.requests import RequestNumbers
 from expertly.model.routers import RouterTap, attach_all, detach_all
 from expertly.model.tensors import saturated_half

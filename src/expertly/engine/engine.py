@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
-from expertly.core.iteration import IterationInfo
 from expertly.core.messages import Phase
+from expertly.core.observation import IterationInfo
 from expertly.engine.backend import Backend
 from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.executor import Executor

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 
 
 class Observer(Protocol):

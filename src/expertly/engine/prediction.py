@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.iteration import IterationInfo
 from expertly.core.messages import RouterRan
-from expertly.core.observation import Routed
+from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
 from expertly.engine.executor import Executor
 from expertly.engine.matcher import ThreadChannel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 
 Ids = npt.NDArray[np.int64]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from expertly.core.demand import demand_of_rows
-from expertly.core.iteration import IterationInfo
-from expertly.core.messages import RouterRan
+from expertly.core.messages import RouterRan, group_by_expert
+from expertly.core.observation import IterationInfo
 from expertly.core.placement import Share
 
 
@@ -54,7 +53,7 @@ def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info
         is_real = None
     else:
         is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
-    router, grouped = demand_of_rows(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
+    router, grouped = group_by_expert(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
     order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
     num_rows = num_tokens * top_k

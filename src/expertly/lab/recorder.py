@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from expertly.core.errors import TraceError
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.lab.columns import Array, Columns
 from expertly.lab.score_recorder import ScoreRecorder
 from expertly.trace.schema import NO_EXPERT, TraceLayer, trace_field

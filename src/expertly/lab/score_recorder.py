@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from expertly.core.iteration import IterationInfo, layer_ahead
+from expertly.core.observation import IterationInfo, layer_ahead
 from expertly.lab.columns import Array, Columns
 from expertly.model.routers import RouterTap, attach_all, detach_all
 from expertly.model.tensors import saturated_half

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertly.core.errors import ModelUseError
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 from expertly.model.adapter import find_experts_modules
 from expertly.model.runtime import Runtime
 from expertly.model.tensors import saturated_half

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from expertly.core.iteration import IterationInfo
+from expertly.core.observation import IterationInfo
 
 
 class Runtime(Protocol):

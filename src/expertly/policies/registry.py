@@ -1,15 +1,21 @@
-"""Parts by name: what ships, what installed distributions bring, and what can be imported (docs/extending.md)."""
+"""Policies and systems by name: what ships, what installed distributions bring, and what can be imported
+(docs/extending.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from expertly.core.errors import ConfigError
+from expertly.policies.base import Policy
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Policy)
 
 _SEPARATORS = ",:="
 """What ends a name in `name:key=value,name`."""
@@ -135,6 +141,18 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def _where(self, entry: EntryPoint) -> str:
         return f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
+
+
+class PolicyRegistry(Registry[type[P]], Generic[P]):
+    """The policies of one family: classes that extend `base` (Any, as it is abstract in most), by name."""
+
+    def __init__(self, base: Any, group: str, built_in: Sequence[type[P]]) -> None:
+        def accepts(one: object) -> bool:
+            is_policy = isinstance(one, type) and issubclass(one, base) and not inspect.isabstract(one)
+            return is_policy and is_dataclass(getattr(one, "options", None))
+
+        accepted = f"a class that extends {base.__name__}, whose options are a dataclass"
+        super().__init__(base.family, group, {one.name: one for one in built_in}, accepts, accepted)
 
 
 class OrNone(Collection[str]):

@@ -11,7 +11,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.options import option_text, parse_int
+from expertly.policies.base import option_text, parse_int
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.ranking import ALL_LAYERS
 from expertly.policies.registry import Registry
@@ -231,7 +231,7 @@ def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
 
 def get_system(spec: str) -> System:
     """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
-    options of its predictor and its allocation; another one brings its own. The system's name is the spec with keys in
+    options of its policies; another one brings its own. The system's name is the spec with keys in
     a fixed order and values as they are usually written: by it the same system can be had again.
 
     Raises ConfigError naming the key and what is accepted.

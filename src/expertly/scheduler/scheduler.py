@@ -10,7 +10,7 @@ from expertly.policies.allocation import Allocation, Job
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.prefetch import PREFETCHES
+from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.demands import Demands
@@ -35,7 +35,7 @@ class Scheduler:
     what is here meanwhile; otherwise see Turns. `transfer`: see Ahead. `admission`: "always" keeps what a layer needs
     and evicts for it; "best" keeps, of what was kept and what is needed, what the policy (a ScoredPolicy) values most,
     and passes the rest through the ring. `ahead`: where what is loaded ahead goes: "cache" evicts for it, "ring" takes
-    free places and evicts nothing. `prefetch`: what of it goes first (a key of PREFETCHES). `window`: segments in
+    free places and evicts nothing. `prefetch`: what of it goes first (policies.prefetch). `window`: segments in
     flight ahead. `fill`: what layers are to keep since shares changed is loaded when it is needed ("demand"), or also
     while nothing else is ("idle"). `gate`: what of it is loaded ahead at all; None: everything.
     """
@@ -52,7 +52,7 @@ class Scheduler:
         transfer: str = "asynchronous",
         admission: str = "always",
         ahead: str = "cache",
-        prefetch: str = "score",
+        prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
         fill: str = "demand",
         allocation: Allocation | None = None,
@@ -73,7 +73,7 @@ class Scheduler:
         self._ahead_evicts = ahead == "cache"
         if window is None:  # what one token's experts of a layer take
             window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        self.speculation = Speculation(geometry, window, PREFETCHES[prefetch])
+        self.speculation = Speculation(geometry, window, prefetch)
         self.is_synchronous = transfer == "synchronous"
         """Experts do not begin before what was predicted by then is there: whoever drives this waits."""
         self.finds_late = preemption == "late"

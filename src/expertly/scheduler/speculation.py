@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, Span
-from expertly.policies.prefetch import Priority, by_score
+from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.calibration import Guess
 from expertly.scheduler.counters import PhaseCounters
 
@@ -35,7 +35,7 @@ class Speculation:
     layer has not run. Experts are dense ids. `window` bounds the segments in flight.
     """
 
-    def __init__(self, geometry: Geometry, window: int, priority: Priority = by_score) -> None:
+    def __init__(self, geometry: Geometry, window: int, order: PrefetchOrder = ByScore()) -> None:  # noqa: B008 - holds nothing
         self._geometry = geometry
         self.window = window
         self.now = geometry.num_layers - 1  # the layer whose router spoke last; an iteration begins behind the last one
@@ -47,8 +47,8 @@ class Speculation:
         self.waiting: dict[int, int] = {}  # expert whose layer has not run -> segments loaded ahead for it
         self._settling: tuple[PhaseCounters, dict[int, _Loaded]] | None = None  # of the layer whose router spoke last
         self.likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
-        self._priority = priority
-        self._is_steady = priority is by_score  # the same whatever runs
+        self._priority = order.priority
+        self._is_steady = not order.follows_distance  # the same whatever runs
         self._wanted: dict[int, list[_Wanted]] = {}  # layer -> in the order of need, the first at the end
         self._wanted_of: dict[int, tuple[int, int]] = {}  # layer -> the order of its first arrival, its distance
         self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were

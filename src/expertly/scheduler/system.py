@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
+from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
-from expertly.policies.options import option_names
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
@@ -46,7 +47,7 @@ class System:
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
-    options: tuple[tuple[str, str], ...] = ()  # of its predictor and its allocation, as they were given
+    options: tuple[tuple[str, str], ...] = ()  # of its parts, as they were given
     keeps_everything: bool = False
     needs: tuple[str, ...] = ()  # "future": runs in simulations only; else fields of a trace. Those of its parts too
 
@@ -102,14 +103,14 @@ class System:
         return kind(
             geometry,
             budget,
-            make.of_model(geometry, known),
+            make.of_model(geometry, known, self.options_of("eviction")),
             scope=self.scope,
             order=order,
             preemption=self.preemption,
             transfer=self.transfer,
-            admission=self.admission,
+            admission="best" if ADMISSIONS[self.admission].weighs_scores else "always",
             ahead=self.ahead,
-            prefetch=self.prefetch,
+            prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
             fill=self.fill,
             allocation=self._allocation(geometry, known),
@@ -156,7 +157,7 @@ class System:
             return self.order
         if order not in ORDERS:
             raise ConfigError(f"order={order!r:.80}: unknown; accepted: {', '.join(ORDERS)}")
-        if order == "id" and self.admission == "best":
+        if order == "id" and ADMISSIONS[self.admission].weighs_scores:
             raise ConfigError(
                 f"order='id': one expert at a time leaves system {self.name!r} no choice; accepted: resident"
             )
@@ -254,22 +255,23 @@ def _check_transfer(system: System, where: str) -> None:
             f"{where}: gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all "
             f"that is predicted; accepted: gate=none, or transfer=asynchronous"
         )
-    if system.preemption == "late" and system.admission == "best":
+    if system.preemption == "late" and ADMISSIONS[system.admission].weighs_scores:
         raise ConfigError(
-            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves admission='best' "
-            f"no choice; accepted: preemption=early"
+            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves "
+            f"admission={system.admission!r} no choice; accepted: preemption=early"
         )
 
 
 def _check_eviction(system: System, where: str) -> None:
     eviction = EVICTIONS[system.eviction]
-    if system.admission == "best" and not eviction.is_scored:
+    is_best = ADMISSIONS[system.admission].weighs_scores
+    if is_best and not eviction.is_scored:
         scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
         raise ConfigError(
-            f"{where}: admission='best' compares scores, which eviction={system.eviction!r} does not have; "
-            f"accepted: admission=always, or eviction={scored}"
+            f"{where}: admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not "
+            f"have; accepted: admission=always, or eviction={scored}"
         )
-    if eviction.needs_best and system.admission != "best":
+    if eviction.needs_best and not is_best:
         raise ConfigError(
             f"{where}: eviction={system.eviction!r} needs to be told what is needed before it is kept; "
             f"accepted: admission=best"
@@ -324,7 +326,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "transfer": ("asynchronous", "synchronous"),
     "preemption": ("early", "late"),
     "order": ORDERS,
-    "admission": ("always", "best"),
+    "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
     "fill": ("demand", "idle"),
     "gate": GATES,
@@ -336,11 +338,18 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "allocation": ALLOCATIONS,
     "prediction": PREDICTORS,
     "prefetch": PREFETCHES,
+    "admission": ADMISSIONS,
 }
 """Of the parts that can come from outside the package (docs/extending.md)."""
 
-WITH_OPTIONS: dict[str, Registry[Any]] = {"prediction": PREDICTORS, "allocation": ALLOCATIONS}
-"""Of the parts that take options, those that there are."""
+WITH_OPTIONS: dict[str, Registry[Any]] = {
+    "prediction": PREDICTORS,
+    "allocation": ALLOCATIONS,
+    "eviction": EVICTIONS,
+    "prefetch": PREFETCHES,
+    "admission": ADMISSIONS,
+}
+"""Of the parts that take options, those that there are; in the order in which a system's name has their options."""
 
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")

@@ -9,7 +9,7 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.system import System
 from expertly.sim.schedule import first_rows
-from expertly.sim.workload import RowRange, Workload
+from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 
 MOST_ROWS = 8192
@@ -38,6 +38,6 @@ def teach(model: ReuseModel, trace: Trace, spans: Sequence[RowRange]) -> None:
     """Let it see what these requests needed, the first MOST_ROWS of their rows. It is of the trace's model."""
     first = first_rows(list(spans), MOST_ROWS)
     if first:
-        for iteration in Workload(trace, first).iterations():
+        for iteration in TraceWorkload(trace, first).iterations():
             for router in iteration.layers:
                 model.observe(router)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.sim.workload import RowRange
-from expertly.trace.reader import Trace
-from expertly.trace.requests import TraceRequest
+from expertly.trace.reader import Trace, TraceRequest
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Of the CSV of the Azure LLM inference traces."""

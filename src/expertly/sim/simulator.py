@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from expertly.core.messages import RouterRan, Span
+from expertly.core.messages import Span
 from expertly.core.observation import Began, Routed, Want
 from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.demand import demand_of_rows
 from expertly.core.errors import ConfigError
-from expertly.core.messages import RouterRan
-from expertly.core.observation import Began, Floats, History, Routed, Want
-from expertly.core.scores import normalised_scores, scores_of_choices
+from expertly.core.messages import RouterRan, group_by_expert
+from expertly.core.observation import Began, Floats, History, Routed, Want, normalised_scores, scores_of_choices
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, max_experts
 
@@ -208,12 +206,10 @@ class TraceWorkload:
                     yield Iteration(index, requests, prefilling, num, layers, *where, rows, begin)
                     index, row, trace_row = index + 1, row + num, trace_row + num
 
-    def _demands_of_rows(
-        self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]
-    ) -> list[RouterRan]:
+    def _demands_of_rows(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
         demands = []
         for layer, shape in enumerate(self.layers):
-            demand, _ = demand_of_rows(layer, experts[:, layer, : shape.top_k], shape.num_experts, is_prefill)
+            demand, _ = group_by_expert(layer, experts[:, layer, : shape.top_k], shape.num_experts, is_prefill)
             if demand.experts:
                 demands.append(demand)
         return demands

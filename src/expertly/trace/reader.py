@@ -1,35 +1,47 @@
-"""Reading a trace: checked when it is opened, checked again where it is read, mapped and never held in memory."""
+"""Reading a trace: rows are mapped, never all in memory, and checked when they are read."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
-from expertly.trace.checks import Array, ExpertLimits, value_problem
-from expertly.trace.generators import token_vectors
 from expertly.trace.manifest import read_manifest
-from expertly.trace.requests import RequestInfo, TraceRequest, locate, read_requests
-from expertly.trace.schema import DTYPES, REQUESTS_NAME, TAIL_NAME, Manifest, ShardInfo
-from expertly.trace.shards import map_shard
-from expertly.trace.tail import Records, read_tail, record_dtype
+from expertly.trace.schema import DTYPES, REQUESTS_NAME, Array, Manifest, ShardInfo, ValueChecks
+from expertly.trace.shards import TAIL_NAME, Records, map_shard, read_tail, record_dtype
+
+TOKEN_VECTOR_SIZE = 64
 
 _NUM_MAPPED = 4
 _SCAN_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A request and its rows, which are adjacent unless another request ran meanwhile."""
+
+    number: int
+    category: str | None
+    prompt: str | None
+    num_prompt_tokens: int  # 0 where unknown
+    first_row: int = 0
+    num_rows: int = 0
+    has_own_iterations: bool = True  # no iteration holds rows of another request
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
-    """Adjacent rows; `columns` holds the fields asked for, [num_rows, ...] each, read-only."""
+    """Adjacent rows. `columns` holds the fields asked for, [num_rows, ...] each, read-only."""
 
     first_row: int
     num_rows: int
@@ -39,11 +51,11 @@ class Block:
 class Trace:
     """An opened trace. Rows are numbered from 0; those of one iteration lie next to each other."""
 
-    def __init__(self, folder: Path, manifest: Manifest, requests: list[RequestInfo], tail: Records) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, requests: list[TraceRequest], tail: Records) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._request_infos = requests
-        self._limits = ExpertLimits(manifest.layers)
+        self._requests = requests
+        self._checks = ValueChecks(manifest.layers)
         self._mapped: OrderedDict[int, dict[str, Array]] = OrderedDict()
         self._parts = list(manifest.shards)
         self._tail = tail
@@ -62,12 +74,12 @@ class Trace:
         truncated, shapes or dtypes that disagree with the manifest. Values are checked when they are read.
         """
         manifest = read_manifest(folder)
-        requests = read_requests(folder / REQUESTS_NAME, manifest.is_complete)
+        requests = _read_requests(folder / REQUESTS_NAME, manifest.is_complete)
         for shard in manifest.shards:
             map_shard(folder, shard, manifest.stored_fields)
         dtype = record_dtype(manifest.stored_fields)
         is_done = manifest.is_complete  # then a tail is what is left of the last shard
-        tail: Records = np.empty(0, dtype) if is_done else read_tail(folder / TAIL_NAME, dtype, manifest.num_iterations)
+        tail: Records = np.empty(0, dtype) if is_done else read_tail(folder, dtype, manifest.num_iterations)
         return cls(folder, manifest, requests, tail)
 
     @property
@@ -89,7 +101,7 @@ class Trace:
 
     @property
     def fingerprint(self) -> str:
-        """By which a recording is known again, wherever its folder is."""
+        """Identifies a recording, wherever its folder is."""
         manifest = self.manifest
         text = repr((manifest.model, manifest.created, manifest.command, self.num_rows, self.num_iterations))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -97,11 +109,25 @@ class Trace:
     @cached_property
     def requests(self) -> list[TraceRequest]:
         """All requests, by number. Finding their rows reads two small fields of the whole trace, once."""
-        blocks = self.blocks(("request", "iteration"), max_rows=_SCAN_ROWS)
-        return locate(
-            self._request_infos,
-            ((block.first_row, block.columns["request"], block.columns["iteration"]) for block in blocks),
-        )
+        num_requests = len(self._requests)
+        first = np.zeros(num_requests, np.int64)
+        count = np.zeros(num_requests, np.int64)
+        is_alone = np.ones(num_requests, bool)
+        for block in self.blocks(("request", "iteration"), max_rows=_SCAN_ROWS):
+            request, iteration = block.columns["request"], block.columns["iteration"]
+            found, places, counts = np.unique(request, return_index=True, return_counts=True)
+            is_new = count[found] == 0
+            first[found[is_new]] = block.first_row + places[is_new]
+            count[found] += counts
+            starts = np.flatnonzero(np.diff(iteration, prepend=-1))
+            is_mixed = np.minimum.reduceat(request, starts) != np.maximum.reduceat(request, starts)
+            if is_mixed.any():
+                is_alone[request[np.repeat(is_mixed, np.diff(starts, append=len(request)))]] = False
+        found_rows = zip(self._requests, first.tolist(), count.tolist(), is_alone.tolist(), strict=True)
+        return [
+            dataclasses.replace(request, first_row=row, num_rows=num, has_own_iterations=alone)
+            for request, row, num, alone in found_rows
+        ]
 
     def has(self, field: str) -> bool:
         return field in self.manifest.fields
@@ -167,12 +193,10 @@ class Trace:
     def _checked(self, field: str, index: int, start: int, stop: int) -> Array:
         part = self._parts[index]
         values = self._column(field, index)[start:stop]
-        if field == "experts":
-            problem = self._limits.problem(values)
-        elif field == "iteration":
+        if field == "iteration":
             problem = _iteration_problem(values, part, start)
         else:
-            problem = value_problem(field, values, len(self._request_infos))
+            problem = self._checks.problem(field, values, len(self._requests))
         if problem is not None:
             row, what = problem
             place = f"row {start + row} of the file, {part.first_row + start + row} of the trace"
@@ -184,7 +208,7 @@ class Trace:
             column: Array = self._tail[field]
             return column
         if index not in self._mapped:
-            if len(self._mapped) >= _NUM_MAPPED:  # what is mapped and was read counts as memory of the process
+            if len(self._mapped) >= _NUM_MAPPED:  # mapped pages that were read count as memory of the process
                 self._mapped.popitem(last=False)
             self._mapped[index] = map_shard(self.folder, self._parts[index], self.manifest.stored_fields)
         self._mapped.move_to_end(index)
@@ -206,6 +230,65 @@ def _iteration_problem(values: npt.NDArray[np.int64], part: ShardInfo, start: in
     return row, f"{values[row]}: must count up by one, from {first} to {last} in this file"
 
 
-def _frozen(values: npt.NDArray[Any]) -> Array:
+def _read_requests(path: Path, is_complete: bool) -> list[TraceRequest]:
+    """The lines of `path`; half a line at the end of an unfinished recording is left out.
+
+    Raises TraceError naming the file, the line and the field.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+    *lines, rest = raw.split(b"\n")
+    if rest and is_complete:
+        raise TraceError(f"{path}: line {len(lines) + 1}: truncated")
+    return [_parse_request(f"{path}: line {number + 1}", line, number) for number, line in enumerate(lines)]
+
+
+def _parse_request(where: str, line: bytes, number: int) -> TraceRequest:
+    try:
+        raw = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise TraceError(f"{where}: holds {raw!r:.80}; must be an object")
+    found = raw.get("request")
+    if type(found) is not int or found != number:
+        raise TraceError(f"{where}: request={found!r:.80}: must be {number}, requests are numbered as they come")
+    for name in ("category", "prompt"):
+        if raw.get(name) is not None and not isinstance(raw[name], str):
+            raise TraceError(f"{where}: {name}={raw[name]!r:.80}: must be a string or null")
+    num_tokens = raw.get("num_prompt_tokens")
+    if type(num_tokens) is not int or not 0 <= num_tokens < 1 << 48:
+        raise TraceError(f"{where}: num_prompt_tokens={num_tokens!r:.80}: must be a whole number from 0")
+    return TraceRequest(number, raw.get("category"), raw.get("prompt"), num_tokens)
+
+
+def _frozen(values: Array) -> Array:
     values.flags.writeable = False
     return values
+
+
+def token_vectors(tokens: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.float16]:
+    """A fixed vector [T, size] of unit length for each token id, random in direction.
+
+    The same id gives the same vector on every machine and in every version: the bits come from the splitmix64
+    finaliser over (id, place), two of them make a normal number (Box-Muller), and the vector is then normalised.
+    """
+    distinct, places = np.unique(tokens, return_inverse=True)
+    counter = distinct.astype(np.int64).astype(np.uint64)[:, None] * np.uint64(2 * size)
+    counter = counter + np.arange(2 * size, dtype=np.uint64)
+    uniform = ((_mixed(counter) >> np.uint64(11)).astype(np.float64) + 1) / 2.0**53  # in (0, 1]
+    normal = np.sqrt(-2 * np.log(uniform[:, :size])) * np.cos(2 * np.pi * uniform[:, size:])
+    vectors = normal / np.linalg.norm(normal, axis=1, keepdims=True)
+    found: npt.NDArray[np.float16] = vectors.astype(np.float16)[places.reshape(-1)]
+    return found
+
+
+def _mixed(counter: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        bits = counter * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: npt.NDArray[np.uint64] = bits ^ (bits >> np.uint64(31))
+    return mixed

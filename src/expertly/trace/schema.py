@@ -1,23 +1,28 @@
-"""What a trace holds: its layers, its fields with their dtypes and shapes, its shards.
+"""What a trace holds: layers, fields with their dtypes and shapes, shards; and what the values of a field must be.
 
-Shapes: L layers, K the largest top-k of a layer, E the largest number of experts, H hidden, D distances looked ahead.
+Shapes: T rows, L layers, K the largest top-k of a layer, E the largest number of experts, H hidden, D distances looked
+ahead.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import DenseShape, LayerGeometry
+
+Array = npt.NDArray[Any]
 
 FORMAT = "expertly-trace"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
 REQUESTS_NAME = "requests.jsonl"
-TAIL_NAME = "tail.bin"
 
 NO_EXPERT = 0xFFFF
 """In `experts`: the layer did not run for the row, or chose fewer than K."""
@@ -47,12 +52,12 @@ TOKEN_VECTORS = "token-vectors"
 """Generator of an `embedding` that is not stored: a fixed random vector for each token id."""
 
 MODELLED = "modelled: "
-"""How the note of a field begins that was made up to be studied, with the accuracy that it states."""
+"""How the note of a field begins that was made up with the accuracy that the note states."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceLayer:
-    """One MoE layer, with its experts' sizes where they are known (see `LayerGeometry`)."""
+    """One MoE layer, with its experts' sizes (see `LayerGeometry`) where they are known."""
 
     num_experts: int
     top_k: int
@@ -63,14 +68,7 @@ class TraceLayer:
 
     @classmethod
     def of(cls, layer: LayerGeometry) -> TraceLayer:
-        return cls(
-            layer.num_experts,
-            layer.top_k,
-            layer.hidden_size,
-            layer.intermediate_size,
-            layer.num_matrices,
-            layer.itemsize,
-        )
+        return cls(**dataclasses.asdict(layer))
 
     def geometry(self) -> LayerGeometry | None:
         """Its geometry, or None where the trace does not know the sizes. Raises ConfigError where they cannot be."""
@@ -83,14 +81,14 @@ class TraceLayer:
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One field. `shape` is a row's. What is not real was made up to stand for what is unknown; `note` says how."""
+    """One field. `shape` is a row's. A field that is not real was made up for want of the real one; `note` says how."""
 
     name: str
     dtype: str  # NumPy's name
     shape: tuple[int, ...]
     is_real: bool = True
     note: str = ""
-    generator: str | None = None  # not stored: the reader makes it, in this way
+    generator: str | None = None  # not stored: the reader makes it in this way
 
     @property
     def is_stored(self) -> bool:
@@ -98,7 +96,7 @@ class FieldInfo:
 
     @property
     def is_modelled(self) -> bool:
-        """Not real, and as good as it states: what is found with it is labelled."""
+        """Made up with a stated accuracy; results found with it are labelled."""
         return not self.is_real and self.note.startswith(MODELLED)
 
 
@@ -130,7 +128,7 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Rows in shards, those of the tail of an unfinished recording left out."""
+        """Rows in shards; the tail of an unfinished recording is not counted."""
         return self.shards[-1].first_row + self.shards[-1].num_rows if self.shards else 0
 
     @property
@@ -140,7 +138,7 @@ class Manifest:
 
     @property
     def stored_fields(self) -> tuple[FieldInfo, ...]:
-        """Those in the shards, the widest numbers first, so that all are aligned."""
+        """The fields in the shards, the widest numbers first, so that all are aligned."""
         stored = [field for field in self.fields.values() if field.is_stored]
         return tuple(sorted(stored, key=lambda field: -np.dtype(field.dtype).itemsize))
 
@@ -198,3 +196,58 @@ def check_layers(layers: Sequence[TraceLayer]) -> None:
             layer.geometry()
         except ConfigError as error:
             raise TraceError(f"{where}: {error}") from None
+
+
+class ValueChecks:
+    """What the values of each field must be. Every block of rows is checked, when it is written and when it is read."""
+
+    def __init__(self, layers: Sequence[TraceLayer]) -> None:
+        self._layers = tuple(layers)
+        self._num_experts = np.array([layer.num_experts for layer in layers], np.uint16)[:, None]  # [L, 1]
+        top_k = np.array([layer.top_k for layer in layers])[:, None]
+        self._beyond_top_k = np.arange(int(top_k.max())) >= top_k  # [L, K]
+
+    def problem(self, name: str, values: Array, num_requests: int) -> tuple[int, str] | None:
+        """The first row of `values` [T, ...] of the field that cannot be, and what is wrong with it."""
+        if name == "experts":
+            return self._experts_problem(values)
+        if values.dtype == np.float16:
+            is_wrong = (values.view(np.uint16) & 0x7C00) == 0x7C00
+            accepted = "must be finite"
+        elif values.dtype == np.bool_:
+            values = values.view(np.uint8)
+            is_wrong = values > 1
+            accepted = "must be 0 or 1"
+        elif name == "token":
+            is_wrong = values < -1
+            accepted = "must be a token id, or -1 where it is unknown"
+        elif name == "request":
+            is_wrong = (values < 0) | (values >= num_requests)
+            accepted = f"must be one of the {num_requests} requests, from 0"
+        else:
+            return None
+        if not is_wrong.any():
+            return None
+        place = _first(is_wrong)
+        return place[0], f"{values[place]}: {accepted}"
+
+    def _experts_problem(self, experts: npt.NDArray[np.uint16]) -> tuple[int, str] | None:
+        is_chosen = experts != NO_EXPERT
+        is_wrong = (experts >= self._num_experts) & is_chosen
+        if is_wrong.any():
+            row, layer, place = _first(is_wrong)
+            accepted = f"below the {self._layers[layer].num_experts} of layer {layer}"
+            return row, f"expert {experts[row, layer, place]} of layer {layer}: must be {accepted}"
+        in_order = np.sort(experts, axis=-1)
+        is_wrong = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != NO_EXPERT)
+        if is_wrong.any():
+            row, layer, place = _first(is_wrong)
+            return row, f"expert {in_order[row, layer, place]} of layer {layer} is chosen twice"
+        if self._beyond_top_k.any() and (is_wrong := is_chosen & self._beyond_top_k).any():
+            row, layer, place = _first(is_wrong)
+            return row, f"layer {layer} chooses more than its {self._layers[layer].top_k} experts"
+        return None
+
+
+def _first(is_wrong: Array) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape))

@@ -1,21 +1,32 @@
-"""Shards: safetensors files of rows, one tensor a field, written and mapped with NumPy alone."""
+"""Where the rows of a trace lie: shards, and the tail of a recording that is under way.
+
+A shard is a safetensors file of whole iterations, one tensor a field, written and mapped with NumPy alone. The tail is
+a file of fixed-size records, one a row, appended an iteration at a time. A record holds the row's stored fields and how
+many rows of its iteration follow it, so that a tail which ends anywhere opens up to its last complete iteration. The
+writer never changes a tail, it starts a new file: who has the old one mapped keeps its bytes.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from expertly.core.errors import TraceError
 from expertly.core.headers import TensorSpec, read_safetensors_header, safetensors_header
-from expertly.trace.checks import Array
-from expertly.trace.schema import FieldInfo, ShardInfo
+from expertly.trace.schema import Array, FieldInfo, ShardInfo
 
-CODES = {"bool": "BOOL", "int32": "I32", "int64": "I64", "uint16": "U16", "float16": "F16"}
-"""NumPy's name to safetensors' name, for every dtype that a field can have."""
+Records = npt.NDArray[np.void]
 
+TAIL_NAME = "tail.bin"
+ROWS_LEFT = "rows_left"
+
+_SAFETENSORS_NAMES = {"bool": "BOOL", "int32": "I32", "int64": "I64", "uint16": "U16", "float16": "F16"}
 _BLOCK_ROWS = 4096
 
 
@@ -54,9 +65,9 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
         what = "truncated" if nbytes < shard.nbytes else "longer than it was"
         raise TraceError(f"{path}: {what}: {nbytes} bytes, the manifest says {shard.nbytes}")
     found = read_safetensors_header(path, TraceError)
-    for name in found:
-        if name not in {field.name for field in fields}:
-            raise TraceError(f"{path}: field {name!r:.80} is not in the manifest")
+    unknown = found.keys() - {field.name for field in fields}
+    if unknown:
+        raise TraceError(f"{path}: field {min(unknown)!r:.80} is not in the manifest")
     try:
         data = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
@@ -75,5 +86,47 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
     return columns
 
 
+def record_dtype(fields: Sequence[FieldInfo]) -> np.dtype[Any]:
+    """Of a record of the tail."""
+    return np.dtype([*((field.name, field.dtype, field.shape) for field in fields), (ROWS_LEFT, "int32")])
+
+
+def read_tail(folder: Path, dtype: np.dtype[Any], next_iteration: int) -> Records:
+    """The records that follow the shards, up to the last complete iteration; mapped, not read. None is no tail.
+
+    `next_iteration` follows the last one in a shard. Records of earlier iterations are left over from a writer that was
+    killed after it had made a shard of them. Raises TraceError if the tail cannot be read.
+    """
+    path = folder / TAIL_NAME
+    nothing: Records = np.empty(0, dtype)
+    try:
+        with path.open("rb") as file:
+            num_records = file.seek(0, 2) // dtype.itemsize
+            if num_records == 0:
+                return nothing
+            mapped = mmap.mmap(file.fileno(), num_records * dtype.itemsize, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        return nothing
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read ({error})") from None
+    records: Records = np.frombuffer(mapped, dtype)
+    iterations = records["iteration"].astype(np.int64)
+    is_new = iterations >= next_iteration
+    first = int(np.argmax(is_new)) if is_new.any() else num_records
+    return records[first : first + _num_complete(iterations[first:], records[ROWS_LEFT][first:], next_iteration)]
+
+
+def _num_complete(iterations: npt.NDArray[np.int64], rows_left: npt.NDArray[np.int32], next_iteration: int) -> int:
+    """How many records, from the first, make up iterations that count up from `next_iteration` and are complete."""
+    if len(iterations) == 0 or iterations[0] != next_iteration:
+        return 0
+    left = rows_left.astype(np.int64)
+    is_next = (iterations[1:] == iterations[:-1]) & (left[1:] == left[:-1] - 1) & (left[:-1] > 0)
+    is_next |= (iterations[1:] == iterations[:-1] + 1) & (left[:-1] == 0) & (left[1:] >= 0)
+    num_sound = len(left) if is_next.all() else int(np.argmin(is_next)) + 1
+    ends = np.flatnonzero(left[:num_sound] == 0)
+    return int(ends[-1]) + 1 if len(ends) else 0
+
+
 def _spec(field: FieldInfo, num_rows: int) -> TensorSpec:
-    return TensorSpec(field.name, CODES[field.dtype], (num_rows, *field.shape))
+    return TensorSpec(field.name, _SAFETENSORS_NAMES[field.dtype], (num_rows, *field.shape))

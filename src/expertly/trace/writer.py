@@ -19,23 +19,22 @@ import numpy.typing as npt
 from expertly.core.errors import TraceError
 from expertly.core.files import disk_errors, sync_folder
 from expertly.core.geometry import DenseShape
-from expertly.trace.checks import Array, ExpertLimits, value_problem
 from expertly.trace.manifest import write_manifest
 from expertly.trace.schema import (
     DTYPES,
     REQUESTS_NAME,
     REQUIRED,
     SCORINGS,
-    TAIL_NAME,
+    Array,
     FieldInfo,
     Manifest,
     ShardInfo,
     TraceLayer,
+    ValueChecks,
     check_layers,
     trace_field,
 )
-from expertly.trace.shards import shard_name, write_shard
-from expertly.trace.tail import ROWS_LEFT, read_tail, record_dtype
+from expertly.trace.shards import ROWS_LEFT, TAIL_NAME, read_tail, record_dtype, shard_name, write_shard
 
 SHARD_NBYTES = 256 << 20
 """A shard of wide rows has fewer of them than `rows_per_shard`, so that it stays below this."""
@@ -75,7 +74,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._manifest = Manifest(model, tuple(layers), ordered, dense, scoring, created, command)
         self._stored = self._manifest.stored_fields
         self._dtype = record_dtype(self._stored)
-        self._limits = ExpertLimits(layers)
+        self._checks = ValueChecks(layers)
         self._rows_per_shard = max(1, min(rows_per_shard, SHARD_NBYTES // self._dtype.itemsize))
         self._folder = folder
         self._num_requests = self._num_rows = self._num_iterations = 0
@@ -169,11 +168,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                 values = _converted(field, np.asarray(rows[field.name]), num_rows)
             else:
                 raise TraceError(f"field {field.name!r}: missing from the rows; it was declared")
-            problem = (
-                self._limits.problem(values)
-                if field.name == "experts"
-                else value_problem(field.name, values, self._num_requests)
-            )
+            problem = self._checks.problem(field.name, values, self._num_requests)
             if problem is not None:
                 raise TraceError(f"field {field.name!r}: row {self._num_rows + problem[0]}: {problem[1]}")
             records[field.name] = values
@@ -184,7 +179,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         first = self._manifest
         name = shard_name(len(first.shards))
         with self._disk_errors(f"writing {name}"):
-            records = read_tail(self._folder / TAIL_NAME, self._dtype, first.num_iterations)
+            records = read_tail(self._folder, self._dtype, first.num_iterations)
             if len(records) == 0:
                 return
             columns = {field.name: records[field.name] for field in self._stored}

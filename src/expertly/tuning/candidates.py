@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.policies.base import option_text
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.options import option_text
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, WITH_OPTIONS, System, names_of_options

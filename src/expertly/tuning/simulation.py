@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.lab.routing_rates import rates_of_trace
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.configurator import configure
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import rates_of_trace
 from expertly.sim.schedule import Schedule
-from expertly.sim.step_times import step_times
 from expertly.sim.storage import Storage
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace

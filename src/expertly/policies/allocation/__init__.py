@@ -13,8 +13,8 @@ from expertly.policies.allocation.moepic import MoEpic, MoEpicOptions
 from expertly.policies.allocation.none import NoneKept
 from expertly.policies.allocation.split import Split, SplitOptions
 from expertly.policies.allocation.uniform import Uniform
+from expertly.policies.base import NO_OPTIONS, PolicyOptions, parse_options
 from expertly.policies.known import Known
-from expertly.policies.options import NO_OPTIONS, NoOptions, parse_options
 from expertly.policies.registry import Registry
 
 _NOTHING = Known()
@@ -25,7 +25,7 @@ class MakeAllocation:
     """Makes the allocation of one model."""
 
     make: Callable[[Geometry, Known, Any], Allocation]
-    options: type[Any] = NoOptions  # a dataclass (policies.options)
+    options: type[Any] = PolicyOptions  # a dataclass (policies.base)
     keeps: bool = True  # False: all slots are the ring's
     needs_layers: bool = False  # one cache a layer: over all layers there is nothing to share out
     takes_usage: bool = False  # Known.usage, where there is a training part

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from expertly.core.geometry import Geometry
+from expertly.policies.base import NO_OPTIONS, PolicyOptions, parse_options
 from expertly.policies.eviction.base import EvictionPolicy
 from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.eam import EAMEviction
@@ -34,12 +36,18 @@ class MakeEviction:
     needs_best: bool = False  # must be told what is needed before it is kept: has no use without the admission `best`
     takes_reuse: bool = False  # begins with Known.reuse where that is given
     family: Callable[[Geometry, Known], Callable[[int], EvictionPolicy]] | None = None  # of caches that learn together
+    options: type[Any] = PolicyOptions
 
     def __call__(self, geometry: Geometry, capacity: int, known: Known = _NOTHING) -> EvictionPolicy:
         """Raises ConfigError where `known` lacks what the policy needs."""
         return self.of_model(geometry, known)(capacity)
 
-    def of_model(self, geometry: Geometry, known: Known = _NOTHING) -> Callable[[int], EvictionPolicy]:
+    def parse(self, options: Mapping[str, str], where: str = "eviction") -> Any:
+        return parse_options(self.options, options, where)
+
+    def of_model(
+        self, geometry: Geometry, known: Known = _NOTHING, options: Mapping[str, str] = NO_OPTIONS
+    ) -> Callable[[int], EvictionPolicy]:
         """Makes the policies of all caches of one model, for caches of so many experts each. Raises as a call."""
         if self.family is not None:
             return self.family(geometry, known)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from expertly.core.geometry import Geometry
+from expertly.policies.base import NO_OPTIONS, PolicyOptions, parse_options
 from expertly.policies.known import Known
-from expertly.policies.options import NO_OPTIONS, NoOptions, parse_options
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.counts import Counts
 from expertly.policies.predictor.eam import EAM, EAMOptions
@@ -32,7 +32,7 @@ class MakePredictor:
 
     name: str
     make: Callable[[Geometry, Known, int, Any], Predictor]
-    options: type[Any] = NoOptions  # a dataclass (policies.options)
+    options: type[Any] = PolicyOptions  # a dataclass (policies.base)
     needs: tuple[str, ...] = ()  # "future", which only simulations have; else fields that a trace must have
     gives_probabilities: bool = True  # of every expert of a layer: scores go by p, and eviction is told
     distance: int | None = None  # layers ahead, where a system takes it and says nothing of them; None: as it was

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
-from expertly.core.iteration import layer_ahead
 from expertly.core.messages import Prediction
-from expertly.core.observation import Began, Routed, Want
+from expertly.core.observation import Began, Routed, Want, layer_ahead
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
 

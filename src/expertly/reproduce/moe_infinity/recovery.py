@@ -15,7 +15,7 @@ from expertly.reproduce.finding import Cell, Finding, Table
 from expertly.reproduce.lab import Lab
 from expertly.sim.schedule import Schedule
 from expertly.sim.workload import RowRange
-from expertly.trace.requests import TraceRequest
+from expertly.trace.reader import TraceRequest
 
 HARDWARE = "a5000"
 WINDOW = 3

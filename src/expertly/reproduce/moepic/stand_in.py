@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.lab.synth import write_workload, zipf
 from expertly.reproduce.subject import Subject
 from expertly.trace.reader import Trace
-from expertly.trace.synth import write_workload, zipf
 
 NAME = "mixtral, made up"
 LAYERS, EXPERTS, TOP_K = 32, 8, 2

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from expertly.core.errors import TraceError
+from expertly.trace.importers.base import ImportOptions
 from expertly.trace.importers.npz import import_npz
-from expertly.trace.importers.options import ImportOptions
 
 Importer = Callable[[Path, Path, ImportOptions], None]
 """`importer(source, folder, options)` writes the trace of `source` to the new or empty `folder`, all of it or nothing.

@@ -4,32 +4,149 @@ Arrays: `experts` [N, L, K] ids, `seq_len` [R] tokens of each sequence (adding u
 `weights` [N, L, K] and `token_index` [N]. Beside the file may lie `probs_u8.npz` with `probs_x255` [N, L, K] (the
 weights of the chosen experts x 255) and `sequences.json`, a list with `category` and `prompt` of each sequence. Each
 sequence becomes a request and each token one decode iteration.
+
+Arrays are read a block of rows at a time and as hostile input: nothing is unpickled or believed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
-from expertly.trace.checks import ExpertLimits
-from expertly.trace.generators import TOKEN_VECTOR_SIZE
-from expertly.trace.importers.arrays import Array, ArrayFile, ArrayStream
-from expertly.trace.importers.options import ImportOptions
-from expertly.trace.schema import MAX_EXPERTS, TOKEN_VECTORS, FieldInfo, TraceLayer, trace_field
+from expertly.trace.importers.base import ImportOptions
+from expertly.trace.reader import TOKEN_VECTOR_SIZE
+from expertly.trace.schema import (
+    MAX_EXPERTS,
+    TOKEN_VECTORS,
+    Array,
+    FieldInfo,
+    TraceLayer,
+    ValueChecks,
+    trace_field,
+)
 from expertly.trace.writer import whole_trace
 
 PROBS_NAME = "probs_u8.npz"
 SEQUENCES_NAME = "sequences.json"
 
 _BLOCK_ROWS = 8192
+_MAX_WHOLE_NBYTES = 1 << 28
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+)
+"""What zipfile and NumPy raise for a file that is not what it should be (a lock, a method, a header)."""
+
+
+class ArrayStream:
+    """One array, read from its first row to its last, once."""
+
+    def __init__(self, where: str, file: IO[bytes], nbytes: int) -> None:
+        self.where = where
+        self._file = file
+        with _damage(where):
+            version = np.lib.format.read_magic(file)
+            if version not in ((1, 0), (2, 0)):
+                raise TraceError(f"{where}: npy version {version}; accepted: 1.0, 2.0")
+            read_header = (
+                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            )
+            self.shape, is_fortran, self.dtype = read_header(file)
+            self.num_rows = self.shape[0] if self.shape else 0
+            header_nbytes = file.tell()
+        if self.dtype.kind not in "biuf":
+            raise TraceError(f"{where}: dtype {self.dtype}; must be numbers")
+        if is_fortran and len(self.shape) > 1:
+            raise TraceError(f"{where}: stored column by column (Fortran order); store it in C order")
+        needed = math.prod(self.shape) * self.dtype.itemsize
+        if min(self.shape, default=0) < 0 or header_nbytes + needed != nbytes:
+            raise TraceError(
+                f"{where}: {nbytes - header_nbytes} bytes, but {list(self.shape)} of {self.dtype} needs {needed}"
+            )
+        self._row_nbytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def read(self, num_rows: int) -> Array:
+        """The next rows, fewer at the end."""
+        nbytes = num_rows * self._row_nbytes
+        with _damage(self.where):
+            data = self._file.read(nbytes)
+        if self._row_nbytes == 0 or len(data) % self._row_nbytes:
+            raise TraceError(f"{self.where}: truncated")
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+    def read_all(self) -> Array:
+        if self.num_rows * self._row_nbytes > _MAX_WHOLE_NBYTES:
+            raise TraceError(
+                f"{self.where}: {self.num_rows * self._row_nbytes} bytes; at most {_MAX_WHOLE_NBYTES} are accepted"
+            )
+        values = self.read(self.num_rows) if self.num_rows else np.empty(self.shape, self.dtype)
+        if len(values) != self.num_rows:
+            raise TraceError(f"{self.where}: truncated")
+        return values
+
+
+class ArrayFile(contextlib.AbstractContextManager["ArrayFile"]):
+    """An npz file. Raises TraceError naming the file, and the array where it is about one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stack = contextlib.ExitStack()
+        with _damage(str(path), "must be an npz file"):
+            self._zip = self._stack.enter_context(zipfile.ZipFile(path))
+        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def open(self, name: str, num_dimensions: int, kinds: str) -> ArrayStream:
+        """An array that must have that many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
+        where = f"{self.path}: array {name!r}"
+        if name not in self.names:
+            raise TraceError(f"{where}: missing; the file has {', '.join(map(repr, self.names)) or 'no arrays'}")
+        with _damage(where):
+            info = self._zip.getinfo(f"{name}.npy")
+            stream = ArrayStream(where, self._stack.enter_context(self._zip.open(info)), info.file_size)
+        if len(stream.shape) != num_dimensions:
+            raise TraceError(f"{where}: shape {list(stream.shape)}; must have {num_dimensions} dimensions")
+        if stream.dtype.kind not in kinds:
+            accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
+            raise TraceError(f"{where}: dtype {stream.dtype}; must be {accepted} numbers")
+        return stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def _damage(where: str, accepted: str = "damaged, or pickled objects, which are never loaded") -> Iterator[None]:
+    """Turn what a damaged file makes zipfile and NumPy raise into a TraceError."""
+    try:
+        yield
+    except KeyError:
+        raise TraceError(f"{where}: {accepted}") from None
+    except _DAMAGE as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise TraceError(f"{where}: {accepted} ({reason:.200})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +170,7 @@ class _Columns:
 
 
 def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
-    """See `Importer`. Without a number of experts it is the largest id + 1, rounded up to a power of two."""
+    """Where `options` say no number of experts it is the largest id + 1, rounded up to a power of two."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(ArrayFile(source))
         columns = _open_columns(file, stack)
@@ -78,10 +195,10 @@ def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
         for entry in entries:
             writer.begin_request(entry.get("category"), entry.get("prompt"))
         ends = np.cumsum(lengths)
-        limits = ExpertLimits(layers)
+        checks = ValueChecks(layers)
         for rows in columns.blocks():
             first, count = writer.num_rows, len(rows["experts"])
-            _check_block(columns, rows, limits, first)
+            _check_block(columns, rows, checks, first)
             request = np.searchsorted(ends, np.arange(first, first + count), "right")
             writer.extend({**rows, "request": request, "is_prefill": np.zeros(count, bool)}, np.ones(count, np.int64))
 
@@ -174,7 +291,7 @@ def _sequences(path: Path, num_sequences: int) -> list[dict[str, Any]]:
     return entries
 
 
-def _check_block(columns: _Columns, rows: dict[str, Array], limits: ExpertLimits, first: int) -> None:
+def _check_block(columns: _Columns, rows: dict[str, Array], checks: ValueChecks, first: int) -> None:
     experts = rows["experts"]
     where = columns.experts.where
     is_wrong = (experts < 0) | (experts >= MAX_EXPERTS)
@@ -182,7 +299,7 @@ def _check_block(columns: _Columns, rows: dict[str, Array], limits: ExpertLimits
         row = first + int(np.argmax(is_wrong.any(axis=(1, 2))))
         raise TraceError(f"{where}: row {row}: ids must be from 0 to {MAX_EXPERTS - 1}")
     rows["experts"] = experts = experts.astype(np.uint16)
-    problem = limits.problem(experts)
+    problem = checks.problem("experts", experts, 0)
     if problem is not None:
         raise TraceError(f"{where}: row {first + problem[0]}: {problem[1]}")
     if columns.weights is not None and not np.isfinite(rows["weights"]).all():

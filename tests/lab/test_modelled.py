@@ -9,10 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from expertly.core.errors import TraceError
-from expertly.trace.modelled import modelled_lookahead
+from expertly.lab.synth import modelled_lookahead, write_workload, zipf
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
-from expertly.trace.synth import write_workload, zipf
 
 Bools = npt.NDArray[np.bool_]
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from expertly.core.errors import TraceError
+from expertly.lab.synth import Workload, cyclic, stationary_set, write_workload, zipf
 from expertly.trace.reader import Trace
-from expertly.trace.synth import Workload, cyclic, stationary_set, write_workload, zipf
 
 Experts = npt.NDArray[np.uint16]
 

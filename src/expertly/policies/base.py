@@ -1,0 +1,138 @@
+"""What every policy says of itself: a name, what it is, and its options with their types, defaults, bounds and help.
+
+Options are a frozen dataclass whose fields are made by `option`. Users write them as `key=value`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from expertly.core.errors import ConfigError
+
+T = TypeVar("T")
+
+NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
+
+_WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+
+
+def option(
+    default: Any, help: str, *, least: float | None = None, above: float | None = None, most: float | None = None
+) -> Any:
+    """A field of an options dataclass: its default, what it means, and the bounds of a number."""
+    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Base of options dataclasses: checks the bounds that `option` gave. Raises ConfigError naming the field.
+
+    A subclass that checks more overrides `__post_init__` and calls this one's first.
+    """
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check_bounds(one, getattr(self, one.name))
+
+
+class Policy:
+    """A policy is a class; the registry of its family finds it and reads these attributes and those of the family."""
+
+    name: ClassVar[str] = ""
+    """By which users ask for it; a policy from outside the package is asked for by its path or entry point instead."""
+    family: ClassVar[str] = ""
+    """The part of a system that it is: "eviction", "prediction", ..."""
+    options: ClassVar[type[Any]] = PolicyOptions
+    """A dataclass of bool, int, float, str, Path or Literal fields, or of one of them or None."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str], where: str = "") -> Any:
+        """The options, from what the user wrote. Raises ConfigError naming the key, its value and what is accepted;
+        `where` begins its message.
+        """
+        return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
+
+
+def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
+    """Make `kind`, an options dataclass, from texts; what is not given has its default. `where` begins messages.
+    Raises ConfigError naming the key, its value and what is accepted.
+    """
+    accepted = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    types_of = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, text in given.items():
+        if key not in accepted:
+            names = f"accepted: {', '.join(accepted)}" if accepted else "there are none"
+            raise ConfigError(f"{where}: option {key!r}: unknown; {names}")
+        values[key] = _parsed(types_of[key], text, f"{where}: {key}={text!r:.80}")
+    try:
+        for key, value in values.items():
+            check_bounds(accepted[key], value)
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def option_names(kind: type[Any]) -> list[str]:
+    """The keys that `parse_options` takes for `kind`."""
+    return [one.name for one in fields(kind) if one.init]
+
+
+def option_text(value: object) -> str:
+    """How a parsed value is written, so that equal values read the same."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def check_bounds(one: Field[Any], value: object) -> None:
+    """Raises ConfigError where a field's value is a number outside its bounds."""
+    least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    is_low = (least is not None and not value >= least) or (above is not None and not value > above)  # NaN, too
+    if is_low or (most is not None and not value <= most):
+        if most is None:
+            accepted = f"at least {least}" if above is None else f"above {above}"
+        else:
+            accepted = f"from {least} to {most}" if above is None else f"above {above}, up to {most}"
+        raise ConfigError(f"{one.name}={value}: must be {accepted}")
+
+
+def parse_int(text: str, what: str) -> int:
+    """A whole number in decimal digits. Raises ConfigError."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > 18:
+        raise ConfigError(f"{what}: must be a whole number")
+    return int(text)
+
+
+def _parsed(kind: Any, text: str, what: str) -> object:
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = [one for one in get_args(kind) if one is not type(None)]
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if text not in choices:
+            raise ConfigError(f"{what}: unknown; accepted: {', '.join(choices)}")
+        return text
+    if kind is bool:
+        if text not in _WORDS:
+            raise ConfigError(f"{what}: accepted: {', '.join(_WORDS)}")
+        return _WORDS[text]
+    if kind is int:
+        return parse_int(text, what)
+    if kind in (str, Path):
+        return kind(text)
+    if kind is not float:
+        raise ConfigError(
+            f"{what}: an option of type {kind}; accepted: bool, int, float, str, Path, Literal of str, or None besides"
+        )
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{what}: must be a number") from None

@@ -1,0 +1,55 @@
+"""Which predicted expert is loaded first. `PREFETCHES` has the orders by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
+from expertly.policies.registry import PolicyRegistry
+
+
+class PrefetchOrder(Policy, ABC):
+    """Orders the prefetch queue. Made with its options."""
+
+    family = "prefetch"
+    follows_distance: ClassVar[bool] = True
+    """False: a priority stays as it is while the expert's layer comes nearer."""
+
+    def __init__(self, options: Any = PolicyOptions()) -> None:
+        self._options = options
+
+    @classmethod
+    def make(cls, given: Mapping[str, str] = NO_OPTIONS) -> PrefetchOrder:
+        """One with these options, as the user wrote them. Raises ConfigError."""
+        return cls(cls.parse(given))
+
+    @abstractmethod
+    def priority(self, score: float, layers_to_go: int) -> float:
+        """Of an expert that a predictor gave this score, 1 or more layers before its layer runs: the higher, the
+        sooner. Never falls with the score.
+        """
+        ...
+
+
+class ByScore(PrefetchOrder):
+    """The surest first, whichever layer it is of; the predictor may have weighed the distance itself."""
+
+    name = "score"
+    follows_distance = False
+
+    def priority(self, score: float, layers_to_go: int) -> float:
+        return score
+
+
+class ByProximity(PrefetchOrder):
+    """The surer and the nearer, the sooner: p / (l - l_now), for scores that are probabilities (fMoE, section 4.5)."""
+
+    name = "proximity"
+
+    def priority(self, score: float, layers_to_go: int) -> float:
+        return score / layers_to_go
+
+
+PREFETCHES: PolicyRegistry[PrefetchOrder] = PolicyRegistry(PrefetchOrder, "expertly.prefetches", (ByScore, ByProximity))
