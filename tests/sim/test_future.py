@@ -14,8 +14,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import NEVER
 from expertly.sim import future as future_module
-from expertly.sim.future import NextUses, TraceFuture
-from expertly.sim.rows_file import RowsFile
+from expertly.sim.future import RowsFile, TraceFuture, next_uses
 from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_trace, random_passes, sized
@@ -39,7 +38,7 @@ def assert_is_the_scan(workload: TraceWorkload) -> None:
     geometry = Geometry(LAYERS)
     everything = list(workload.iterations())
     needs = [{demand.layer: demand.experts for demand in one.layers} for one in everything]
-    future = TraceFuture(workload, geometry, NextUses(workload))
+    future = TraceFuture(workload, geometry, next_uses(workload))
     num_layers, num_seen = len(LAYERS), 0
     for iteration in future.iterations():
         assert iteration == everything[num_seen]
@@ -94,7 +93,7 @@ def test_of_a_prompt_that_is_cut_in_the_middle(tmp_path: Path) -> None:
 def test_the_same_next_uses_serve_several_runs(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
     workload = TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)])
-    uses, geometry = NextUses(workload), Geometry(LAYERS)
+    uses, geometry = next_uses(workload), Geometry(LAYERS)
 
     def run() -> list[int]:
         future = TraceFuture(workload, geometry, uses)
@@ -113,7 +112,7 @@ def test_the_scratch_file_has_no_name_and_goes_away(tmp_path: Path, monkeypatch:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    uses = NextUses(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
+    uses = next_uses(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
     assert num_open(scratch) == 1 and not list(scratch.iterdir())
     del uses
     gc.collect()

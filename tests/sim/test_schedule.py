@@ -10,7 +10,8 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.sim.schedule import Arrivals
 from expertly.sim.schedule import Schedule, Selection, make_schedule, split_requests
-from expertly.sim.study import Study, popularity
+from expertly.sim.study import Study
+from expertly.sim.training import popularity
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace, TraceRequest
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
@@ -94,13 +95,13 @@ def test_a_split_schedules_the_rest_and_profiles_know_only_the_first_part(tmp_pa
     assert len(schedule.training) == 7 and len(schedule.test) == 2
     assert {span.request for span in schedule.training}.isdisjoint(span.request for span in schedule.test)
     study = make_study(trace, selection=selection)
-    counts = popularity(trace, schedule, study.geometry)
+    counts = popularity(trace, schedule.training, study.geometry)
     expected: dict[int, int] = {}
     for span in schedule.training:
         for expert in trace.rows("experts", span.first_row, span.first_row + span.num_rows).reshape(-1).tolist():
             expected[expert] = expected.get(expert, 0) + 1
     assert counts == expected and sum(counts.values()) == 70
-    assert popularity(trace, make_schedule(trace, Selection()), study.geometry) == {}
+    assert popularity(trace, make_schedule(trace, Selection()).training, study.geometry) == {}
 
 
 @pytest.mark.parametrize(
@@ -173,4 +174,4 @@ def test_layers_that_did_not_run_make_nobody_popular(tmp_path: Path) -> None:
     passes = [(n, False, [[[3, 1], []]]) for n in range(2)]
     trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
     schedule = make_schedule(trace, Selection(split=(1, 1)))
-    assert popularity(trace, schedule, make_study(trace).geometry) == {1: 1, 3: 1}
+    assert popularity(trace, schedule.training, make_study(trace).geometry) == {1: 1, 3: 1}

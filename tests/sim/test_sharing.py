@@ -61,7 +61,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
     )
     study = make_study(trace, selection=Selection(split=(1, 1)))
     system = get_system("lru:allocation=adapmoe")
-    usage = study._usage.of(system, study.geometry, Known())
+    usage = study._training.usage(system, study.geometry, Known())
     assert usage is not None
     expected = [StackDistances(8) for _ in LAYERS]
     for span in study.schedule.training:
@@ -71,7 +71,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
             for layer in range(3 * (not is_prefill)):
                 expected[layer].add([(1, int(expert)) for expert in row[layer]])
     assert [one.tolist() for one in usage.misses] == [one.misses().tolist() for one in expected]
-    assert study._usage.of(get_system("lru"), study.geometry, Known()) is None
+    assert study._training.usage(get_system("lru"), study.geometry, Known()) is None
 
 
 def test_nothing_kept_is_all_ring_and_every_need_a_load(tmp_path: Path) -> None:

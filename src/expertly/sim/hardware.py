@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, HardwareError
+from expertly.core.files import write_atomic
 from expertly.core.geometry import DenseShape, LayerGeometry
 
 if sys.version_info >= (3, 11):
@@ -21,10 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    *("GEOMETRY_NAMES", "HARDWARE_NAMES", "CodecCosts", "Hardware", "Link", "MeasuredCompute", "ModelShape"),
-    *("PredictorCosts", "read_geometry"),
-]
+__all__ = ["GEOMETRY_NAMES", "HARDWARE_NAMES", "Hardware", "Link", "ModelShape", "PredictorCosts", "read_geometry"]
 
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped machines."""
@@ -91,15 +88,12 @@ class Hardware:
 
     def write(self, path: Path, comments: Sequence[str] = ()) -> None:
         """Replace `path` atomically by what `read` reads back. Raises HardwareError where it cannot be written."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         head = "".join(f"# {' '.join(line.split())}\n" for line in comments)
+        text = head + "\n".join(_toml_lines(self.as_dict(), "")) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(head + "\n".join(_toml_lines(self.as_dict(), "")) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            write_atomic(path, text.encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise HardwareError(f"{path}: cannot be written ({error.strerror})") from None
 
     def as_dict(self) -> dict[str, Any]:

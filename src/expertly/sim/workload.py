@@ -99,7 +99,7 @@ class Rows:
             return normalised_scores(self._read("probs")[:, layer, :num_experts])
         return scores_of_choices(self.experts[:, layer], self._read("weights")[:, layer], num_experts)
 
-    def _read(self, field: str, dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+    def _read(self, field: str, dtype: type[np.float32] | None = None) -> npt.NDArray[Any]:
         found = self._recorded.get(field)
         if found is None:
             found = self._trace.rows(field, self._first_row, self._first_row + len(self))
