@@ -1,14 +1,13 @@
-"""Tokens per second with experts stored as they are, compressed, and kept compressed in memory; same tokens, in turns.
+"""Tokens per second with experts stored as they are and compressed; same tokens, in turns.
 
-    python bench/codec.py TRACE [--systems lru,moepic] [--memory 25%] [--disk-mb-per-s 0] [--compressed 0]
+    python bench/codec.py TRACE [--systems lru,moepic] [--memory 25%] [--disk-mb-per-s 0]
                                 [--requests 3] [--tokens 24] [--experts-gib 3]
 
 Each configuration is a process of its own in a memory cgroup of the budget and 600 MB; they take turns, request by
 request, so that the machine is the same for all. `ratio` is the median over requests of a configuration's tokens per
 second to those of `none` with the same system. `--disk-mb-per-s` gives each process a disk of that rate by a blkio
-cgroup (version 1; 0: the disk as it is); its row says what reads from it came at. `--compressed 30%,60%` adds rows with
-a compressed tier of these shares and compares them with planes without one. The model's weights are as hard to compress
-as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed are those of recorded requests of the demo model.
+cgroup (version 1; 0: the disk as it is); its row says what reads from it came at. The model's weights are as hard to
+compress as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed are of requests of the demo model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from report import print_report
 from tpot import requests_of
 
 MARGIN_NBYTES = 600 * 10**6
-KEPT = ("bytes_loaded", "bytes_disk", "bytes_decoded", "bytes_compressed_hit", "decode_s", "stall_s")
+KEPT = ("bytes_loaded", "bytes_disk", "bytes_decoded", "decode_s", "stall_s")
 
 
 class Player:
@@ -101,14 +100,13 @@ def serve(arguments: dict[str, Any]) -> None:
         memory=arguments["memory"],
         segments=arguments["segments"],
         codec=arguments["codec"],
-        compressed=arguments["compressed"],
         maps="off",
         device="cpu",
     )
     rate = disk_rate_of(path for path, _ in handle(model).store.extents)
     chosen = expertly.stats(model).as_dict()
-    facts = {"codec_is": chosen["codec"]["name"], "share": chosen["compressed"]["share"], "disk_bytes_per_s": rate}
-    print(json.dumps(facts | {"why": [chosen["codec"]["why"], chosen["compressed"]["why"]]}), flush=True)
+    facts = {"codec_is": chosen["codec"]["name"], "disk_bytes_per_s": rate}
+    print(json.dumps(facts | {"why": chosen["codec"]["why"]}), flush=True)
     with torch.no_grad():
         for line in sys.stdin:
             ids, num_prompt = json.loads(line)
@@ -148,12 +146,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     nbytes = parse_memory(args.memory, stores[0].experts_nbytes)
     assert nbytes is not None
     limit = nbytes + stores[0].dense_nbytes + MARGIN_NBYTES
-    shares = [share for share in args.compressed.split(",") if share not in ("", "0")]
-    kinds = [("none", 0), ("planes", 0), *(("planes", share) for share in shares), ("auto", "auto")]
     rows = [
-        {"system": system, "codec": codec, "compressed": share}
-        for system in args.systems.split(",")
-        for codec, share in kinds
+        {"system": system, "codec": codec} for system in args.systems.split(",") for codec in ("none", "planes", "auto")
     ]
     with ExitStack() as stack:
         players = []
@@ -172,11 +166,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     assert len(same) == 1, "the codec changed a token"
     for row, player, of_row in zip(rows, players, answers, strict=True):
         warm = of_row[1:]  # the first request fills the caches
-        bases = {codec: answers[_find(rows, row["system"], codec)][1:] for codec in ("none", "planes")}
-        row |= {key: player.loaded[key] for key in ("codec_is", "share", "disk_bytes_per_s")}
-        row["ratio"] = _ratio(warm, bases["none"])
-        if shares:
-            row["to_no_tier"] = _ratio(warm, bases["planes"])
+        row |= {key: player.loaded[key] for key in ("codec_is", "disk_bytes_per_s")}
+        row["ratio"] = _ratio(warm, answers[_find(rows, row["system"], "none")][1:])
         row |= {key: statistics.mean(one[key] for one in warm) for key in warm[0]}
         row["peak_rss_bytes"] = max(one["peak_rss_bytes"] for one in of_row)
         row |= {"limit_bytes": limit, "why": player.loaded["why"]}
@@ -197,7 +188,6 @@ def main() -> None:
     parser.add_argument("--systems", default="lru,moepic")
     parser.add_argument("--memory", default="25%")
     parser.add_argument("--segments", type=int)
-    parser.add_argument("--compressed", default="0", help="shares of the memory, commas between")
     parser.add_argument("--disk-mb-per-s", type=int, default=0)
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24)
@@ -207,7 +197,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = measure(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("trace", "out")}
-    whys = {f"{row['system']} {row['codec']} {row['compressed']}": row.pop("why") for row in rows}
+    whys = {f"{row['system']} {row['codec']}": row.pop("why") for row in rows}
     print_report("codec", rows, settings | {"whole_model_gib": args.experts_gib, "whys": whys}, args.out)
 
 

@@ -1,7 +1,7 @@
 """How far simulated times are from measured ones: the same routing, on this machine, engine and simulator side by side.
 
     python bench/fidelity.py [--experts-gib 3] [--systems on-demand,lru,lfu,lcp] [--memory 10%,25%,50%] [--tokens 64]
-    python bench/fidelity.py --codec planes --compressed 0,0.6 --systems lru --memory 25%
+    python bench/fidelity.py --codec planes --systems lru --memory 25%
 
 For every budget and P, in a process of its own: the costs of the model are measured in that budget (with `lru` and
 random tokens), the engine runs two requests under each system (a prompt of 16 tokens, then a text token by token) while
@@ -11,9 +11,8 @@ three times (`stolen`). Compared is the second request (the median of the rounds
 been used before: a first use costs the kernel's zeroing of their pages, which is not simulated. Bound: TPOT within
 10 %.
 
-With `--codec planes` the engine reads compressed experts, and keeps copies in the shares of the memory that
-`--compressed` lists. Then the disk and decoding are measured by themselves, before each round. What they come to
-together, and beside computing, is the simulator's to say.
+With `--codec planes` the engine reads compressed experts. Then the disk and decoding are measured by themselves, before
+each round. What they come to together, and beside computing, is the simulator's to say.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
         system=system,
         segments=arguments["segments"],
         codec=arguments["codec"],
-        compressed=arguments["compressed"],
         maps="off",
     )
     times: list[float] = []
@@ -79,7 +77,6 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
         "stall": (decode["stall_s"] - before["stall_s"]) / sum(times),
         "hit_rate": hits / (hits + misses + decode["partial_hits"] - before["partial_hits"]),
         "bytes_disk": told["bytes_disk"],
-        "held_share": told["bytes_compressed_hit"] / max(1, told["bytes_decoded"]),
         "decode_s": told["decode_s"],
     }
 
@@ -118,7 +115,6 @@ def simulate(
     from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
-    from expertly.sim.storage import Storage
     from expertly.sim.study import Memory, Study
     from expertly.trace.reader import Trace
 
@@ -126,18 +122,23 @@ def simulate(
     layers = tuple(layer.geometry() for layer in trace.manifest.layers)
     assert None not in layers
     hardware = replace(Hardware.read("infinite").with_model(link, compute), codec=costs)
-    storage = Storage(arguments["codec"], arguments["compressed"])
     ran = []
     coded = None
     for num_requests in (2, 1):
         schedule = make_schedule(trace, Selection(num_requests))
         study = Study(
-            trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"], storage=storage
+            trace,
+            schedule,
+            hardware,
+            layers,
+            trace.manifest.dense,
+            segments=arguments["segments"],
+            codec=arguments["codec"],
         )
         budget = Memory(arguments["memory"]).budget(study.geometry)
         simulator = study.simulate(get_system(system), budget)
         ran.append(simulator.metrics)
-        coded = coded or simulator.coded
+        coded = coded or simulator.link.decoder
     num_steps = ran[0].num_decode_iterations - ran[1].num_decode_iterations
     return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9, coded
 
@@ -157,7 +158,6 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         system="lru",
         segments=arguments["segments"],
         codec="none" if is_resident else arguments["codec"],  # what nobody decodes is computed by all threads
-        compressed=0,
     )
     measurement = Measurement(beside)
 
@@ -185,14 +185,13 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             alone = costs.all_nbytes_per_s
             costs = fit_decoding(profile.layers, link, costs, profile.compute, handle(beside).store.geometry(1))
         for system, runs in ran.items():
-            row = {"system": system} | {key: arguments[key] for key in ("memory", "segments", "codec", "compressed")}
+            row = {"system": system} | {key: arguments[key] for key in ("memory", "segments", "codec")}
             row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             row["tpot_from_s"], row["tpot_to_s"] = (pick(run["tpot_s"] for run in runs) for pick in (min, max))
             folder = Path(scratch) / f"{system}-0"
             row["simulated_tpot_s"], coded = simulate(arguments, system, folder, link, profile.compute, costs)
             if coded is not None:
                 row["simulated_bytes_disk"] = coded.read_nbytes
-                row["simulated_held_share"] = coded.held_nbytes / coded.decoded_nbytes
                 row["ratio_on_disk"], row["decode_gb_per_s"] = costs.ratio, costs.all_nbytes_per_s / 1e9
                 row["alone_gb_per_s"], row["read_processors"] = alone / 1e9, costs.read_processors
             row["ratio"] = row["simulated_tpot_s"] / row["tpot_s"]
@@ -211,7 +210,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--codec", default="none")
-    parser.add_argument("--compressed", default="0", help="shares, with commas between them")
     args = parser.parse_args()
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
@@ -226,11 +224,10 @@ def main() -> None:
     for segments in map(int, args.segments.split(",")):
         for memory in [*args.memory.split(","), "100%"]:
             systems = args.systems.split(",") if memory != "100%" else ["resident"]
-            for share in args.compressed.split(",") if memory != "100%" else ["0"]:
-                settings = {"memory": memory, "segments": segments, "systems": systems, "rounds": args.rounds}
-                storage = {"codec": args.codec, "compressed": share}
-                rows += child("fidelity.py", settings | storage | {"model": str(model), "ids": ids})
-                print(json.dumps(rows[-len(systems) :]), flush=True)
+            settings = {"memory": memory, "segments": segments, "systems": systems, "rounds": args.rounds}
+            settings |= {"codec": args.codec, "model": str(model), "ids": ids}
+            rows += child("fidelity.py", settings)
+            print(json.dumps(rows[-len(systems) :]), flush=True)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
     print_report("fidelity", rows, vars(args) | {"worst_ratio": worst["ratio"]})
 

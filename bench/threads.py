@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     path = inflated_model(args.experts_gib, no_zeros=True)
-    model, _ = expertly.load(str(path), system="lru", memory=args.memory, codec="planes", compressed=0, device="cpu")
+    model, _ = expertly.load(str(path), system="lru", memory=args.memory, codec="planes", device="cpu")
     engine, dice = handle(model).engine, random.Random(0)
     fewer = engine.threads
     assert fewer is not None

@@ -30,8 +30,7 @@ from expertly.core.errors import ExpertlyError
 from expertly.policies.learned_file import PredictorFile
 from expertly.reproduce.moe_infinity.recovery import requests_back
 from expertly.scheduler.presets import get_system, runnable_systems
-from expertly.sim.hardware import read_geometry
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Memory, Study
 from expertly.sim.workload import RowRange

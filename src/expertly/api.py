@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from expertly.core.codecs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
@@ -75,7 +76,7 @@ def load(
     context: int | None = None,
     host_memory: str | int = "auto",
     codec: str = "auto",
-    compressed: str | float = "auto",
+    compressed: object = None,
     decisions: str | Path | None = None,
     maps: str | Path | None = AUTO,
     predictor: str | Path | None = AUTO,
@@ -95,10 +96,8 @@ def load(
     the accelerator, where there is one); `devices`: several, over which experts are spread, "cuda:0,cuda:1" or logical
     ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each. `host_memory`: RAM for experts behind an
     accelerator. `codec`: how experts are stored on disk, "none" (as they are computed with), "planes" (compressed, bit
-    for bit the same) or "auto": as they are stored already, else what is faster by measuring. `compressed`: the share
-    of `memory` (behind an accelerator, of `host_memory`) in which experts of a compressed store stay compressed, to
-    come back without a read: "30%", 0.3, or "auto": what pays by measuring, mostly nothing; "device": all of
-    `host_memory`, and the accelerator decodes (nvCOMP). `decisions`: a file that takes every observation and decision
+    for bit the same) or "auto": as they are stored already, else what is faster by measuring. `compressed`
+    has gone: any value of it is refused. `decisions`: a file that takes every observation and decision
     of the control plane, for `expertly trace replay`. `maps`: the file that what a system learns while it runs (expert
     maps, activation matrices, or what `expertly` learns of reuse) is read from, where it is there, and written to about
     every minute and at unload; "auto" is beside the packed store, "off" or None is nowhere. Reuse is kept of one
@@ -110,17 +109,16 @@ def load(
     "inline" within it, so that a run can be repeated exactly.
     Raises ExpertlyError subclasses that name the argument and what is accepted.
     """
+    refuse_compressed(compressed)
     targets = choose_devices(device, devices)
     why_system = packed = None
     if system == AUTO_SYSTEM:
         packed = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
-        asked = Settings(segments, memory, codec, compressed, plan, predictor)
-        system, settings, why_system = find_choice(
-            packed, asked, Request(memory, ring, context, host_memory, compressed), targets
-        )
+        asked = Settings(segments, memory, codec, plan, predictor)
+        system, settings, why_system = find_choice(packed, asked, Request(memory, ring, context), targets)
         if settings.codec != codec:
             packed = None
-        segments, memory, codec, compressed, plan, predictor = settings
+        segments, memory, codec, plan, predictor = settings
     parts = get_runnable(system)
     order = parts.ordered(order)
     matcher = choose_matcher(parts, matcher)
@@ -138,7 +136,7 @@ def load(
     geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
     placement = Placement(geometry, len(targets))
     geometries = [share.geometry for share in placement.shares]
-    division = divide(store, geometries, parts, Request(memory, ring, context, host_memory, compressed), targets)
+    division = divide(store, geometries, parts, Request(memory, ring, context), targets)
     known = Known() if plan is None else _known_of(plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     torch_dtype = getattr(torch, store.manifest.dtype)
@@ -149,16 +147,12 @@ def load(
             scheduler, journal = _scheduler(parts, geometry, budgets[0], known, order, decisions)
             if journal is not None:
                 opened.callback(journal.close)
-            slots, host = budgets[0].pool_slots(), division.host_memory
-            backend = make_backend(target, store, geometry, slots, torch_dtype, host, division.compressed_nbytes[0])
+            backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
             opened.callback(backend.close)
             executor = Device(str(target), scheduler, backend)
         else:
             schedulers = [parts.scheduler(*one, order=order) for one in zip(geometries, budgets, strict=True)]
-            host, compressed_nbytes = division.host_memory, division.compressed_nbytes
-            executor = make_group(
-                placement, targets, schedulers, store, torch_dtype, host, compressed_nbytes, make_backend
-            )
+            executor = make_group(placement, targets, schedulers, store, torch_dtype, host_memory, make_backend)
             opened.callback(executor.close)
         decodes_here = store.codec != "none" and len(targets) == 1 and target.type == "cpu"
         engine = Engine(executor, ComputeThreads(geometry, budgets[0].memory_nbytes) if decodes_here else None)
@@ -189,7 +183,7 @@ def load(
         close()
         raise
     finalizer = weakref.finalize(loaded, close)
-    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division, why_system), finalizer)
+    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division.reason, why_system), finalizer)
     return loaded, tokenizer
 
 

@@ -90,23 +90,19 @@ def test_shares_that_are_not_equal_are_shown(model: Path, capsys: pytest.Capture
 
 
 def test_compressed_experts_say_what_they_save_and_cost(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
-    arguments = ("--memory", "75%", "--codec", "planes", "--compressed", "40%", "--stats")
+    arguments = ("--memory", "75%", "--codec", "planes", "--stats")
     assert generate(model, *arguments) == 0
     out = capsys.readouterr().out
     assert out.startswith(expected.rstrip("\n"))
-    assert "for compressed ones | system lru" in out
     (line,) = (line for line in out.splitlines() if line.startswith("[codec planes: it was asked for | stored in "))
-    for words in ("compressed in memory 40.0%, ", "decoded ", " of processor time", "of these without a read", "read "):
+    for words in ("decoded ", " of processor time", "read "):
         assert words in line
     assert "threads that compute beside decoders: " in line
     assert generate(model, *arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected
     assert result["codec"]["name"] == "planes" and 0 < result["codec"]["ratio"] < 1
-    assert result["compressed"]["share"] == 0.4
-    assert result["memory_bytes"] == sum(result[f"{part}_bytes"] for part in ("kept", "ring", "compressed"))
-    assert result["compressed_bytes"] > 0 and result["memory_bytes"] <= 0.75 * result["expert_bytes"]
-    assert min(result[key] for key in ("bytes_disk", "bytes_decoded", "bytes_compressed_hit", "decode_s")) > 0
+    assert min(result[key] for key in ("bytes_disk", "bytes_decoded", "decode_s")) > 0
     assert generate(model, "--memory", "75%", "--codec", "none", "--stats") == 0
     assert "\n[codec none: it was asked for | read " in capsys.readouterr().out
 
@@ -143,8 +139,7 @@ def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: pyte
         (("--order", "nonsense"), ("order", "nonsense", "resident")),
         (("--memory", "50%", "--prompt", ""), ("prompt", "no token")),
         (("--codec", "zip"), ("codec='zip'", "none, planes, auto")),
-        (("--memory", "50%", "--codec", "planes", "--compressed", "120%"), ("compressed='120%'", "30%", "auto")),
-        (("--memory", "50%", "--codec", "none", "--compressed", "30%"), ("compressed='30%'", "codec none")),
+        (("--codec", "planes", "--compressed", "30%"), ("compressed='30%'", "codec='planes'", "memory=")),
     ],
 )
 @pytest.mark.parametrize("is_json", [False, True])

@@ -92,7 +92,7 @@ def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(
 ) -> None:
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
     monkeypatch.setattr(compare_player, "store_costs", lambda store: (disk, alone))
-    player.load({"model": str(model), "memory": "50%", "system": "lru", "codec": "planes", "compressed": 0})
+    player.load({"model": str(model), "memory": "50%", "system": "lru", "codec": "planes"})
     player.measure(True)
     link, _, costs = player.profile()
     assert link == disk and costs is not None and costs.ratio == 0.7

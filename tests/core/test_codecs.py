@@ -11,10 +11,8 @@ from expertly.core.codecs import (
     CODECS,
     MIN_MEASURED_NBYTES,
     CodecRates,
-    DecodingRates,
     check_codec,
     choose_codec,
-    choose_decoding,
     computing_threads,
     decoding_threads,
     expected_gain,
@@ -83,25 +81,6 @@ def test_few_bytes_are_not_measured_for() -> None:
 def test_as_many_threads_decode_as_there_are_readers_and_processors_for() -> None:
     assert [decoding_threads(cpus, 4) for cpus in (1, 2, 4, 64)] == [1, 2, 4, 4]
     assert decoding_threads(0, 4) == 1
-
-
-def where(link: float, host: float, device: float, host_holds_all: bool, ratio: float = 0.7) -> tuple[bool, str]:
-    return choose_decoding(DecodingRates(ratio, link, host, device), host_holds_all)
-
-
-def test_the_device_decodes_where_that_shortens_the_link() -> None:
-    is_device, why = where(25e9, 4e9, 200e9, True)
-    assert is_device and "copies reach 25.00 GB/s, the host decodes 4.00 and the device 200.00 GB/s" in why
-    assert why.endswith("decoded on the device weights come in 0.82 of the time")
-    assert not where(25e9, 4e9, 90e9, True)[0], "less than a tenth"
-    assert not where(25e9, 4e9, 200e9, True, ratio=1.0)[0], "nothing is saved"
-
-
-def test_where_host_memory_is_short_the_device_need_only_be_as_fast() -> None:
-    assert where(25e9, 4e9, 90e9, False)[0]
-    assert where(25e9, 4e9, 5e9, False)[0], "the host would decode slower still"
-    is_device, why = where(25e9, 4e9, 3e9, False)
-    assert not is_device and why.endswith(", so the host decodes")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine.compressed_pool import CompressedPool
 from expertly.engine.transfer import Readers
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
@@ -44,17 +43,11 @@ def write_store(folder: Path, layers: tuple[LayerGeometry, ...] = LAYERS) -> Pac
 class FrameBench:
     """Readers over such a store, and a slot a span to look at."""
 
-    def __init__(self, store: PackedStore, segments: int = 1, compressed_nbytes: int = 0) -> None:
+    def __init__(self, store: PackedStore, segments: int = 1) -> None:
         self.store = store
         self.geometry = Geometry(store.manifest.layers, segments)
         self.slots: dict[Span, bytearray] = {}
-        self.readers = Readers(store, self.geometry, self._buffer, compressed_nbytes=compressed_nbytes)
-
-    @property
-    def pool(self) -> CompressedPool:
-        pool = self.readers._source._pool  # type: ignore[attr-defined]
-        assert isinstance(pool, CompressedPool)
-        return pool
+        self.readers = Readers(store, self.geometry, self._buffer)
 
     def spans(self, num_segments: int = 1) -> list[Span]:
         """All there are of so many neighbouring segments."""

@@ -20,7 +20,7 @@ from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce
 from tests.engine.observe import loaded
-from tests.engine.test_compressed import compressed_case
+from tests.engine.test_codec import compressed_case
 from tests.families import generate
 
 pytestmark = pytest.mark.timeout(120)

@@ -31,10 +31,7 @@ class LateStreams:
         return False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        self.run(lambda: target.copy_(source), after)
-
-    def run(self, work: Callable[[], object], after: list[Any]) -> None:
-        self._queue.append(work)
+        self._queue.append(lambda: target.copy_(source))
         self.num_copies += 1
 
     def mark_copy(self) -> int:

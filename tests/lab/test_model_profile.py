@@ -21,7 +21,7 @@ from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
-from tests.engine.test_compressed import compressed_case
+from tests.engine.test_codec import compressed_case
 from tests.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.alone

@@ -9,9 +9,8 @@ import pytest
 import expertly
 from expertly import api
 from expertly.engine.backend_tiered import TieredBackend
-from expertly.serve.readings import Readings, compressed_here
+from expertly.serve.readings import Readings
 from tests.engine.test_tiered import LateStreams
-from tests.serve.conftest import served
 
 
 def test_host_memory_is_that_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,31 +39,3 @@ def test_a_device_that_reads_from_disk_has_none() -> None:
         assert Readings(api.handle(model)).host_memory() == {}
     finally:
         expertly.unload(model)
-
-
-def test_what_stays_compressed_is_told_as_a_part_of_the_memory() -> None:
-    model, tokenizer = expertly.load(
-        memory="50%", dtype="float32", device="cpu", system="lru", codec="planes", compressed="40%"
-    )
-    try:
-        with served(model, tokenizer) as serving, serving.http() as http:
-            asked = {"model": "demo", "prompt": "The old man looked at the sea", "max_tokens": 6, "temperature": 0}
-            for _ in range(2):
-                assert http.post("/v1/completions", json=asked).status_code == 200
-            stats = api.stats(model).as_dict()
-            total, here = stats["memory_bytes"], compressed_here(stats)
-            assert 0.35 * total < here <= 0.4 * total + 1 and here == stats["compressed_bytes"]
-            assert here + stats["kept_bytes"] + stats["ring_bytes"] == total <= 0.5 * stats["expert_bytes"]
-            assert stats["bytes_compressed_hit"] > 0, "what is there was of use"
-            assert memory_metric(http.get("/metrics").text, "experts_compressed") == here
-            told = serving.assembled.view.state()["memory"]
-            assert told["experts_compressed_bytes"] == here and told["experts_resident_bytes"] <= total - here
-    finally:
-        expertly.unload(model)
-
-
-def memory_metric(metrics: str, use: str) -> float:
-    """Of that use, as /metrics says it."""
-    begin = f'expertly_memory_bytes{{use="{use}"}} '
-    (value,) = [line.removeprefix(begin) for line in metrics.splitlines() if line.startswith(begin)]
-    return float(value)

@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from expertly.sim.coded import MIN_JOB_NBYTES, CodedDisk, Coding
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.sim.coded import MIN_JOB_NBYTES, CodedDisk, Coding
 from expertly.sim.link import Clock, VirtualLink
 from tests.sim.drive import INFINITE, sized, toy
 
@@ -35,11 +35,8 @@ class Watch:
         raise AssertionError("taking costs nothing here")
 
 
-def make(
-    costs: CodecCosts = COSTS, tier_segments: int = 0, geometry: Geometry = GEOMETRY, **hardware: Any
-) -> tuple[Clock, VirtualLink, Watch]:
-    """The tier holds so many segments, of 10 bytes each."""
-    clock, watch, coding = Clock(), Watch(), Coding(costs, 10 * tier_segments)
+def make(costs: CodecCosts = COSTS, geometry: Geometry = GEOMETRY, **hardware: Any) -> tuple[Clock, VirtualLink, Watch]:
+    clock, watch, coding = Clock(), Watch(), Coding(costs)
     return clock, VirtualLink(clock, toy(**hardware), geometry, lambda layer, num: 0, watch, 0, coding), watch
 
 
@@ -54,7 +51,7 @@ def test_bound_by_the_link_loading_takes_the_stored_bytes(num: int) -> None:
     link.submit([span(e) for e in range(num)])
     assert [link.wait().expert for _ in range(num)] == list(range(num))
     assert clock.now_ns == link.stall_ns == 7 + num * (3 + 20)
-    assert link.moved_nbytes == coded(link).decoded_nbytes == num * 20 and coded(link).read_nbytes == num * 10
+    assert link.moved_nbytes == num * 20 and coded(link).read_nbytes == num * 10
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -87,57 +84,16 @@ def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
     assert clock.now_ns == MIN_JOB_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
 
 
-def test_what_the_tier_holds_is_not_read_and_may_overtake_what_is() -> None:
-    clock, link, watch = make(tier_segments=2)
-    for _ in range(2):
-        link.submit([span(0)])
-        link.wait()
-    assert len(watch.moves) == 1 and clock.now_ns == 110 + 80
-    assert coded(link).held_nbytes == 20 and coded(link).read_nbytes == 10
-    begin = clock.now_ns
-    link.submit([span(1), span(0)])
-    assert (link.wait(), clock.now_ns - begin) == (span(0), 80)
-    assert (link.wait(), clock.now_ns - begin) == (span(1), 110)
-
-
-def test_of_a_span_that_is_held_in_part_the_rest_is_read() -> None:
-    clock, link, _ = make(tier_segments=2)
-    link.submit([span(0)])
-    link.wait()
-    begin = clock.now_ns
-    link.submit([span(0, num_segments=2)])
-    assert link.wait() == span(0, num_segments=2) and clock.now_ns - begin == 110
-    assert (coded(link).read_nbytes, coded(link).held_nbytes, coded(link).decoded_nbytes) == (20, 20, 60)
-
-
-def test_a_tier_that_holds_everything_reads_each_segment_once() -> None:
-    _, link, watch = make(tier_segments=32)
-    everything = [span(e, layer, s) for layer in range(2) for e in range(8) for s in range(2)]
-    for _ in range(3):
-        link.submit(everything)
-        assert {link.wait() for _ in everything} == set(everything)
-    assert len(watch.moves) == 32 and coded(link).read_nbytes == 32 * 10
-    assert coded(link).held_nbytes == 2 * 32 * 20
-    coded(link).tier.check()
-
-
-def test_withdrawn_is_what_is_neither_read_nor_decoded_yet() -> None:
-    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1), tier_segments=6)
-    for expert in (0, 1):
-        link.submit([span(expert)])
-        link.wait()
-    begin = clock.now_ns
-    link.submit_ahead([span(2), span(0), span(3), span(3, layer=1)])  # 0 is held; one for each reader
+def test_withdrawn_is_what_no_reader_has() -> None:
+    clock, link, _ = make(CodecCosts(0.5, 0.25e9, 1))
+    link.submit_ahead([span(2), span(0), span(3), span(3, layer=1)])  # one for each reader
     link.submit_ahead([span(4), span(1), span(4, layer=1)])
-    clock.now_ns = begin + 8
+    clock.now_ns = 8
     assert set(link.withdraw(0)) == {span(4), span(1)}, "readers have the others"
     assert link.withdraw(0) == []
     begun = [span(2), span(0), span(3), span(3, layer=1), span(4, layer=1)]
     assert {link.wait() for _ in begun} == set(begun)
-    assert clock.now_ns == pytest.approx(begin + 5 * 80, abs=2) and coded(link).num_waiting == 0
-    tier = coded(link).tier
-    tier.check()
-    assert [tier.holds(*one) for one in ((0, 1, 0), (0, 2, 0), (0, 4, 0))] == [True, True, False]
+    assert clock.now_ns == pytest.approx(7 + 23 + 5 * 80, abs=2) and coded(link).num_waiting == 0
 
 
 def test_demands_are_read_before_what_is_loaded_ahead() -> None:
@@ -219,21 +175,11 @@ def test_behind_a_host_tier_the_device_computes_and_takes_no_processor() -> None
     assert link.wait() == span(5) and clock.now_ns < 1000
 
 
-def test_the_tier_takes_its_memory_of_the_host_tier() -> None:
-    _, link, watch = make(tier_segments=4, disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
-    for expert in (0, 1, 2, 1):  # two segments stay decoded, those of expert 0 at first
-        link.submit([span(expert, num_segments=2)])
-        link.wait()
-    reads = [expert for where, expert, _, _ in watch.moves if where == "disk"]
-    assert reads == [1, 2], "0 was there at the beginning, and 1 was held as it is stored when it came again"
-    assert coded(link).held_nbytes == 40
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_spans_arrive_once_in_time_order_whatever_is_asked_for(seed: int) -> None:
     dice = random.Random(seed)
     hosted = {"disk": Link(0.1e9, 20, 5), "host_memory_nbytes": 8 * 20} if seed % 2 else {}
-    clock, link, watch = make(CodecCosts(0.5, 0.25e9, 1 + seed % 3), tier_segments=6 * (seed // 4), **hosted)
+    clock, link, watch = make(CodecCosts(0.5, 0.25e9, 1 + seed % 3), **hosted)
     waiting: list[Span] = []
     last = 0
     for number in range(400):
@@ -251,10 +197,9 @@ def test_spans_arrive_once_in_time_order_whatever_is_asked_for(seed: int) -> Non
             waiting.remove(link.wait())
         assert clock.now_ns >= last
         last = clock.now_ns
-        coded(link).tier.check()
     while waiting:
         waiting.remove(link.wait())
     for where in ("link", "disk"):
         times = [(begin, end) for place, _, begin, end in watch.moves if place == where]
         assert all(before[1] <= after[0] for before, after in pairwise(times))
-    assert coded(link).num_waiting == 0 and (seed < 4 or coded(link).held_nbytes > 0)
+    assert coded(link).num_waiting == 0

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.sim.schedule import Arrivals
-from expertly.sim.schedule import Schedule, Selection, make_schedule, split_requests
+from expertly.sim.schedule import Arrivals, Schedule, Selection, make_schedule, split_requests
 from expertly.sim.study import Study
 from expertly.sim.training import popularity
 from expertly.sim.workload import RowRange

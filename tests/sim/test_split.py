@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from expertly.core.geometry import Geometry
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Link
-from expertly.sim.compute import step_times
 from tests.sim.drive import make_study, make_trace, random_passes, results, sized, toy
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expertly.core.geometry import DenseShape, Geometry
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.compute import step_times
 from tests.sim.drive import INFINITE, sized, toy
 
 LAYERS = sized(3, 8, 2)  # an expert is 48 bytes

@@ -76,13 +76,12 @@ def test_a_variation_of_a_variation_keeps_the_first() -> None:
     assert "lru" in found, "and to none, without what is of use to predictors alone"
 
 
-def test_codecs_and_shares_of_the_memory() -> None:
+def test_codecs() -> None:
     plain, both = space(), space(codecs=("none", "planes"))
-    assert {one.storage.codec for one in plain.variations(plain.named("lru"))} == {"none"}
-    assert both.named("lru").storage.codec == "none"
-    storages = {(one.storage.codec, one.storage.compressed) for one in both.variations(both.named("lru"))}
-    assert {("planes", "0"), ("planes", "auto"), ("planes", "60%")} <= storages
-    assert {one.storage.codec for one in both.presets()} == {"none", "planes"}
+    assert {one.codec for one in plain.variations(plain.named("lru"))} == {"none"}
+    assert both.named("lru").codec == "none"
+    assert "planes" in {one.codec for one in both.variations(both.named("lru"))}
+    assert {one.codec for one in both.presets()} == {"none", "planes"}
 
 
 def test_less_memory_where_nobody_said_how_much() -> None:

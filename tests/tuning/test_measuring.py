@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measured(model: Path, memory: str, codec: str = "none", other: str = "50%") -> tuple[Hardware, str]:
     def load(memory: str):
-        return expertly.load(str(model), memory=memory, codec=codec, compressed=0, device="cpu")[0]
+        return expertly.load(str(model), memory=memory, codec=codec, device="cpu")[0]
 
     loaded = load(memory)
     store = api.handle(loaded).store

@@ -22,6 +22,7 @@ from expertly.compare.settings import (
     check_systems,
     default_systems,
 )
+from expertly.core.codecs import refuse_compressed
 from expertly.core.errors import ConfigError, ExpertlyError
 
 if TYPE_CHECKING:
@@ -83,12 +84,7 @@ def add_parser(subparsers: Any) -> None:
     add("--geometry", metavar="NAME", help="with a trace: sizes of experts, a shipped description or a TOML file")
     add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: each system's)")
     add("--codec", metavar="NAME", help="how experts are stored: none, planes, with a model auto (its default)")
-    add(
-        "--compressed",
-        default="0",
-        metavar="SHARE",
-        help='with codec planes: share of the memory for experts as they are stored ("30%%", auto; default: 0)',
-    )
+    add("--compressed", metavar="SHARE", help=argparse.SUPPRESS)  # gone, and refused
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
@@ -163,6 +159,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], has_trace: bool) -
 
 
 def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
+    refuse_compressed(args.compressed)
     given = {name: getattr(args, name) for name in ("rounds", "temperature") if getattr(args, name) is not None}
     settings = Settings(
         check_systems(names("system", args.system)),
@@ -173,7 +170,6 @@ def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
         seed=args.seed,
         segments=args.segments,
         codec=args.codec or ("none" if has_trace else "auto"),
-        compressed=args.compressed,
         dtype=args.dtype,
         device=args.device,
         hardware=args.hardware,
@@ -187,10 +183,8 @@ def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
 
 def _check_files(settings: Settings) -> None:
     """Raises what reading them raises, before anything runs."""
-    from expertly.core.amounts import parse_share
     from expertly.sim.hardware import Hardware
 
-    parse_share(settings.compressed)
     if settings.hardware is not None:
         Hardware.read(settings.hardware)
     predictor_for(settings.systems, settings.predictor)

@@ -47,7 +47,6 @@ def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
             system=f"lru:segments={segments}",  # whole experts stay, by which computing is measured
             segments=args.segments,
             dtype=args.dtype,
-            compressed=0,  # all of the memory is for what is planned
             device=args.device,
             progress=progress,
         )

@@ -54,9 +54,7 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     from expertly.hardware.measure_codec import store_costs
     from expertly.lab.model_profile import measure_model
 
-    model, _ = api.load(
-        args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1, compressed=0
-    )
+    model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
     try:
         measured = measure_model(model, MODEL_SECONDS)
         store = api.handle(model).store

@@ -150,8 +150,6 @@ def _summary(result: dict[str, Any]) -> str:
     """The one line after the text."""
     share = format_share(result["memory_bytes"] / result["expert_bytes"])
     budget = f"{format_nbytes(result['memory_bytes'])} = {share} of {format_nbytes(result['expert_bytes'])} of experts"
-    if result["compressed_bytes"]:
-        budget += f", {format_nbytes(result['compressed_bytes'])} for compressed ones"
     parts = [
         f"{result['tokens']} tokens",
         f"TTFT {format_seconds(result['ttft_s'])}",
@@ -237,17 +235,14 @@ def _fact(value: float | None) -> str:
 
 
 def _storage_line(result: dict[str, Any]) -> str:
-    """How experts are stored, what of them stays so in memory, why, and what reading and decoding took."""
-    codec, compressed = result["codec"], result["compressed"]
+    """How experts are stored, why, and what reading and decoding took."""
+    codec = result["codec"]
     parts = [f"codec {codec['name']}: {codec['why']}"]
     if codec["name"] != "none":
         decoded = format_nbytes(result["bytes_decoded"])
-        held = f"{format_share(compressed['share'])}, {format_nbytes(result['compressed_bytes'])}"
         parts += [
             f"stored in {format_share(codec['ratio'])} of the bytes",
-            f"compressed in memory {held}: {compressed['why']}",
             f"decoded {decoded} in {format_seconds(result['decode_s'])} of processor time",
-            f"of these without a read {format_nbytes(result['bytes_compressed_hit'])}",
         ]
     if result["compute_threads"] is not None:
         threads = result["compute_threads"]

@@ -29,13 +29,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
     add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
     add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
     add("--codec", default="auto", metavar="NAME", help="how experts are stored: none, planes (compressed) or auto")
-    add(
-        "--compressed",
-        default="auto",
-        metavar="SHARE",
-        help='share of the memory in which experts of a compressed store stay compressed: "30%%"; device: all that is '
-        "behind an accelerator, which decodes; auto: what pays (default)",
-    )
+    add("--compressed", metavar="SHARE", help=argparse.SUPPRESS)  # gone, and refused
     add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
     add("--devices", metavar="A,B", help="experts over several: cuda:0,cuda:1, or logical ones, cpu:0,cpu:1")
     add(

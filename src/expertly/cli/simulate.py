@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import names, positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.core.amounts import parse_share
+from expertly.core.codecs import refuse_compressed
 from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
 from expertly.scheduler.system import ORDERS
@@ -41,12 +41,7 @@ def add_parser(subparsers: Any) -> None:
     add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
     add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
     add("--codec", default="none", metavar="NAME", help="experts on disk: none (as they are) or planes (compressed)")
-    add(
-        "--compressed",
-        default="0",
-        metavar="SHARE",
-        help='with --codec planes: share of the memory for experts as they are stored ("30%%"; auto: what pays)',
-    )
+    add("--compressed", metavar="SHARE", help=argparse.SUPPRESS)  # gone, and refused
     add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
     add("--plan", type=Path, metavar="FILE", help="for systems with split caching: `expertly configure` makes it")
     add("--matcher", default="virtual", metavar="NAME", help="virtual (default: predicting takes its time) or inline")
@@ -80,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from expertly.cli.trace_geometry import trace_geometry
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule, read_arrivals
-    from expertly.sim.storage import Storage
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
+    refuse_compressed(args.compressed)
     systems, memories = names("system", args.system), _memories(args)
     if args.requests is not None and args.tokens is not None:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
@@ -117,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             plan=plan,
             chrome=chrome,
             progress=progress,
-            storage=Storage(args.codec, args.compressed),
+            codec=args.codec,
         )
         results = list(study.results(systems, memories))
     facts = about(args, study, systems, geometry_name, predictor)
@@ -143,11 +138,6 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
     if args.memory is not None:
         raise ConfigError(
             f"experts_per_layer={args.experts_per_layer}: stands instead of memory={args.memory}; give one"
-        )
-    if parse_share(args.compressed) != 0:
-        raise ConfigError(
-            f"compressed={args.compressed!r}: a share of what memory? experts_per_layer={args.experts_per_layer} says "
-            "what is kept; give --memory"
         )
     memories = []
     for text in names("experts_per_layer", args.experts_per_layer):

@@ -47,8 +47,7 @@ def about(
             "complete": study.trace.is_complete,
         },
         "hardware": study.hardware.as_dict(),
-        "codec": study.storage.codec,
-        "compressed": study.storage.compressed,
+        "codec": study.codec,
         "order": args.order,
         "matcher": args.matcher,
         "seed": args.seed,
@@ -91,12 +90,12 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
 
 def _notes_on_codec(study: Study) -> list[str]:
     """What compressed experts are taken to save and cost."""
-    if study.storage.codec == "none":
+    costs, hardware = study.codec_costs, study.hardware
+    if costs is None:
         return []
-    costs, hardware = study.storage.costs(study.hardware), study.hardware
     source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
     return [
-        f"codec {study.storage.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
+        f"codec {study.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
         f"decode {costs.all_nbytes_per_s / 1e9:.2f} GB/s of weights ({source})"
     ]
 
@@ -159,14 +158,8 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     matching = [row for row in predicting if _columns_of_matching([row])]
     if matching:
         parts.append(_table(matching, several | _columns_of_matching(matching)))
-    choices = dict.fromkeys(
-        f"memory {row['memory']}: {format_share(row['compressed']['share'])} of it for compressed experts; "
-        f"{row['compressed']['why']}"
-        for row in results
-        if row["compressed"]
-    )
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
-    return "\n\n".join([*parts, "\n".join([*facts["notes"], *choices, *skipped])])
+    return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
 
 
 def _predicts(row: dict[str, Any]) -> bool:
@@ -214,8 +207,6 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         columns["loaded"] = _getter("bytes_loaded", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
     if any(row["bytes_read"] is not None for row in results):
         columns["read"] = _getter("bytes_read", lambda nbytes: "-" if nbytes is None else format_nbytes(nbytes))
-    if any(row["compressed"] and row["compressed"]["share"] for row in results):
-        columns["from copies"] = lambda row: format_share((row["compressed"] or {}).get("hit_rate"))
     if any(row["latency_s"] for row in results):
         columns["latency p50"] = lambda row: format_seconds((row["latency_s"] or {}).get("p50"))
         columns["p99"] = lambda row: format_seconds((row["latency_s"] or {}).get("p99"))

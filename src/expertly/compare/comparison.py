@@ -221,7 +221,6 @@ def _arguments(settings: Settings, model: str | None) -> dict[str, Any]:
         "dtype": settings.dtype,
         "device": settings.device,
         "codec": settings.codec,
-        "compressed": settings.compressed,
         "predictor": "auto" if settings.predictor is None else str(settings.predictor),
         "plan": None if settings.plan is None else str(settings.plan),
     }
@@ -253,7 +252,7 @@ def _record(
     schedule = pick(trace, Selection(split=settings.split, seed=settings.seed, num_requests=len(asked)), None)
     comparison.versions = facts["versions"]
     comparison.source |= _about_trace(trace, schedule)
-    comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "compressed", "threads")}
+    comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "threads")}
     comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
     comparison.notes += _fewer(settings, len(wanted))
     if len(asked) < len(wanted):

@@ -30,7 +30,7 @@ class Machine:
         """All costs of a model, with the first of these budgets that leaves enough in memory to measure."""
         for memory in memories:
             try:
-                loading = load_arguments(arguments | {"segments": None, "compressed": "0"}, memory, "lru")
+                loading = load_arguments(arguments | {"segments": None}, memory, "lru")
                 self.worker.ask("load", loading)
                 self.worker.ask("measure", True)
                 self._profile = self.worker.ask("profile")

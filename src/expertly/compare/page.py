@@ -182,7 +182,7 @@ def _how(results: Mapping[str, Any]) -> str:
         "machine": f"{machine['cpu']}, {machine['num_cpus']} CPUs; load average {machine['load_average'][0]:.1f}",
         "simulated on": results["hardware_from"] or "-",
         "model": ", ".join(str(source[key]) for key in ("model", "dtype", "device") if key in source) or source["name"],
-        "experts on disk": f"codec {settings['codec']}, {settings['compressed']} of the memory compressed",
+        "experts on disk": f"codec {settings['codec']}",
         "requests": _requests(source, settings),
         "made": f"{results['created']}, "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items()),

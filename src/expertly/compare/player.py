@@ -46,7 +46,6 @@ class Player:
         return {
             **{key: told[key] for key in keys},
             "codec": told["codec"]["name"],
-            "compressed": told["compressed"]["share"],
             "dtype": found.store.manifest.dtype,
             "device": str(self._model.device),
             "identity": found.store.manifest.identity,

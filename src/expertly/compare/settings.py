@@ -34,7 +34,6 @@ class Settings:
     seed: int = 0
     segments: int | None = None  # P; None: each system's own
     codec: str = "none"
-    compressed: str = "0"
     temperature: float = 0.8
     dtype: str | None = None
     device: str | None = None

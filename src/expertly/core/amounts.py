@@ -8,7 +8,6 @@ from expertly.core.errors import BudgetError, ConfigError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
@@ -25,14 +24,3 @@ def parse_memory(memory: str | int, expert_nbytes: int) -> int | None:
     if nbytes < 1:
         raise BudgetError(f"memory={memory!r}: no memory at all; state at least one expert's bytes")
     return nbytes
-
-
-def parse_share(compressed: str | float) -> float | None:
-    """Of "30%", "0.3" or 0.3, from 0 to below 1; None for "auto". Raises ConfigError."""
-    if compressed == "auto":
-        return None
-    match = _SHARE.fullmatch(str(compressed))
-    share = float(match.group(1)) / (100 if match.group(2) else 1) if match else -1.0
-    if not 0 <= share < 1:
-        raise ConfigError(f'compressed={compressed!r}: accepted are a share of the memory ("30%", 0.3), 0 and "auto"')
-    return share

@@ -10,9 +10,6 @@ from expertly.core.errors import ConfigError
 CODECS = ("none", "planes")
 """none: weights as they are computed with. planes: the byte planes of weights apart, compressed where that helps."""
 
-DEVICE = "device"
-"""For the share that stays compressed: all host memory behind an accelerator, which decodes."""
-
 LEAST_GAIN = 1.10
 """How much faster than `none` loads must be for `planes` to be chosen: what is measured in a second is not exact."""
 
@@ -43,6 +40,15 @@ def check_codec(name: object) -> str:
     if not isinstance(name, str) or name not in (*CODECS, "auto"):
         raise ConfigError(f"codec={name!r}: unknown; accepted: {', '.join(CODECS)}, auto")
     return name
+
+
+def refuse_compressed(value: object) -> None:
+    """Nothing stays compressed in memory any more. Raises ConfigError where `value` asks for it."""
+    if value not in (None, 0, "0", "auto"):
+        raise ConfigError(
+            f"compressed={value!r:.80}: experts do not stay compressed in memory any more, and no device decodes them; "
+            "accepted: codec='planes', by which they are compressed on disk, and memory=, to give them more of it"
+        )
 
 
 def decoding_threads(num_cpus: int, num_readers: int) -> int:
@@ -96,32 +102,3 @@ def too_small(nbytes: int) -> CodecChoice | None:
     if nbytes >= MIN_MEASURED_NBYTES:
         return None
     return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingRates:
-    """What choosing where to decode takes, of one accelerator and the host behind it; bytes a second."""
-
-    ratio: float  # stored bytes / decoded bytes
-    link_nbytes_per_s: float  # copies from pinned host memory
-    host_nbytes_per_s: float  # of weights that all readers decode together
-    device_nbytes_per_s: float  # of weights that the device decompresses and joins
-
-
-def choose_decoding(rates: DecodingRates, host_holds_all: bool) -> tuple[bool, str]:
-    """Whether the device should decode, and one sentence without a full stop that says why.
-
-    `host_holds_all`: host memory would hold all experts decoded. Then only a shorter way over the link pays, by a tenth
-    at least. Where it would not, stored experts also take less of it, so as fast is enough.
-    """
-    device_s = rates.ratio / rates.link_nbytes_per_s + 1 / rates.device_nbytes_per_s
-    host_s = 1 / rates.link_nbytes_per_s
-    if not host_holds_all:
-        host_s = max(host_s, 1 / rates.host_nbytes_per_s)
-    is_device = host_s >= device_s * (LEAST_GAIN if host_holds_all else 1.0)
-    facts = (
-        f"copies reach {rates.link_nbytes_per_s / 1e9:.2f} GB/s, the host decodes {rates.host_nbytes_per_s / 1e9:.2f} "
-        f"and the device {rates.device_nbytes_per_s / 1e9:.2f} GB/s of weights"
-    )
-    verdict = f"decoded on the device weights come in {device_s / host_s:.2f} of the time"
-    return is_device, f"{facts}: {verdict}" + ("" if is_device else ", so the host decodes")

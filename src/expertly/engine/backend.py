@@ -21,8 +21,6 @@ class Backend(Protocol):
     device: torch.device
     node: MemoryNode | None
     """Where its host memory lies, on a machine with several places for it."""
-    compressed_nbytes: int
-    """RAM in which experts stay as they are stored."""
 
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, [S * I/P, M, H], on `device`."""

@@ -25,14 +25,11 @@ class CpuBackend:
         slots_per_class: list[int],
         dtype: torch.dtype,
         node: MemoryNode | None = None,
-        compressed_nbytes: int = 0,
     ) -> None:
-        """`compressed_nbytes`: RAM in which experts stay as a compressed store has them."""
         self.device = torch.device("cpu")
         self.node = node
         self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
-        self._readers = Readers(store, geometry, self._buffer, node=node, compressed_nbytes=compressed_nbytes)
-        self.compressed_nbytes = self._readers.compressed_nbytes
+        self._readers = Readers(store, geometry, self._buffer, node=node)
 
     def _buffer(self, span: Span) -> memoryview:
         assert self._pool is not None

@@ -24,21 +24,12 @@ class CudaStreams:
         """A CUDA graph is being made."""
         return torch.cuda.is_current_stream_capturing()
 
-    @property
-    def copy_handle(self) -> int:
-        """The copy stream, as other libraries take it."""
-        return int(self._copy_stream.cuda_stream)
-
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
         """Asynchronous, because the source is page-locked."""
-        self.run(lambda: target.copy_(source, non_blocking=True), after)
-
-    def run(self, work: Callable[[], object], after: list[Any]) -> None:
-        """In the copy stream's context."""
         for mark in after:
             self._copy_stream.wait_event(mark)
         with torch.cuda.stream(self._copy_stream):
-            work()
+            target.copy_(source, non_blocking=True)
 
     def mark_copy(self) -> Any:
         """An event on the copy stream."""

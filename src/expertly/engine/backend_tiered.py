@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ import torch
 from expertly.core.errors import ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.device_decode import DeviceDecoder, Unpacker
 from expertly.engine.device_streams import Streams
-from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.host_tier import HostTier
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import layer_view
@@ -52,12 +49,8 @@ class TieredBackend:
         dtype: torch.dtype,
         host_nbytes: int,
         node: MemoryNode | None = None,
-        compressed_nbytes: int = 0,
-        decoder: DeviceDecoder | None = None,
     ) -> None:
-        """`host_nbytes`: pinned RAM; `compressed_nbytes`: RAM in which experts stay as a compressed store has them.
-        With a `decoder` that is pinned and the whole host tier: they cross the link so, and `host_nbytes` is 0.
-        """
+        """`host_nbytes`: pinned RAM."""
         self.device = device
         self.node = node
         self._streams = streams
@@ -70,22 +63,10 @@ class TieredBackend:
         self._views = [layer_view(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
         self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
-        self._unpacker: Unpacker | None = None
-        if decoder is None:
-            self.tier = HostTier(
-                store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node, compressed_nbytes
-            )
-            self.compressed_nbytes = self.tier.readers.compressed_nbytes
-        else:
-            frames = SegmentFrames(store, geometry)
-            self._unpacker = Unpacker(frames, geometry, decoder, device)
-            self.tier = HostTier(
-                store, geometry, compressed_nbytes, dtype, self._is_busy, self._wait_idle, node, stored=frames
-            )
-            self.compressed_nbytes = self.tier.memory_nbytes
+        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node)
         self._unpin: list[Callable[[], None]] = []
         try:
-            for memory in (self.tier.stored or self.tier.pool).memory():
+            for memory in self.tier.pool.memory():
                 self._unpin.append(streams.register(memory))
         except BaseException:  # the readers run already, and hold all of the memory
             self.close()
@@ -98,7 +79,6 @@ class TieredBackend:
         self._here: deque[_Transfer] = deque()  # ahead, and in the host tier, which may yet evict it for a demand
         self._ahead_copy: _Transfer | None = None
         self._copied_nbytes = 0
-        self._unpacked_nbytes = 0
         self._hit_nbytes = 0
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -193,14 +173,11 @@ class TieredBackend:
         return self._streams.stall_ns()
 
     def stats(self) -> dict[str, int]:
-        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and bytes of
-        weights that it decoded.
-        """
+        """What its readers moved, bytes of weights served from host memory, and bytes copied to the device."""
         return {
             **self.tier.readers.stats(),
             "host_hit_nbytes": self._hit_nbytes,
             "copied_nbytes": self._copied_nbytes,
-            "device_decoded_nbytes": self._unpacked_nbytes,
         }
 
     def close(self) -> None:
@@ -210,7 +187,7 @@ class TieredBackend:
             self._streams.synchronize()
             for undo in self._unpin:
                 undo()
-            self._unpin, self._views, self._unpacker = [], [], None
+            self._unpin, self._views = [], []
 
     # -- demands -----------------------------------------------------------------------------------------------
 
@@ -328,26 +305,12 @@ class TieredBackend:
         slots = range(slot, slot + source.num_segments)
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
         target = self._views[layer][slot * neurons : (slot + source.num_segments) * neurons]
-        if self._unpacker is None:
-            rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
-            self._streams.copy(target, rows, after)
-            self._copied_nbytes += self._nbytes(source)
-        else:
-            self._unpack(self._unpacker, source, target.view(-1).view(torch.uint8), after)
+        rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
+        self._streams.copy(target, rows, after)
+        self._copied_nbytes += self._nbytes(source)
         transfer.mark = self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
         if not transfer.is_ahead:
             self._demand_mark = transfer.mark
-
-    def _unpack(self, unpacker: Unpacker, source: Span, target: torch.Tensor, after: list[Any]) -> None:
-        """Queue what makes the weights of a host span that is as it is stored, segment by segment."""
-        assert self.tier.stored is not None
-        for number, part in enumerate(target.chunk(source.num_segments)):
-            where = source.layer, source.expert, source.segment + number
-            cover = self.tier.stored.tensor(source.layer, source.slot + number)
-            self._streams.run(partial(unpacker.unpack, *where, cover, part), after)
-            after = []  # the stream runs in order
-            self._copied_nbytes += unpacker.link_nbytes(*where)
-        self._unpacked_nbytes += self._nbytes(source)
 
     def _readers_of(self, span: Span) -> list[Any]:
         """Marks behind the kernels that read the span's slots last."""

@@ -12,7 +12,6 @@ from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_cpu_device, node_of_pci_device
-from expertly.engine.nvcomp_decoder import NvcompDecoder
 from expertly.engine.reads import ExtentSource
 
 
@@ -32,30 +31,21 @@ def make_backend(
     slots_per_class: list[int],
     dtype: torch.dtype,
     host_memory: str | int,
-    compressed_nbytes: int = 0,
 ) -> Backend:
-    """The backend of a device; `host_memory` is the pinned RAM for experts behind an accelerator, `compressed_nbytes`
-    RAM beside that, or beside the slots, where experts stay compressed. Behind an accelerator with `host_memory` 0 that
-    is all of it, and the device decodes. A device cpu:i is a logical one: slots and threads of its own.
+    """The backend of a device; `host_memory` is the pinned RAM for experts behind an accelerator. A device cpu:i is a
+    logical one: slots and threads of its own.
     """
     if device.type != "cuda":
         if host_memory != "auto":
             raise ConfigError(f"host_memory={host_memory!r}: there is no host tier behind {device}; accepted: auto")
-        return CpuBackend(store, geometry, slots_per_class, dtype, memory_node(device), compressed_nbytes)
+        return CpuBackend(store, geometry, slots_per_class, dtype, memory_node(device))
     from expertly.engine.backend_cuda import CudaStreams
 
     node, streams = memory_node(device), CudaStreams(device)
-    if host_memory == 0:
-        decoder = NvcompDecoder(device, streams.copy_handle, streams.mark_copy, streams.is_past)
-        return TieredBackend(
-            device, streams, store, geometry, slots_per_class, dtype, 0, node, compressed_nbytes, decoder
-        )
     nbytes = parse_memory(host_memory, geometry.nbytes)
     if nbytes is None:
         nbytes = max(0, min(geometry.nbytes, available_host_nbytes() - WORKING_NBYTES))
-    return TieredBackend(
-        device, streams, store, geometry, slots_per_class, dtype, nbytes, node, compressed_nbytes=compressed_nbytes
-    )
+    return TieredBackend(device, streams, store, geometry, slots_per_class, dtype, nbytes, node)
 
 
 def memory_node(device: torch.device) -> MemoryNode | None:

@@ -64,7 +64,6 @@ class Choice:
     memory_nbytes: int  # that it was chosen for
     budget_nbytes: int  # of that, what is used: less where memory was `auto` and more brought nothing
     codec: str
-    compressed: float | None  # share of the budget; None: what pays by measuring
     machine: Machine
     plan: SplitPlan | None = None  # that it begins with
     predictor: str | None = None  # the file of trained weights; None: as `auto` finds them
@@ -131,6 +130,13 @@ def save_choice(path: Path, identity: str, dtype: str, choice: Choice) -> None:
 
 
 def _choice(where: str, raw: object) -> Choice:
+    if isinstance(raw, dict) and "compressed" in raw:  # of the first edition
+        if raw["compressed"] not in (None, 0):
+            raise StoreError(
+                f"{where}: compressed={raw['compressed']!r:.80}: experts do not stay compressed in memory any more; "
+                "accepted: null and 0; run `expertly tune` again"
+            )
+        raw = {name: value for name, value in raw.items() if name != "compressed"}
     values = _object(where, raw, [one.name for one in fields(Choice)])
     system = _text(where, values, "system")
     if paths := paths_in(system):
@@ -155,7 +161,6 @@ def _choice(where: str, raw: object) -> Choice:
         memory_nbytes=memory_nbytes,
         budget_nbytes=_whole(where, values, "budget_nbytes", 1, memory_nbytes),
         codec=codec,
-        compressed=None if values["compressed"] is None else _number(where, values, "compressed", 0, 0.999),
         machine=_machine(f"{where}.machine", values["machine"]),
         plan=plan,
         predictor=None if values["predictor"] is None else _text(where, values, "predictor"),

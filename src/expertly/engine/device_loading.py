@@ -21,7 +21,7 @@ from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.scheduler import Scheduler
 from expertly.store.frame_index import FrameIndex
 
-MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int", int], Backend]
+MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int"], Backend]
 
 
 class StoreOfShare:
@@ -105,23 +105,20 @@ def make_group(
     store: ExtentSource,
     dtype: torch.dtype,
     host_memory: str | int,
-    compressed_nbytes: Sequence[int],
     make_backend: MakeBackend,
 ) -> DeviceGroup:
-    """Several devices as one. `host_memory`: of all accelerators together; `compressed_nbytes`: of each device."""
+    """Several devices as one. `host_memory`: of all accelerators together."""
     amounts: Sequence[str | int] = [host_memory] * len(targets)
-    if targets[0].type == "cuda" and host_memory != 0:
+    if targets[0].type == "cuda":
         nbytes = parse_memory(host_memory, placement.geometry.nbytes)
         if nbytes is None:
             nbytes = max(0, min(placement.geometry.nbytes, available_host_nbytes() - WORKING_NBYTES))
         amounts = shares_of(nbytes, [share.geometry for share in placement.shares])
     devices: list[Device] = []
     try:
-        for target, share, scheduler, amount, nbytes in zip(
-            targets, placement.shares, schedulers, amounts, compressed_nbytes, strict=True
-        ):
+        for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
             slots = scheduler.budget.pool_slots()
-            backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount, nbytes)
+            backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
             devices.append(Device(str(target), scheduler, backend))
         return DeviceGroup(placement, devices, _handover(targets[0]))
     except BaseException:

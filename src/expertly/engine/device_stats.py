@@ -27,16 +27,12 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         for eid, mask in enumerate(scheduler.residency.resident)
     )
     node = device.backend.node
-    slots_nbytes = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
-    compressed_nbytes = device.backend.compressed_nbytes
-    is_hosted = device.backend.device.type == "cuda"  # then what stays compressed is host memory
     return {
         "device": device.name,
         "experts": geometry.num_experts,
-        "memory_bytes": slots_nbytes + (0 if is_hosted else compressed_nbytes),
+        "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
         "kept_bytes": budget.kept_nbytes(geometry),
         "ring_bytes": budget.ring_nbytes(geometry),
-        "compressed_bytes": compressed_nbytes,
         "resident_bytes": resident,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
         **moved(device),

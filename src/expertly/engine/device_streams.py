@@ -17,9 +17,6 @@ class Streams(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
         """Queue a copy on the copy stream, after these marks of the compute stream."""
 
-    def run(self, work: Callable[[], None], after: list[Any]) -> None:
-        """Call `work`, which queues on the copy stream, after these marks of the compute stream."""
-
     def mark_copy(self) -> Any:
         """A mark behind everything queued on the copy stream."""
 

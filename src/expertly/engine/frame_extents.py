@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.engine.reads import ExtentSource
 from expertly.store.frame_index import FrameIndex, padded
@@ -88,17 +86,3 @@ class SegmentFrames:
         first = begin // index.frame_nbytes
         count = -(-end // index.frame_nbytes) - first
         return FrameRange(index, self._places[layer][expert], first, count, begin, end - begin)
-
-    def slot_nbytes(self) -> list[int]:
-        """Of each size class, the pages of the segment that lies in the most."""
-        geometry = self._geometry
-        most = [0] * geometry.num_size_classes
-        for layer, size_class in enumerate(geometry.size_classes):
-            index = self._indexes[layer]
-            segments = [self.of(layer, 0, segment) for segment in range(geometry.segments_per_expert)]
-            frames = np.array(self._places[layer])[:, None] * index.num_frames + [one.first for one in segments]
-            begin = index.begin[frames].astype(np.int64)
-            end = index.begin[frames + [one.count for one in segments]].astype(np.int64)
-            pages = -(-end // PAGE_NBYTES) - begin // PAGE_NBYTES
-            most[size_class] = max(most[size_class], int(pages.max()) * PAGE_NBYTES)
-        return most

@@ -1,4 +1,4 @@
-"""Experts that are stored compressed: a read takes frames from disk, or from memory, and decodes them into the slot."""
+"""Experts that are stored compressed: a read takes frames from disk and decodes them into the slot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.compressed_pool import CompressedPool, Held
 from expertly.engine.frame_extents import FrameRange, SegmentFrames
-from expertly.engine.reads import Load, Moved
+from expertly.engine.reads import ExtentSource, Load, Moved, PlainSource, Source, open_files
 from expertly.store.frames import FrameDecoder
 from expertly.store.reader import ExpertFile
 
@@ -28,67 +27,30 @@ class FrameSource:
 
     batch_nbytes = MIN_DECODE_NBYTES
 
-    def __init__(
-        self,
-        files: list[ExpertFile],
-        frames: SegmentFrames,
-        geometry: Geometry,
-        num_readers: int,
-        pool: CompressedPool | None,
-    ) -> None:
-        self._files = files
-        self._frames = frames
-        self._geometry = geometry
+    def __init__(self, store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+        self._files = open_files(store, geometry)
+        self._frames = SegmentFrames(store, geometry)
         self._num_readers = num_readers
-        self._pool = pool
-        self.compressed_nbytes = 0 if pool is None else pool.nbytes
         self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, self._frames.max_frame_nbytes)
 
     def load(self, span: Span, buffer: memoryview) -> Load:
-        """Cut over the readers at frames; segments that stay compressed in memory are cut apart, too."""
-        nbytes = self._geometry.segment_nbytes(span.layer)
-        each = span.num_segments if self._pool is None else 1
+        """Cut over the readers at frames."""
+        frames = self._frames.of(span.layer, span.expert, span.segment, span.num_segments)
         reads: list[_FrameRead] = []
-        for done in range(0, span.num_segments, each):
-            held = None
-            if self._pool is not None:
-                held = self._pool.begin(span.layer, span.expert, span.segment + done)
-            out = buffer[done * nbytes : (done + each) * nbytes]
-            frames = self._frames.of(span.layer, span.expert, span.segment + done, each)
-            for part in self._cut(frames):
-                first = part.first_byte - frames.first_byte
-                share = out[first : first + part.num_bytes]
-                reads.append(_FrameRead(self._files[span.layer], part, share, held))
-        return Load(reads, len(buffer), sum(read.disk_nbytes for read in reads))
-
-    def ended(self, span: Span, ok: bool) -> None:
-        """What was read stays, where it has a place."""
-        if self._pool is not None:
-            self._pool.ended(span, ok)
-
-    def withdrawn(self, span: Span) -> None:
-        """Its place is free again."""
-        if self._pool is not None:
-            self._pool.withdrawn(span)
-
-    def abandon(self) -> None:
-        """What was being read is not there."""
-        if self._pool is not None:
-            self._pool.abandon()
-
-    def hit_nbytes(self) -> int:
-        """Of weights decoded without a read."""
-        return 0 if self._pool is None else self._pool.hit_nbytes
+        for part in self._cut(frames):
+            first = part.first_byte - frames.first_byte
+            reads.append(_FrameRead(self._files[span.layer], part, buffer[first : first + part.num_bytes]))
+        return Load(reads, len(buffer), sum(read.frames.cover_nbytes for read in reads))
 
     def worker(self) -> Decoding:
         """Its decoder, and memory for what it reads."""
         return Decoding(self._scratch_nbytes)
 
     def close(self) -> None:
-        """Close the files and let go of the pool."""
+        """Close the files."""
         for file in self._files:
             file.close()
-        self._files, self._pool = [], None
+        self._files = []
 
     def _cut(self, frames: FrameRange) -> list[FrameRange]:
         """A part for each reader, but of no fewer bytes of weights than are worth it, nor more than scratch holds."""
@@ -126,25 +88,20 @@ class _FrameRead:
     file: ExpertFile
     frames: FrameRange
     out: memoryview
-    held: Held | None  # where their stored bytes are, or shall be
-
-    @property
-    def disk_nbytes(self) -> int:
-        return 0 if self.held is not None and self.held.is_filled else self.frames.cover_nbytes
 
     def run(self, worker: Decoding) -> Moved:
-        """Read, unless it is in memory, and decode."""
-        frames, held = self.frames, self.held
-        nbytes = frames.cover_nbytes
-        buffered_nbytes = 0
-        if held is None:
-            cover = worker.scratch(nbytes)
-        else:
-            begin = frames.cover_begin - held.begin
-            cover = held.memory[begin : begin + nbytes]
-        if held is None or not held.is_filled:
-            is_direct = self.file.read_into(frames.cover_begin, [cover])
-            buffered_nbytes = 0 if is_direct else nbytes
+        """Read and decode."""
+        frames = self.frames
+        cover = worker.scratch(frames.cover_nbytes)
+        is_direct = self.file.read_into(frames.cover_begin, [cover])
         start_ns = time.thread_time_ns()
         frames.decode(worker.decoder, cover, self.out)
-        return Moved(buffered_nbytes, frames.decoded_nbytes, time.thread_time_ns() - start_ns)
+        decode_ns = time.thread_time_ns() - start_ns
+        return Moved(0 if is_direct else len(cover), frames.decoded_nbytes, decode_ns)
+
+
+def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
+    """By how the store's experts are stored."""
+    if store.frame_index(0) is None:
+        return PlainSource(store, geometry, num_readers)
+    return FrameSource(store, geometry, num_readers)

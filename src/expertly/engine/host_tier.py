@@ -9,11 +9,9 @@ import torch
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.frame_extents import SegmentFrames
 from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.reads import ExtentSource
-from expertly.engine.stored_reads import StoredSlots
 from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
@@ -37,34 +35,20 @@ class HostTier:
         is_busy: Callable[[int], bool],
         wait_idle: Callable[[], None],
         node: MemoryNode | None = None,
-        compressed_nbytes: int = 0,
-        stored: SegmentFrames | None = None,
     ) -> None:
-        """`stored`: slots hold segments as they are stored, for a device that decodes."""
-        self.stored: StoredSlots | None = None
         try:
-            if stored is None:
-                slots = split_budget(geometry, memory_nbytes).pool_slots()
-                self._slot_nbytes = class_segment_nbytes(geometry)
-            else:
-                self.stored = StoredSlots(stored, geometry, memory_nbytes, node)
-                slots, self._slot_nbytes = self.stored.slots_per_class, self.stored.slot_nbytes
+            slots = split_budget(geometry, memory_nbytes).pool_slots()
         except BudgetError as error:
             raise BudgetError(f"host_{error}") from None
+        self._slot_nbytes = class_segment_nbytes(geometry)
         self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
         """Of all its slots."""
         self._geometry = geometry
         self._residency = SlotTable(geometry, slots)
         self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
-        self.pool = HostPool(geometry, slots if stored is None else [0] * len(slots), self._slot_nbytes, dtype, node)
-        slots_of = self.stored or self.pool
+        self.pool = pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
         self.readers = Readers(
-            store,
-            geometry,
-            lambda span: slots_of.buffer(span.layer, span.slot, span.num_segments),
-            node=node,
-            compressed_nbytes=compressed_nbytes,
-            as_stored=stored is not None,
+            store, geometry, lambda span: pool.buffer(span.layer, span.slot, span.num_segments), node=node
         )
         self._is_busy, self._wait_idle = is_busy, wait_idle
         self._loading: dict[Span, None] = {}

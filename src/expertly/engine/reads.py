@@ -59,71 +59,24 @@ class Source(Protocol):
 
     batch_nbytes: int
     """Spans of one read travel together up to so many bytes of weights."""
-    compressed_nbytes: int
-    """Memory in which experts stay as they are stored."""
 
     def load(self, span: Span, buffer: memoryview) -> Load:
-        """The reads that fill `buffer`, the span's slots. One of `ended`, `withdrawn` or `abandon` follows."""
-
-    def ended(self, span: Span, ok: bool) -> None:
-        """All its reads have ended; `ok`: and none has failed."""
-
-    def withdrawn(self, span: Span) -> None:
-        """None of its reads has begun, and none will."""
-
-    def abandon(self) -> None:
-        """No read is under way, and none of those that were made and have not ended will begin. Puts right what an
-        interrupt in the middle of any of these left.
-        """
-
-    def hit_nbytes(self) -> int:
-        """Of weights that came without a read from disk."""
+        """The reads that fill `buffer`, the span's slots."""
 
     def worker(self) -> Any:
         """What a reader needs of its own."""
 
     def close(self) -> None:
-        """Close files, give memory back. Idempotent."""
+        """Close files. Idempotent."""
 
 
-class FileSource:
-    """What sources of files have in common that remember nothing of what they read. See Source."""
-
-    compressed_nbytes = 0
-
-    def __init__(self, files: list[ExpertFile]) -> None:
-        self._files = files
-
-    def ended(self, span: Span, ok: bool) -> None:
-        """Nothing stays."""
-
-    def withdrawn(self, span: Span) -> None:
-        """Nothing was there."""
-
-    def abandon(self) -> None:
-        """Nothing is remembered."""
-
-    def hit_nbytes(self) -> int:
-        """Nothing comes without a read."""
-        return 0
-
-    def worker(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
-        self._files = []
-
-
-class PlainSource(FileSource):
+class PlainSource:
     """Experts that lie in the file as they lie in memory: a read goes straight into the slot. See Source."""
 
     batch_nbytes = MIN_READ_NBYTES
 
     def __init__(self, store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
-        super().__init__(open_files(store, geometry))
+        self._files = open_files(store, geometry)
         self._offsets = [  # of each expert
             [offset + store.expert_in_file(layer, e) * shape.expert_nbytes for e in range(shape.num_experts)]
             for layer, shape in enumerate(geometry.layers)
@@ -141,6 +94,15 @@ class PlainSource(FileSource):
         starts = range(0, len(buffer), size)
         reads = [_PlainRead(file, offset + start, buffer[start : start + size]) for start in starts]
         return Load(reads, len(buffer), len(buffer))
+
+    def worker(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+        self._files = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,6 @@ class Settings(NamedTuple):
     segments: int | None
     memory: str | int | None
     codec: str
-    compressed: str | float
     plan: str | Path | SplitPlan | None
     predictor: str | Path | None
 
@@ -88,8 +87,7 @@ def find_choice(store: PackedStore, asked: Settings, request: Request, targets: 
 
 def _memory_nbytes(store: PackedStore, request: Request, targets: Sequence[torch.device]) -> int:
     """All that is asked for, or that is free."""
-    plain = Request(request.memory, request.ring, request.context, request.host_memory, 0)
-    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), plain, targets)
+    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
     return division.budgets[0].memory_nbytes
 
 
@@ -130,11 +128,7 @@ def _found(choice: Choice, store: PackedStore, asked: Settings, request: Request
         else:
             said.append("its plan does not fit here and is left out")
     codec = choice.codec if asked.codec == AUTO and _is_packed(store, choice.codec) else asked.codec
-    in_planes = (store.codec if codec == AUTO else codec) != "none"
-    compressed = asked.compressed
-    if compressed == AUTO and in_planes and choice.compressed is not None:
-        compressed = choice.compressed
-    settings = Settings(segments, memory, codec, compressed, plan, _predictor(choice, asked.predictor))
+    settings = Settings(segments, memory, codec, plan, _predictor(choice, asked.predictor))
     return Found(choice.system, settings, "; ".join(said))
 
 
@@ -142,7 +136,7 @@ def _fits(plan: SplitPlan, choice: Choice, store: PackedStore, nbytes: int, requ
     """Whether the system can begin with the plan in so much memory."""
     try:
         geometry = store.geometry(plan.geometry.segments_per_expert)
-        slots = Request(int(nbytes * (1 - (choice.compressed or 0.0))), request.ring, compressed=0)
+        slots = Request(nbytes, request.ring)
         check_plan(plan, choice.parts, geometry, divide(store, [geometry], choice.parts, slots, [_CPU]).budgets[0])
     except ConfigError:
         return False

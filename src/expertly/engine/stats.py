@@ -7,7 +7,6 @@ from typing import Any
 
 from expertly.core.messages import Phase
 from expertly.engine.device_stats import allocation_over, moved, of_device
-from expertly.engine.division import Division
 from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
 from expertly.native.kernels import kernels_over
@@ -16,22 +15,21 @@ from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
-_MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes", "compressed_bytes")
+_MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes")
 
 
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
     def __init__(
-        self, engine: Engine, system: System, store: PackedStore, division: Division, why_system: str | None = None
+        self, engine: Engine, system: System, store: PackedStore, why_memory: str, why_system: str | None = None
     ) -> None:
-        """`why_system`: where it was chosen, why it is this one."""
+        """`why_memory`: why it is so much; `why_system`: where it was chosen, why it is this one."""
         self._engine = engine
         self._system = system
         self._store = store
-        self._division = division
         self.system = system.name
-        self.memory_reason = division.reason
+        self.memory_reason = why_memory
         self.system_reason = why_system
 
     def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
@@ -55,7 +53,6 @@ class Stats:
             **{name: sum(one[name] for one in devices) for name in _MEMORY},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
-            "compressed": {"share": self._division.compressed.share, "why": self._division.compressed.why},
             "kernels": kernels_over([device.kernels for device in executor.devices]),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "compute_threads": None if engine.threads is None else engine.threads.facts(),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.engine.frame_reads import make_source
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reads import ExtentSource, Load, Moved, Read
-from expertly.engine.sources import make_source
 
 NUM_READERS = 4
 """Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
@@ -57,15 +57,8 @@ class Readers:
         buffer_of: Callable[[Span], memoryview],
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
-        compressed_nbytes: int = 0,
-        as_stored: bool = False,
     ) -> None:
-        """`compressed_nbytes`: memory in which experts of a compressed store may stay as they are stored. `as_stored`:
-        they are not decoded.
-        """
-        self._source = make_source(store, geometry, num_readers, compressed_nbytes, node, as_stored)
-        self.compressed_nbytes = self._source.compressed_nbytes
-        """Memory of experts that stay as they are stored."""
+        self._source = make_source(store, geometry, num_readers)
         self._buffer_of = buffer_of
         self._num_readers = num_readers
         self._node = node
@@ -134,7 +127,6 @@ class Readers:
                 gone.append(ticket.span)
                 self.num_in_flight -= 1
                 self.asked_nbytes -= ticket.load.disk_nbytes
-                self._source.withdrawn(ticket.span)
         return gone
 
     def poll(self) -> Span | None:
@@ -167,7 +159,6 @@ class Readers:
                 pass
         while not self._done.empty():
             self._done.get()
-        self._source.abandon()
         self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0
 
     def _gather(self) -> bool:
@@ -189,13 +180,12 @@ class Readers:
 
     def stats(self) -> dict[str, int]:
         """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
-        decoded, of those that came from memory without a read, and processor time that it took.
+        decoded, and processor time that it took.
         """
         return {
             "disk_nbytes": self.asked_nbytes,
             "buffered_nbytes": self.buffered_nbytes,
             "decoded_nbytes": self.decoded_nbytes,
-            "compressed_hit_nbytes": self._source.hit_nbytes(),
             "decode_ns": self.decode_ns,
         }
 
@@ -214,7 +204,6 @@ class Readers:
             cause = "" if self._ended_by is None else f": {type(self._ended_by).__name__}: {self._ended_by}"
             raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
         self.num_in_flight -= 1
-        self._source.ended(ticket.span, ticket.error is None)
         if ticket.error is not None:
             raise ticket.error
         return ticket.span

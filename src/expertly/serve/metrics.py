@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.memory import Split
-from expertly.serve.readings import Readings, compressed_here
+from expertly.serve.readings import Readings
 from expertly.serve.request import Request
 from expertly.serve.scheduler import RequestScheduler
 
@@ -102,7 +102,6 @@ class EngineMetrics(Collector):
             family.add_metric([use], nbytes)
         family.add_metric(["experts"], stats["memory_bytes"])
         family.add_metric(["experts_resident"], sum(device["resident_bytes"] for device in stats["devices"]))
-        family.add_metric(["experts_compressed"], compressed_here(stats))
         for name, nbytes in self._readings.host_memory().items():
             family.add_metric([name.removesuffix("_bytes")], nbytes)
         return family

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp
 
-from expertly.core.amounts import parse_share
-from expertly.core.codecs import DEVICE, check_codec
+from expertly.core.codecs import check_codec, refuse_compressed
 from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
@@ -56,7 +55,7 @@ class Options(BaseModel):
     device: str | None = None
     host_memory: str = "auto"
     codec: str = "auto"
-    compressed: str = "auto"
+    compressed: object = None  # gone, and refused
     maps: str = "auto"
     predictor: str = "auto"
     plan: str | None = None
@@ -80,8 +79,7 @@ class Options(BaseModel):
         if self.system != AUTO_SYSTEM:
             get_system(self.system)
         check_codec(self.codec)
-        if self.compressed != DEVICE:
-            parse_share(self.compressed)
+        refuse_compressed(self.compressed)
         if self.api_key_file is None and not self.no_key:
             raise ConfigError(
                 "api_key_file: missing; accepted: a file of keys on every machine, or no_key=true, with which requests "

@@ -138,9 +138,3 @@ def _read(read: Callable[[], Any]) -> Any:
         except RuntimeError:
             continue
     return read()
-
-
-def compressed_here(stats: dict[str, Any]) -> int:
-    """Bytes of the experts' memory that hold them as they are stored; behind an accelerator that is host memory."""
-    nbytes: int = stats["memory_bytes"] - stats["kept_bytes"] - stats["ring_bytes"]
-    return nbytes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("expertly.serve")
 
-_TOLD = {"system", "segments", "dtype", "device", "host_memory", "codec", "compressed", "maps", "predictor"}
+_TOLD = {"system", "segments", "dtype", "device", "host_memory", "codec", "maps", "predictor"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from expertly.serve.memory import Split
 from expertly.serve.metrics import EngineMetrics, RequestMetrics, rendered
-from expertly.serve.readings import Readings, compressed_here
+from expertly.serve.readings import Readings
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.service import About
 
@@ -116,7 +116,6 @@ class View:
                 **self._split.as_dict(),
                 "experts_bytes": stats["memory_bytes"],
                 "experts_resident_bytes": sum(device["resident_bytes"] for device in stats["devices"]),
-                "experts_compressed_bytes": compressed_here(stats),
                 "all_experts_bytes": stats["expert_bytes"],
                 **self._readings.host_memory(),
             },

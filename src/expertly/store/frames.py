@@ -119,7 +119,7 @@ class FrameDecoder:
         first, count = skip // itemsize, len(out) // itemsize
         planes = []
         begin = 0
-        for number, length in enumerate(check_frame(index, expert, frame, stored)):
+        for number, length in enumerate(_check_frame(index, expert, frame, stored)):
             try:
                 plane = self._plane(number, stored[begin : begin + length], index.frame_nbytes // itemsize)
             except (zstandard.ZstdError, ValueError) as error:
@@ -154,7 +154,7 @@ class FrameDecoder:
         np.add(words, low, out=words)
 
 
-def check_frame(index: FrameIndex, expert: int, frame: int, stored: memoryview) -> list[int]:
+def _check_frame(index: FrameIndex, expert: int, frame: int, stored: memoryview) -> list[int]:
     """The stored bytes of each plane of a frame; `stored` is all of them. Raises TransferError naming file, expert and
     frame where length, checksum or what zstd frames state is not what it must be.
     """

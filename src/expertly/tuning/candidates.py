@@ -1,4 +1,4 @@
-"""What can be chosen: every system that can run here, and each with another part, P, codec or share of the memory."""
+"""What can be chosen: every system that can run here, and each with another part, P, or codec."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, WITH_OPTIONS, System, names_of_options
-from expertly.sim.storage import Storage
 
 NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 4, 8, 16)}
 """What is tried of parts that are numbers."""
 
 THETAS = ("0.25", "0.5", "0.75")
 """Parts of experts that are kept, where an allocation is told."""
-
-SHARES = ("0", "30%", "60%", "auto")
-"""Of the memory, for experts that stay compressed."""
 
 BUDGET_SHARES = (1.0, 0.75, 0.5)
 """Of the memory that is free, where nobody said how much to take."""
@@ -39,7 +35,7 @@ class Candidate:
 
     system: System
     budget_nbytes: int
-    storage: Storage
+    codec: str
     is_planned: bool = False  # it begins with a plan that is made of the recorded part
 
     @property
@@ -48,14 +44,14 @@ class Candidate:
         name = self.system.name
         if self.is_planned:
             name += " with a plan"
-        if self.storage.codec != "none":
-            name += f", {self.storage.codec}, {self.storage.compressed} compressed"
+        if self.codec != "none":
+            name += f", {self.codec}"
         return name
 
     @property
     def complexity(self) -> tuple[int, int, str]:
         """Of what does equally well, the least is taken: less memory, fewer parts."""
-        parts = self.system.name.count(":") + self.is_planned + (self.storage.compressed != "0")
+        parts = self.system.name.count(":") + self.is_planned
         return (self.budget_nbytes, parts, self.label)
 
 
@@ -91,9 +87,9 @@ class Space:
         if _can_plan(system):
             yield replace(candidate, is_planned=not candidate.is_planned)
         if not system.keeps_everything:
-            for storage in self._storages():
-                if storage != candidate.storage:
-                    yield replace(candidate, storage=storage)
+            for codec in self.codecs:
+                if codec != candidate.codec:
+                    yield replace(candidate, codec=codec)
         if self.is_free and not system.keeps_everything:
             for share in BUDGET_SHARES:
                 if int(share * self.memory_nbytes) != candidate.budget_nbytes:
@@ -110,12 +106,7 @@ class Space:
     def _candidates(self, system: System) -> Iterator[Candidate]:
         if self.can_run(system):
             for codec in self.codecs:
-                yield Candidate(system, self.memory_nbytes, Storage(codec, "0" if codec == "none" else "auto"))
-
-    def _storages(self) -> Iterator[Storage]:
-        for codec in self.codecs:
-            for share in SHARES if codec != "none" else ("0",):
-                yield Storage(codec, share)
+                yield Candidate(system, self.memory_nbytes, codec)
 
     def _settings(self, system: System) -> Iterator[tuple[str, str]]:
         """Every other value of every part and option of it, what matters most first."""

@@ -72,8 +72,7 @@ class EnginePlayer:
             memory=candidate.budget_nbytes,
             plan=self._plan(candidate),
             maps=str(self.maps(candidate)) if system.learns is not None else None,
-            codec=candidate.storage.codec,
-            compressed=candidate.storage.compressed,
+            codec=candidate.codec,
         )
         engine, trace, training = api.handle(model).engine, self._workload.trace, self._workload.schedule.training
         prefetching = engine.prefetching

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from expertly import api
-from expertly.core.amounts import parse_share
 from expertly.core.codecs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, write_atomic
@@ -171,7 +170,7 @@ def _observed(
 ) -> Observed:
     """Loads the model once, in the codec whose loads can be measured by themselves, where there is a choice."""
     codec = "none" if "none" in stores else next(iter(stores))
-    load_base = partial(load, system=BASE_SYSTEM, maps=None, codec=codec, compressed=0)
+    load_base = partial(load, system=BASE_SYSTEM, maps=None, codec=codec)
     tell("recording", 0, 1)
     model, tokenizer = load_base(memory=wishes.memory)
     try:
@@ -301,8 +300,7 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
         segments=simulation.segments(chosen),
         memory_nbytes=seen.memory_nbytes,
         budget_nbytes=chosen.budget_nbytes,
-        codec=chosen.storage.codec,
-        compressed=parse_share(chosen.storage.compressed),
+        codec=chosen.codec,
         machine=seen.machine,
         plan=simulation.plan(chosen),
         predictor=str(Path(wishes.predictor).expanduser().absolute()) if is_named else None,

@@ -1,0 +1,190 @@
+"""Models whose experts are stored compressed: tokens, counts, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly import api
+from expertly.api import handle
+from expertly.core.codecs import CodecChoice
+from expertly.core.errors import ConfigError, TransferError
+from expertly.engine.backend_tiered import TieredBackend
+from expertly.model.packing import pack
+from expertly.store.planes import planes_name
+from expertly.store.reader import ExpertFile
+from tests.engine.conftest import Case, Cases
+from tests.engine.failing import FailOnce, interrupt_at_lines
+from tests.engine.observe import loaded, prediction
+from tests.engine.test_tiered import LateStreams
+from tests.families import HIDDEN_SIZE, generate
+from tests.weights import put_beside
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="session")
+def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return compressed_case(cases["qwen3_moe"], tmp_path_factory.mktemp("planes") / "store")
+
+
+@pytest.fixture
+def own_planes(cases: Cases, tmp_path: Path) -> Case:
+    """One that may be damaged."""
+    return compressed_case(cases["qwen3_moe"], tmp_path / "store")
+
+
+def compressed_case(case: Case, store: Path) -> Case:
+    pack(case.folder, store, codec="planes")
+    put_beside(store, HIDDEN_SIZE)
+    found = object.__new__(Case)
+    found.__dict__.update(case.__dict__ | {"store": store})
+    return found
+
+
+def stats_of(model: Any) -> dict[str, Any]:
+    return expertly.stats(model).as_dict()
+
+
+# -- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("system", ["lru", "fmoe", "moepic", "promoe", "moe-infinity"])
+def test_tokens_are_the_reference(system: str, segments: int, planes: Case) -> None:
+    with loaded(planes.store, system=system, segments=segments, memory="50%") as model:
+        for _ in range(2):
+            assert generate(model, planes.prompts) == planes.tokens
+        stats = stats_of(model)
+        assert stats["codec"]["name"] == "planes" and stats["codec"]["ratio"] < 1
+        assert stats["bytes_decoded"] > 0 and stats["decode_s"] > 0
+        if system == "lru":  # others may be loading ahead still
+            assert stats["bytes_decoded"] >= stats["bytes_loaded"] > 0
+        if system == "fmoe":
+            assert prediction(model)["failed"] is None
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_the_same_bits(family: str, dtype: str, cases: Cases, tmp_path: Path) -> None:
+    """Whatever the model: logits are those of the store that is not compressed, to the bit."""
+    case, logits = cases[family], []
+    for codec in ("none", "planes"):
+        pack(case.folder, tmp_path / codec, dtype, codec=codec)
+        with loaded(tmp_path / codec, memory="60%") as model, torch.no_grad():
+            logits.append(model(torch.tensor(case.prompts[:1])).logits)
+    assert torch.equal(*logits)
+
+
+def test_several_devices_decode_each_its_own(planes: Case) -> None:
+    devices = "cpu:0,cpu:1"
+    with loaded(planes.store, devices=devices, memory="75%") as model:
+        for _ in range(2):
+            assert generate(model, planes.prompts) == planes.tokens
+        stats = stats_of(model)
+        assert all(one["bytes_decoded"] > 0 for one in stats["devices"])
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TieredBackend] = []
+
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
+        half = geometry.nbytes // 2
+        made.append(TieredBackend(device, LateStreams(), store, geometry, slots, dtype, half))
+        return made[0]
+
+    monkeypatch.setattr(api, "make_backend", make_backend)
+    with loaded(planes.store, memory="50%", segments=segments) as model:
+        for _ in range(2):
+            assert generate(model, planes.prompts) == planes.tokens
+        moved = made[0].stats()
+        assert moved["decoded_nbytes"] > 0 and moved["host_hit_nbytes"] > 0
+        assert moved["decoded_nbytes"] + moved["host_hit_nbytes"] >= moved["copied_nbytes"]
+        made[0].tier.check()
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["30%", 0.3, "device", "much", ""])
+def test_keeping_experts_compressed_in_memory_is_refused(value: str | float, planes: Case) -> None:
+    with pytest.raises(ConfigError, match=r"compressed=.*accepted: codec='planes'.*memory="):
+        expertly.load(str(planes.store), device="cpu", compressed=value)
+
+
+@pytest.mark.parametrize("value", [0, "0", "auto"])
+def test_not_asking_for_it_is_no_error(value: str | int, planes: Case) -> None:
+    with loaded(planes.store, memory="75%", compressed=value) as model:
+        assert generate(model, planes.prompts) == planes.tokens
+
+
+def test_resident_decodes_everything_once(planes: Case) -> None:
+    with loaded(planes.store, system="resident", memory="100%") as model:
+        assert generate(model, planes.prompts) == planes.tokens
+        stats = stats_of(model)
+        assert stats["bytes_decoded"] == stats["expert_bytes"]
+
+
+# -- the codec -------------------------------------------------------------------------------------------------------
+
+
+def test_load_packs_as_it_is_told(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["mixtral"]
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    for codec in ("planes", "none", "planes"):
+        with loaded(case.folder, codec=codec) as model:
+            stats = stats_of(model)
+            assert stats["codec"]["name"] == codec and stats["codec"]["why"] == "it was asked for"
+            assert (stats["bytes_decoded"] > 0) == (stats["bytes_loaded"] > 0 and codec == "planes")
+            assert handle(model).store.folder.name.endswith("-planes") == (codec == "planes")
+    monkeypatch.setattr("expertly.model.packing._choose", lambda *args: CodecChoice("planes", "it is the faster one"))
+    with loaded(case.folder) as model:
+        assert stats_of(model)["codec"] | {"ratio": 0} == {"name": "planes", "why": "it is the faster one", "ratio": 0}
+
+
+def test_a_codec_that_is_none_and_one_that_the_store_is_not_in(planes: Case) -> None:
+    with pytest.raises(ConfigError, match="codec='zip': unknown; accepted: none, planes, auto"):
+        expertly.load(str(planes.store), device="cpu", codec="zip")
+    with pytest.raises(ConfigError, match=r"codec='none': the packed store .* is in planes"):
+        expertly.load(str(planes.store), device="cpu", codec="none")
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_damage_fails_the_request_and_the_next_one_works(own_planes: Case) -> None:
+    case = own_planes
+    path = case.store / planes_name(1)
+    whole = path.read_bytes()
+    with loaded(case.store, memory="75%", system="on-demand") as model:
+        path.write_bytes(bytes(byte ^ 255 for byte in whole))
+        for _ in range(2):
+            with pytest.raises(TransferError, match=rf"{path.name}: frame 0 of expert \d: checksum"):
+                generate(model, case.prompts)
+            handle(model).engine.scheduler.check()
+        path.write_bytes(whole)
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+
+
+@pytest.mark.parametrize("at", [1, 7, 20])
+def test_a_read_that_fails_once(at: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(planes.store, memory="75%", segments=4) as model:
+        fail = FailOnce(at)
+        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
+        with pytest.raises(TransferError):
+            generate(model, planes.prompts)
+        for _ in range(2):
+            assert generate(model, planes.prompts) == planes.tokens
+
+
+def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(planes: Case) -> None:
+    def check(model: Any) -> None:
+        assert stats_of(model)["bytes_decoded"] > 0
+
+    interrupt_at_lines(planes, range(5, 6000, 409), check, memory="75%", segments=4)
