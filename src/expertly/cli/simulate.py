@@ -149,7 +149,7 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
 
 @contextlib.contextmanager
 def _chrome_trace(path: Path | None) -> Iterator[Any]:
-    from expertly.sim.chrome import ChromeTrace
+    from expertly.lab.chrome import ChromeTrace
 
     if path is None:
         yield None

@@ -23,9 +23,8 @@ from expertly.lab.playing import answer, chooser, max_positions
 from expertly.lab.recording import record
 from expertly.policies.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
-from expertly.sim.reuse_learning import teach
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.training import histories
+from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
 
 

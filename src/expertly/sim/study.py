@@ -26,7 +26,6 @@ from expertly.sim.future import RowsFile, TraceFuture, next_uses
 from expertly.sim.hardware import Hardware, Link, PredictorCosts
 from expertly.sim.link import Clock, SimulationWatcher, VirtualLink, has_host_tier
 from expertly.sim.metrics import percentile
-from expertly.sim.reuse_learning import ReuseOfTraining
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.training import TrainingPart, popularity
@@ -42,13 +41,16 @@ RATES = (
     *("similarity_correlation_semantic", "similarity_correlation_trajectory"),
 )
 
-_NOT_YET = (
-    *("memory_bytes", *RATES, "stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded", "prefetched_bytes"),
-    *("wasted_bytes", "bytes_read", "history", "predictor", "gate", "predictions_late", "contexts_dropped"),
-    *("allocation", "latency_s", "layers", "requests", "tokens", "hit_rate_by_request", "decode_iterations"),
-    *("decode_stall_s", "times_by_request"),
+FIELDS = (
+    *("system", "scope", "memory", "memory_bytes", "segments", *RATES),
+    *("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded"),
+    *("prefetched_bytes", "wasted_bytes", "bytes_read"),
+    *("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation", "skipped"),
+    *("accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance"),
+    *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
+    *("decode_iterations", "decode_stall_s", "times_by_request"),
 )
-"""Fields of a row that are None where nothing was simulated or nobody can know them."""
+"""Of a row. One is None where nothing was simulated, or where nobody can know it."""
 
 MATCHERS = ("virtual", "inline")
 """Predictors take the hardware's time, or none."""
@@ -154,7 +156,6 @@ class Study:
     _workload: TraceWorkload = field(init=False)
     _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
     _training: TrainingPart = field(init=False)
-    _learned_reuse: ReuseOfTraining = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _next_uses: RowsFile | None = field(init=False, default=None)
     _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
@@ -162,7 +163,6 @@ class Study:
     def __post_init__(self) -> None:
         self._workload = TraceWorkload(self.trace, self.schedule.test)
         self._training = TrainingPart(self.trace, self.schedule.training)
-        self._learned_reuse = ReuseOfTraining(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule.training, self.geometry)
         self._check_codec()
         if self.layers is not None:
@@ -287,15 +287,9 @@ class Study:
         return _Outcome(row | {"memory": memory.label}, nbytes)
 
     def _simulated(self, system: System, memory: Memory, geometry: Geometry, budget: Budget, label: str) -> _Outcome:
-        row: dict[str, Any] = {
-            "system": system.name,
-            "scope": system.scope,
-            "memory": memory.label,
-            "segments": geometry.segments_per_expert,
-            **dict.fromkeys(_NOT_YET),
-            **PhaseCounters().rates_by_distance(),
-            "skipped": self._missing(system),
-        }
+        row: dict[str, Any] = dict.fromkeys(FIELDS)
+        row |= {"system": system.name, "scope": system.scope, "memory": memory.label}
+        row |= {"segments": geometry.segments_per_expert, "skipped": self._missing(system)}
         if row["skipped"] is not None:
             return _Outcome(row)
         simulator = self.simulate(system, budget, label, geometry)
@@ -364,7 +358,7 @@ class Study:
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
         order = None if system.name in BOUNDS else self.order
         known = replace(known, usage=self._training.usage(system, geometry, known))
-        known = replace(known, reuse=self._learned_reuse.of(system, geometry))
+        known = replace(known, reuse=self._training.reuse(system, geometry))
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         watcher = None if self.chrome is None else self.chrome.begin_run(name)

@@ -13,12 +13,18 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import History, Want
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known, Usage
 from expertly.policies.predictor import Predictor
+from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.system import System
+from expertly.sim.schedule import first_rows
 from expertly.sim.workload import RowRange, TraceWorkload, read_rows
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, max_experts
+
+MOST_ROWS_OF_REUSE = 8192
+"""Of the training part, its first, from which reuse is learned: more teach little, and take seconds."""
 
 _BLOCK_ROWS = 1024
 _NUM_KEPT = 8
@@ -35,6 +41,7 @@ class TrainingPart:
         self._spans = list(spans)
         self._filled: dict[_Key, Predictor] = {}  # as they are before a run
         self._usage: dict[_Key, Usage] = {}
+        self._reuse: ReuseModel | None = None
 
     def predictor(
         self, system: System, geometry: Geometry, known: Known, progress: Callable[[int, int], None] | None = None
@@ -74,6 +81,15 @@ class TrainingPart:
         if key not in self._usage:
             self._usage[key] = self._look(system, geometry, known)
         return self._usage[key]
+
+    def reuse(self, system: System, geometry: Geometry) -> ReuseModel | None:
+        """What is used again soon. None without a training part, or where the system's eviction makes nothing of it."""
+        if not self._spans or system.keeps_everything or not EVICTIONS[system.eviction].takes_reuse:
+            return None
+        if self._reuse is None:
+            self._reuse = ReuseModel(geometry)
+            teach(self._reuse, self._trace, self._spans)
+        return self._reuse
 
     def _look(self, system: System, geometry: Geometry, known: Known) -> Usage:
         """Its predictor runs beside the training part as it will beside the rest, cold: what a predictor has learned
@@ -131,6 +147,15 @@ def histories(trace: Trace, spans: Sequence[RowRange], wants: Collection[Want]) 
     for span in spans:
         for rows in read_rows(trace, span.first_row, span.num_rows, _BLOCK_ROWS):
             yield rows.history(wants)
+
+
+def teach(model: ReuseModel, trace: Trace, spans: Sequence[RowRange]) -> None:
+    """Let it see what these requests needed, the first MOST_ROWS_OF_REUSE of their rows. It is of the trace's model."""
+    first = first_rows(list(spans), MOST_ROWS_OF_REUSE)
+    if first:
+        for iteration in TraceWorkload(trace, first).iterations():
+            for router in iteration.layers:
+                model.observe(router)
 
 
 def _learns(predictor: Predictor) -> bool:

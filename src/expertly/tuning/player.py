@@ -14,8 +14,7 @@ from expertly.engine.memory import available_host_nbytes
 from expertly.engine.saved_reuse import reuse_models
 from expertly.lab.playing import Played, feed
 from expertly.policies.moepic.plan import SplitPlan
-from expertly.sim.reuse_learning import teach
-from expertly.sim.training import histories
+from expertly.sim.training import histories, teach
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.workload import Request, Workload
 
