@@ -54,24 +54,10 @@ def sized(num_layers: int, num_experts: int, top_k: int, width: int = 12) -> tup
 
 
 def measured() -> Hardware:
-    """A machine that was measured with 2 layers of 8 experts, top-2, whose computing thread spends time on loads, and computes slower while the link is busy."""
-    compute = MeasuredCompute(
-        "toy",
-        "float32",
-        1,
-        0,
-        2,
-        sized(2, 8, 2)[0],
-        (1, 4),
-        (100, 120),
-        (1000, 1100),
-        (50, 80),
-        (50, 80),
-        (5, 5),
-        11,
-        13,
-        1.5,
-    )
+    """A machine that was measured with 2 layers of 8 experts, top-2: its computing thread spends time on loads, and
+    computes slower while the link is busy."""
+    times = ((1, 4), (100, 120), (1000, 1100), (50, 80), (50, 80), (5, 5))
+    compute = MeasuredCompute("toy", "float32", 1, 0, 2, sized(2, 8, 2)[0], *times, 11, 13, 1.5)
     return toy(compute=compute)
 
 
