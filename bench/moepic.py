@@ -19,8 +19,7 @@ ablation   without the prefetcher (random, none), without LCP, without the confi
 compare    TTFT, TPOT and hits beside other systems, by memory
 memory     the least memory for a TPOT, to one percent of the experts, by bisection; TPOTs of --targets-ms, else between
            that of all experts here and that of lru at the least of --memory
-rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept; what
-           layers lack since is loaded when it is needed (demand), or while the link is idle
+rearrange  TPOT of each request while its domain changes, with a small tau, beside the first configuration kept
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -277,15 +275,14 @@ class Bench:
             spans += first_rows(own, self.num_tokens // 2)
         study, memory = self.study(Schedule([], spans)), self.memories[len(self.memories) // 2]
         held, _, _ = self._tpots(study, spans, f"tau={NEVER}", memory)
-        for tau, fill in product(TAUS, ("demand", "idle")):
-            found, times, moved = self._tpots(study, spans, f"tau={tau}:fill={fill}", memory)
+        for tau in TAUS:
+            found, times, moved = self._tpots(study, spans, f"tau={tau}", memory)
             ratios = [a / b for a, b in zip(found, held, strict=True)]
             yield {
                 "study": "rearrange",
                 "domains": ", ".join(map(str, domains)),
                 "memory": memory.label,
                 "tau": tau,
-                "fill": fill,
                 "requests": len(found),
                 "changes_at": firsts[1],
                 "configurations": times,

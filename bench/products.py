@@ -28,7 +28,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute
 from expertly.engine.instructions import keep_off_trapped_instructions
-from expertly.model.linear import FewTokensLinear
+from expertly.model.hooks import FewTokensLinear
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
 CPU = torch.device("cpu")

@@ -32,9 +32,8 @@ from expertly.engine.saved_maps import AUTO, maps_path
 from expertly.engine.saved_predictor import find_weights
 from expertly.engine.saved_reuse import open_reuse, reuse_path
 from expertly.engine.stats import Stats
-from expertly.model.context import between_passes
-from expertly.model.linear import use_kernels
-from expertly.model.loading import experts_modules, load_dense, load_tokenizer
+from expertly.model.hooks import between_passes, experts_modules, use_kernels
+from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
 from expertly.policies.known import Known

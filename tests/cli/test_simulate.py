@@ -24,7 +24,7 @@ KEYS = {
     "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
     "prediction_accuracy", "fetch_rate", "goodpred", "coverage", "accuracy", "timeliness", "stall_share", "ttft_s",
     "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped", "recall", "similarity_correlation_semantic",
-    "similarity_correlation_trajectory", "prefetched_bytes", "wasted_bytes", "filled_bytes", "history", "predictor",
+    "similarity_correlation_trajectory", "prefetched_bytes", "wasted_bytes", "history", "predictor",
     "predictions_late", "contexts_dropped", "accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance",
     "layers",
 }  # fmt: skip

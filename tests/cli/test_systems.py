@@ -24,7 +24,7 @@ def test_json_has_the_same(capsys):
     assert {"on-demand", "lru", "lfu", "lcp", "random", "static", "resident"} <= listed.keys()
     assert listed["lfu"].keys() == {
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer",
-        "preemption", "order", "admission", "ahead", "window", "fill", "gate", "segments",
+        "preemption", "order", "admission", "ahead", "window", "gate", "segments",
     }  # fmt: skip
     assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["pre-gated"]["ahead"]) == (None, 4, "ring")
 

@@ -10,8 +10,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.native.kernels import VARIABLE, Kernels
-from expertly.native.library import MAX_TOKENS, libraries
+from expertly.native.kernels import MAX_TOKENS, VARIABLE, Kernels, libraries
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded
 from tests.engine.test_compute import relative_error, run, scatter

@@ -15,7 +15,7 @@ from expertly.core.errors import TransferError
 from expertly.engine import compute_threads
 from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
 from expertly.lab.model_profile import measure_model
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce

@@ -10,8 +10,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import BudgetError
-from expertly.native.kernels import VARIABLE
-from expertly.native.library import libraries
+from expertly.native.kernels import VARIABLE, libraries
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, generate, logits_of
 

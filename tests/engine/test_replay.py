@@ -11,7 +11,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
 from tests.engine.conftest import Cases

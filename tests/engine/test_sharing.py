@@ -10,7 +10,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from expertly.api import handle
 from expertly.lab.recording import record
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 from expertly.trace.reader import Trace
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from expertly.model.adapter import ExpertsSite, build_meta_model, find_experts
 from expertly.model.conversion import Conversion
+from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
 from expertly.store.packed import PackedStore
 from tests.families import NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
-from expertly.model.adapter import build_meta_model, find_experts, read_config
+from expertly.model.structure import build_meta_model, find_experts, read_config
 from tests.families import FAMILIES, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_EXPERTS, make_model
 
 _GATELESS = {"switch_transformers"}

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from expertly.model.context import IterationContext
+from expertly.model.hooks import describe_pass
 from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left, reference_generate
 from tests.model.conftest import Toys
-from tests.model.toy import Iteration, Toy, ToyRuntime
+from tests.model.toy import Iteration, Toy
 
 
 def _record(toy: Toy, run: Any) -> list[Iteration]:
@@ -134,12 +134,11 @@ def test_continuous_batching_mixes_phases(family: str, toys: Toys) -> None:
 
 def test_packed_sequences_with_a_phase_each() -> None:
     """Requests: 3 new tokens; 1 token on a past of 7; 1 token and no past; then two rows of padding."""
-    context = IterationContext(ToyRuntime.__new__(ToyRuntime))
     bounds, keys = torch.tensor([0, 3, 4, 5]), torch.tensor([0, 3, 11, 12])
     ids = torch.zeros(1, 7, dtype=torch.long)
     positions = torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
     for past in ({"cu_seq_lens_k": keys}, {"cu_seq_lens_k": {"full_attention": keys}}, {"position_ids": positions}):
-        info = context.describe("causal", {"input_ids": ids, "cu_seq_lens_q": bounds} | past)
+        info = describe_pass("causal", {"input_ids": ids, "cu_seq_lens_q": bounds} | past, None)
         assert info is not None and info.is_pad is not None
         assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
         assert info.is_pad.tolist() == [False] * 5 + [True] * 2
@@ -199,7 +198,6 @@ def test_two_threads_are_serialised(toys: Toys) -> None:
 
 def test_describing_a_decode_step_is_cheap(toys: Toys) -> None:
     """The bound is 30 us on one core (measured: 2); ten times that here, for a busy machine."""
-    context = IterationContext(ToyRuntime.__new__(ToyRuntime))
     cache = DynamicCache(config=toys["mixtral"].model.config)
     with torch.no_grad():
         toys["mixtral"].model(torch.tensor(make_prompts(1)), past_key_values=cache)
@@ -207,6 +205,6 @@ def test_describing_a_decode_step_is_cheap(toys: Toys) -> None:
     times = []
     for _ in range(200):
         start = time.perf_counter_ns()
-        context.describe("causal", inputs)
+        describe_pass("causal", inputs, None)
         times.append(time.perf_counter_ns() - start)
     assert sorted(times)[100] < 300_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertly.model.dense import dense_shape
+from expertly.model.structure import dense_shape
 from tests.model.conftest import Toys
 
 

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 import expertly
-from expertly.model import linear
-from expertly.model.linear import FewTokensLinear, use_kernels
-from expertly.native.kernels import VARIABLE, Kernels, choose_kernels
-from expertly.native.library import libraries
+from expertly.model.hooks import GAINING, FewTokensLinear, use_kernels
+from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
 from tests.families import generate, make_checkpoint, make_prompts
 
 AVAILABLE, WHY = libraries()
@@ -37,11 +35,13 @@ def made(dtype: torch.dtype, bias: bool, kernels: Kernels) -> tuple[nn.Linear, n
     """A module, and the same one changed."""
     torch.manual_seed(0)
     plain = nn.Linear(70, 33, bias=bias, dtype=dtype).requires_grad_(False)
-    return plain, FewTokensLinear.of(copy.deepcopy(plain), kernels)
+    changed = copy.deepcopy(plain)
+    assert use_kernels(changed, kernels) == 1
+    return plain, changed
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", linear.GAINING)
+@pytest.mark.parametrize("dtype", GAINING)
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (4, 70), (1, 1, 70), (2, 2, 70), (1, 3, 1, 70)])
 def test_a_few_tokens_of_any_shape(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
     kernels = Counting()

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.model.loading import experts_modules, load_dense, load_tokenizer
+from expertly.model.hooks import experts_modules
+from expertly.model.loading import load_dense, load_tokenizer
 from tests.families import (
     FAMILIES,
     generate,

@@ -165,7 +165,6 @@ def test_packing_needs_little_memory(tmp_path: Path, codec: str) -> None:
     script = """
 import sys
 from expertly.model.packing import pack
-from expertly.model import adapter
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 pack(sys.argv[3], sys.argv[3] + "-store", codec="planes")  # all that is imported late

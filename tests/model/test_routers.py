@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 from expertly.model.routers import RouterTap, find_routers
 from tests.families import FAMILIES, generate, logits_of, make_prompts
 from tests.model.conftest import Toys

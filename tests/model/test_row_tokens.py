@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from expertly.core.observation import IterationInfo
-from expertly.model.context import IterationContext
+from expertly.model.hooks import describe_pass
 from tests.families import generate, make_prompts
 from tests.model.conftest import Toys
-from tests.model.toy import Toy, ToyRuntime
+from tests.model.toy import Toy
 
 
 @pytest.fixture
@@ -65,11 +65,9 @@ def test_embeddings_have_no_token_ids(toy: Toy) -> None:
 
 
 def test_packed_sequences() -> None:
-    runtime: Any = object.__new__(ToyRuntime)
-    runtime.wants_token_ids = True
     bounds = torch.tensor([0, 3, 3, 4], dtype=torch.int32)  # three tokens, none, one; then two pads
     inputs = {"input_ids": torch.tensor([[7, 8, 9, 5, 0, 0]]), "cu_seq_lens_q": bounds}
-    info = IterationContext(runtime).describe("causal", inputs)
+    info = describe_pass("causal", inputs, range(3))
     assert info is not None and info.is_pad is not None
     assert tokens(info) == [7, 8, 9, 5, 0, 0]
     assert sequences(info)[:4] == [0, 0, 0, 2]
@@ -109,13 +107,10 @@ def test_which_layers_run(toys: Toys, toy: Toy) -> None:
 
 
 def test_where_packed_sequences_start() -> None:
-    runtime: Any = object.__new__(ToyRuntime)
-    runtime.wants_token_ids = True
     bounds = torch.tensor([0, 3, 3, 4], dtype=torch.int32)
     inputs = {"input_ids": torch.tensor([[7, 8, 9, 5, 0, 0]]), "cu_seq_lens_q": bounds}
-    context = IterationContext(runtime)
-    info = context.describe("causal", inputs | {"position_ids": torch.tensor([[4, 5, 6, 9, 0, 0]])})
+    info = describe_pass("causal", inputs | {"position_ids": torch.tensor([[4, 5, 6, 9, 0, 0]])}, range(3))
     assert info is not None and info.starts is not None
     assert info.starts.tolist()[::2] == [4, 9]
-    unknown = context.describe("causal", inputs)
+    unknown = describe_pass("causal", inputs, range(3))
     assert unknown is not None and unknown.starts is None

@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from expertly.core.observation import IterationInfo
-from expertly.model.adapter import ExpertsSite, build_meta_model, find_experts
 from expertly.model.loading import load_dense
+from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
 from expertly.store.manifest import Manifest
 from tests.families import load_reference
 

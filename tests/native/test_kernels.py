@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ import torch
 from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
 from expertly.native import kernels as kernels_module
-from expertly.native.kernels import ACCEPTED, VARIABLE, choose_kernels
-from expertly.native.library import libraries
+from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
 
 CPU = torch.device("cpu")
 AVAILABLE, WHY = libraries()
@@ -64,9 +64,12 @@ def test_a_device_that_is_no_cpu_multiplies_itself() -> None:
 @compiled
 def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    for granted, expected in ((1, 1), (3, 3), (8, 5)):
+    used: list[int] = []
+    library = replace(AVAILABLE[0], sums=lambda level, dtype, num_threads, *rest: used.append(num_threads))
+    for granted in (1, 3, 8):
         monkeypatch.setattr(kernels_module, "granted_cpus", lambda granted=granted: granted)
-        assert choose_kernels(CPU)._num_threads() == expected
+        Kernels(library, "for a test").sums((0, 0, 1, 0), torch.ones(1, 8), torch.empty(1, 8), 32)
+    assert used == [1, 3, 5]
 
 
 @compiled
@@ -83,11 +86,9 @@ def test_a_folder_with_nothing_or_with_rubbish(tmp_path: Path) -> None:
 
 @compiled
 def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly.native import library
-
-    (built,) = Path(library.__file__).parent.glob("_products*.so")
+    (built,) = Path(kernels_module.__file__).parent.glob("_products*.so")
     shutil.copy(built, tmp_path)
-    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    monkeypatch.setattr(kernels_module, "VERSION", kernels_module.VERSION + 1)
     found, why = libraries.__wrapped__(tmp_path)
     assert found == () and "install expertly again" in why
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from expertly.native.kernels import Kernels
-from expertly.native.library import MAX_TOKENS, Library, libraries
+from expertly.native.kernels import MAX_TOKENS, Kernels, Library, libraries
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
@@ -24,6 +24,12 @@ NEURONS = (1, 2, 3, 5, 16, 67, 300)
 @pytest.fixture(params=AVAILABLE, ids=lambda library: library.name)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(request.param, "for a test")
+
+
+@pytest.fixture
+def set_threads(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    kernels.max_threads = 8
+    return lambda num_threads: monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
 
 def dtypes(kernels: Kernels) -> list[torch.dtype]:
@@ -79,7 +85,7 @@ def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
                 assert_as_exact(total, exact + 1, magnitude + 1, r)
 
 
-def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels) -> None:
+def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
     """To the bit: what else a call computes, and how many threads do, changes no sum."""
     dice = torch.Generator().manual_seed(0)
     width, r = 96, 700
@@ -97,7 +103,7 @@ def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels) -> Non
             sums += [rows[e, 0, 2].data_ptr(), at, n, at]
             at += n
         for num_threads in (1, 2, 3):
-            kernels._num_threads = lambda num_threads=num_threads: num_threads  # type: ignore[method-assign]
+            set_threads(num_threads)
             together.fill_(torch.nan), outputs.fill_(torch.nan)
             kernels.dots(dots, x, together, row_nbytes, matrix_nbytes)
             kernels.sums(sums, together[0], outputs, row_nbytes)
@@ -173,9 +179,9 @@ def test_a_bias_is_added_before_rounding(kernels: Kernels) -> None:
         assert_as_exact(out[0], exact, magnitude, 41)
 
 
-def test_two_python_threads_at_once(kernels: Kernels) -> None:
+def test_two_python_threads_at_once(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
     dice = torch.Generator().manual_seed(6)
-    kernels._num_threads = lambda: 2  # type: ignore[method-assign]
+    set_threads(2)
     rows, x = values(dice, 2000, 3, 128, dtype=torch.bfloat16), values(dice, 2, 128, dtype=torch.bfloat16)
     expected = [run_expert(kernels, rows, x[i : i + 1]) for i in range(2)]
     wrong: list[int] = []
@@ -234,11 +240,11 @@ def test_all_sets_of_a_processor_come_fastest_first() -> None:
     assert AVAILABLE[-1].name == "generic" and sorted(AVAILABLE, key=order) == list(AVAILABLE)
 
 
-def test_threads_live_on_whatever_is_multiplied(kernels: Kernels) -> None:
+def test_threads_live_on_whatever_is_multiplied(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
     """A team of another size than the last would end some and start them again, each time."""
     if not AVAILABLE[0].has_threads:
         pytest.skip("no OpenMP that takes other work")
-    kernels._num_threads = lambda: 4  # type: ignore[method-assign]
+    set_threads(4)
     rows, x = torch.ones(2048, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
     seen: set[str] = set()
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.policies.eviction.base import ScoredPolicy
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.journal import JournaledScheduler
 from expertly.scheduler.slot_table import bits
@@ -25,7 +24,6 @@ class Seen:
     def agrees(self, counted: PhaseCounters) -> None:
         for name in (
             "loaded_nbytes",
-            "filled_nbytes",
             "prefetched_nbytes",
             "predicted",
             "predicted_needed",
@@ -58,7 +56,6 @@ class CheckedController(JournaledScheduler):
         self.seen = [{True: Seen(), False: Seen()} for _ in self.geometry.layers]
         self.ahead: dict[int, int] = {}  # expert -> mask loaded ahead; its layer has not run
         self.asked: dict[Span, bool] = {}  # in flight ahead -> was decode running?
-        self.filled: dict[Span, None] = {}  # in flight to fill a share
         self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
         self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
         self.settling: dict[int, int] = {}  # of the running layer: expert -> mask loaded ahead for it
@@ -66,7 +63,6 @@ class CheckedController(JournaledScheduler):
         self.early: dict[Span, None] = {}  # demanded before its turn, and not here
         self.was_decoding = True
         self.num_joined = self.num_events = self.num_promoted = self.num_early = self.num_stale = 0
-        self.num_filled = self.num_unfilled = self.num_fills_joined = self.num_fills_promoted = 0  # spans
         return self
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -76,7 +72,8 @@ class CheckedController(JournaledScheduler):
         resident = list(self.residency.resident)
         assert not withdrawn or not self.finds_late
         for span in withdrawn:
-            if self._is_taken_back(span) and self._eid(span) in self.ahead:
+            self._taken_back(span)
+            if self._eid(span) in self.ahead:
                 self.ahead[self._eid(span)] &= ~mask_of(span)
         held = self._held(withdrawn)
         self.was_decoding = True in router.is_decode
@@ -104,10 +101,7 @@ class CheckedController(JournaledScheduler):
         is_awaited = super().loaded(span)
         for slot in self._slots(span):
             self.coming.remove(slot)
-        if span in self.filled:
-            del self.filled[span]
-            assert is_awaited == (span in self.was_asked)
-        elif span in self.asked or span in self.early:
+        if span in self.asked or span in self.early:
             self.asked.pop(span, None)
             self.early.pop(span, None)
             assert not is_awaited
@@ -132,14 +126,9 @@ class CheckedController(JournaledScheduler):
         assert router is not None
         for span in spans:
             was_decoding = self.was_asked.pop(span)
-            if span in self.filled:
-                del self.filled[span]
-                self._count_filled(span, -1)
-                self.num_fills_promoted += 1
-            else:
-                self._count_ahead(span, was_decoding, -1)
-                self.settling[self._eid(span)] &= ~mask_of(span)
-                self.num_promoted += 1
+            self._count_ahead(span, was_decoding, -1)
+            self.settling[self._eid(span)] &= ~mask_of(span)
+            self.num_promoted += 1
             is_decode = router.is_decode[router.experts.index(span.expert)]
             nbytes = span.num_segments * self.geometry.segment_nbytes(span.layer)
             self.seen[span.layer][is_decode].numbers["loaded_nbytes"] += nbytes
@@ -152,9 +141,9 @@ class CheckedController(JournaledScheduler):
         assert router is not None
         for span in withdrawn:
             assert span.layer == router.layer and self._eid(span) not in self.left
-            if self._is_taken_back(span):
-                self.settling[self._eid(span)] &= ~mask_of(span)
-                self.num_stale += 1
+            self._taken_back(span)
+            self.settling[self._eid(span)] &= ~mask_of(span)
+            self.num_stale += 1
         self._count_loaded_ahead(router)
         super().end_layer(withdrawn)
         self.was_asked.clear()
@@ -189,39 +178,8 @@ class CheckedController(JournaledScheduler):
         self._promises()
         return spans
 
-    def fill(self) -> list[Span]:
-        kept, held = [dict(cache.kept) for cache in self.caches], self._held()
-        needed = [] if self._router is None else list(self.left)
-        guessed = self.speculation.guessed().union(needed)
-        assert not self.coming, "somebody else wants the link"
-        spans = super().fill()
-        for span in spans:
-            assert span.num_segments == 1 and not held[self._eid(span)] & mask_of(span), "no segment is loaded twice"
-            assert self._router is None or span.layer != self._router.layer, "what it needs it has demanded"
-            self._takes_slots(span)
-            self._count_filled(span, 1)
-            self.filled[span] = None
-        for layer, (cache, before) in enumerate(zip(self.caches, kept, strict=True)):
-            gone = [eid for eid, mask in before.items() if mask & ~cache.kept.get(eid, 0)]
-            assert guessed.isdisjoint(gone), "what is needed or predicted stays"
-            filled = {self._eid(span) for span in spans if span.layer == layer}
-            if isinstance(cache.policy, ScoredPolicy) and filled and gone:
-                rank = cache.policy.score
-                assert max((rank(eid), eid) for eid in gone) < min((rank(eid), eid) for eid in filled)
-        assert all(now <= before for now, before in zip(self.keeper.passing, self.keeper.ring, strict=True))
-        self.num_filled += len(spans)
-        self._promises()
-        return spans
-
-    def unfill(self, spans: Sequence[Span]) -> None:
-        super().unfill(spans)
-        for span in spans:
-            assert not self._is_taken_back(span), "predictions stay"
-        self._promises()
-
     def abandon(self) -> None:
         super().abandon()
-        self.filled.clear()
         self.coming.clear()
         self.ahead.clear()
         self.asked.clear()
@@ -252,10 +210,6 @@ class CheckedController(JournaledScheduler):
         for span in step.joined:
             if span in self.early:
                 del self.early[span]
-                continue
-            if span in self.filled:
-                self.was_asked[span] = True
-                self.num_fills_joined += 1
                 continue
             self.was_asked[span] = self.asked.pop(span)  # a demand joins what is in flight
             self.num_joined += 1
@@ -319,21 +273,10 @@ class CheckedController(JournaledScheduler):
         numbers["loaded_nbytes"] += nbytes
         numbers["prefetched_nbytes"] += nbytes
 
-    def _count_filled(self, span: Span, sign: int) -> None:
-        numbers = self.seen[span.layer][True].numbers
-        for name in ("loaded_nbytes", "filled_nbytes"):
-            numbers[name] += sign * span.num_segments * self.geometry.segment_nbytes(span.layer)
-
-    def _is_taken_back(self, span: Span) -> bool:
-        """A span will not come; whether it was predicted, and not to fill a share."""
+    def _taken_back(self, span: Span) -> None:
+        """A span that was predicted will not come."""
         self._forget(span)
-        if span in self.filled:
-            del self.filled[span]
-            self._count_filled(span, -1)
-            self.num_unfilled += 1
-            return False
         self._count_ahead(span, self.asked.pop(span), -1)
-        return True
 
     def _takes_slots(self, span: Span) -> None:
         eid, pool = self._eid(span), self.residency.pool_of(span.layer)

@@ -1,4 +1,4 @@
-"""What a gate lets in, as stories: what is sure and has time, while it makes steps faster."""
+"""What a gate lets in, as stories: what is sure and has time."""
 
 from __future__ import annotations
 
@@ -30,22 +30,16 @@ class Guesses(Predictor):
     def __init__(self, routers: list[RouterRan], *, right: bool) -> None:
         super().__init__()
         self.routers, self.right = routers, right
-        self.looks_beyond = False  # the pass: more experts of the next one's first layer than are loaded at a time
         self.step = 0
-        self.num_asked = self.num_passes = 0
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        self.num_passes += 1
         return iter(())
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        self.num_asked += 1
         if routed.layer + 1 < LAYERS:
             needed = self.routers[self.step + 1].experts
             experts = needed if self.right else [e for e in range(EXPERTS) if e not in needed][:2]
             yield Prediction(routed.layer + 1, experts, [0.9, 0.8], 1)
-        elif self.looks_beyond:
-            yield Prediction(0, [0, 2, 4, 6], [0.9, 0.8, 0.7, 0.6], 1)
 
 
 class SlowLink:
@@ -98,13 +92,11 @@ class Run:
 
     def __init__(
         self,
-        gate: str | None,
+        has_gate: bool,
         *,
         right: bool,
         load_ns: int = 100,
         layer_ns: int = 1000,
-        ahead_ns: int = 0,
-        can_pause: bool = True,
         kept: int = 2,
     ) -> None:
         self.shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
@@ -114,10 +106,10 @@ class Run:
             budget,
             lambda capacity: LRU(),
             ahead="ring",
-            gate=None if gate is None else Gate(self.shape, budget.layer_shares, gate, can_pause=can_pause),
+            gate=Gate(self.shape, budget.layer_shares) if has_gate else None,
         ).watch()
         self.link = SlowLink(load_ns)
-        self.layer_ns, self.ahead_ns = layer_ns, ahead_ns
+        self.layer_ns = layer_ns
         self.routers: list[RouterRan] = []
         self.guesses = Guesses(self.routers, right=right)
         self.loads = Ahead(self.control, self.link, InlineChannel(self.guesses), now=lambda: self.link.now_ns)
@@ -135,10 +127,8 @@ class Run:
             self.link.now_ns += self.layer_ns
             run_layer(self.control, self.link, router, lambda span: None, self.loads)
             if router.layer == LAYERS - 1:
-                num_ahead = self.link.num_ahead - before
-                self.link.now_ns += num_ahead * self.ahead_ns  # it takes time from computing, too
                 self.loads.end_iteration(True)
-                self.ahead_by_step.append(num_ahead)
+                self.ahead_by_step.append(self.link.num_ahead - before)
         return self
 
     @property
@@ -148,7 +138,7 @@ class Run:
 
 
 def test_what_is_right_and_has_time_is_loaded() -> None:
-    run = Run("confidence", right=True).steps(40)
+    run = Run(True, right=True).steps(40)
     assert sum(run.ahead_by_step) == 2 * (LAYERS - 1) * 40, "all of it"
     assert run.facts["refused"] == 0 and run.facts["accuracy"] == 1
     assert run.control.counters[2].decode.rates()["timeliness"] == 1
@@ -156,7 +146,7 @@ def test_what_is_right_and_has_time_is_loaded() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_demands_waiting(kept: int) -> None:
-    plain, gated = (Run(gate, right=False, load_ns=1500, kept=kept).steps(60) for gate in (None, "confidence"))
+    plain, gated = (Run(gate, right=False, load_ns=1500, kept=kept).steps(60) for gate in (False, True))
     assert sum(plain.ahead_by_step[-20:]) > 0
     assert sum(gated.ahead_by_step[-20:]) == 0
     assert gated.facts["refused"] > 0 and gated.facts["accuracy"] < 0.1
@@ -164,70 +154,8 @@ def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_demands_waiti
 
 
 def test_nothing_is_loaded_where_demands_keep_the_link_busy() -> None:
-    run = Run("confidence", right=True, load_ns=1000, layer_ns=0).steps(30)
+    run = Run(True, right=True, load_ns=1000, layer_ns=0).steps(30)
     assert sum(run.ahead_by_step[2:]) == 0
-
-
-def test_what_makes_steps_slower_is_left_though_it_is_right() -> None:
-    run = Run("measured", right=True, load_ns=20, ahead_ns=500).steps(400)
-    assert run.facts["state"] == "off"
-    assert run.facts["other_ratio"] > 1.2
-    assert run.facts["says"].startswith("off; on costs 1.") and "a token, measured over" in run.facts["says"]
-    assert sum(num > 0 for num in run.ahead_by_step[100:]) < 20, "but for a try now and then"
-    assert run.control.speculation.guessed() == set(), "nothing is held for what was predicted"
-
-
-def test_what_makes_steps_faster_goes_on() -> None:
-    run = Run("measured", right=True, load_ns=600).steps(400)
-    assert run.facts["state"] == "on" and run.facts["other_ratio"] > 1.2
-    assert sum(num == 0 for num in run.ahead_by_step[100:]) < 20
-
-
-@pytest.mark.parametrize("can_pause", [True, False])
-def test_while_it_is_off_who_predicts_is_left_alone_unless_it_learns(can_pause: bool) -> None:
-    run = Run("measured", right=True, load_ns=20, ahead_ns=500, can_pause=can_pause).steps(300)
-    num_on = sum(num > 0 for num in run.ahead_by_step)
-    assert run.facts["state"] == "off" and num_on < 150
-    assert run.guesses.num_passes == (num_on if can_pause else 300)
-    assert run.guesses.num_asked == LAYERS * run.guesses.num_passes
-
-
-def test_a_pass_that_failed_is_not_measured() -> None:
-    run = Run("measured", right=True).steps(3)
-    assert run.facts["tokens"] == 3
-    run.loads.begin_iteration(nothing_seen)
-    run.control.begin_layer(one_token(0, [0, 1]))
-    run.link.queues = {True: [], False: []}
-    run.link.moving.clear()
-    run.control.abandon()
-    assert run.steps(1).facts["tokens"] == 4
-
-
-def test_prompts_are_not_measured() -> None:
-    run = Run("measured", right=True).steps(2)
-    run.loads.begin_iteration(nothing_seen)
-    for layer in range(LAYERS):
-        router = RouterRan(layer, [0, 1, 2], [2, 1, 1], [False] * 3, 2)
-        run.guesses.step = layer - 1
-        run_layer(run.control, run.link, router, lambda span: None, run.loads)
-    run.loads.end_iteration(True)
-    assert run.facts["tokens"] == 2
-
-
-@pytest.mark.parametrize("can_pause", [True, False])
-def test_while_it_is_off_nothing_is_wanted(can_pause: bool) -> None:
-    run = Run("measured", right=True, load_ns=20, ahead_ns=500, can_pause=can_pause)
-    run.guesses.looks_beyond = True
-    gate, wanted = run.control.gate, run.control.speculation.next
-    assert gate is not None
-    states = []
-    for _ in range(60):
-        was_open = gate.is_open
-        run.steps(1)
-        states.append(gate.is_open)
-        assert gate.is_open or wanted() is None, "nor what was guessed in the last step with guesses"
-        assert was_open or run.ahead_by_step[-1] == 0
-    assert states.count(False) > 20 and states.count(True) > 10
 
 
 def trained(*, covers: bool) -> Gate:
@@ -235,7 +163,7 @@ def trained(*, covers: bool) -> Gate:
     link is free for 1000 ns a layer; a load takes 1500 ns.
     """
     shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
-    gate, now_ns = Gate(shape, (2,) * LAYERS, "confidence", can_pause=True), 0
+    gate, now_ns = Gate(shape, (2,) * LAYERS), 0
     for number in range(40):
         gate.at(Moment.PASS_BEGAN, now_ns)
         for layer in range(LAYERS):
@@ -253,7 +181,6 @@ def trained(*, covers: bool) -> Gate:
                 guess = Guess(rank, 0.9 / (rank + 1), 1)
                 gate.lets(layer + 1, first + expert, guess, layer, 1, 0, evicts=False)
             now_ns += 1000
-        gate.at(Moment.PASS_ENDED, now_ns)
     gate.at(Moment.PASS_BEGAN, now_ns)
     gate.router_ran(one_token(0, [0, 1]))
     gate.asked(0, [Span(0, 0, 0, 1, 0)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from expertly.model.stepping import Entry
+from expertly.model.batching import Entry
 from expertly.serve.sampling import Sampler
 from expertly.serve.server import Assembled
 

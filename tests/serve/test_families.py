@@ -11,7 +11,7 @@ import torch
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.model.probing import why_not_together
+from expertly.model.batching import why_not_together
 from tests.families import load_reference, make_checkpoint
 from tests.serve.conftest import greedy, room_for, served
 

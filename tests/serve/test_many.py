@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import expertly
-from expertly.model.stepping import Batch
+from expertly.model.batching import Batch
 from tests.serve.conftest import Serving, greedy, greedy_end, room_for, served
 
 WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")

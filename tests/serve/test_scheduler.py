@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import EngineClosedError
-from expertly.model.stepping import Entry
+from expertly.model.batching import Entry
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Request
 from expertly.serve.sampling import Choice, Sampling

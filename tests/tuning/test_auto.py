@@ -42,7 +42,7 @@ def store(model: Path) -> Iterator[PackedStore]:
 def choice(store: PackedStore, system: str, share: float, **changes: Any) -> Choice:
     nbytes = int(share * store.experts_nbytes)
     gains = (Gain("lru", 0.8, 0.7, 0.9, 0.8, 9),)
-    made = Choice(system, 1, nbytes, nbytes, "none", None, HERE, gains=gains, about={"requests": 4})
+    made = Choice(system, 1, nbytes, nbytes, "none", HERE, gains=gains, about={"requests": 4})
     return replace(made, **changes)
 
 

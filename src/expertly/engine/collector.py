@@ -19,8 +19,8 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.requests import RequestNumbers
+from expertly.model.hooks import saturated_half
 from expertly.model.routers import RouterTap, attach_all, detach_all
-from expertly.model.tensors import saturated_half
 
 Mask = npt.NDArray[np.bool_]
 OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
@@ -51,8 +51,6 @@ class Collector:
         """
         self.collect_ns = 0
         """Time that the forward pass spent here."""
-        self.is_listening = True
-        """False: nobody will ask what routers show."""
         self._wants = frozenset(wants)
         self._layers = layers
         self._taps = taps if self._wants & OF_ROUTERS else ()
@@ -98,11 +96,7 @@ class Collector:
     def routed(
         self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
-        """A router has chosen [T, K] with weights [T, K]; None where these are not the rows of the pass, or nobody
-        listens.
-        """
-        if not self.is_listening:
-            return None
+        """A router has chosen [T, K] with weights [T, K]; None where these are not the rows of the pass."""
         start = perf_counter_ns()
         seen = self._seen.pop(demand.layer, None)
         if self._info is None or len(top_k_index) != len(self._info.is_prefill):
@@ -119,8 +113,6 @@ class Collector:
         self._seen = {}
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        if not self.is_listening:
-            return
         start = perf_counter_ns()
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()

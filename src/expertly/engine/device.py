@@ -51,11 +51,6 @@ class Device:
         """See Executor."""
         return 0 if self.ahead is None else self.ahead.num_late
 
-    @property
-    def is_asking(self) -> bool:
-        """See Executor."""
-        return self.ahead is None or self.ahead.is_asking
-
     def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
         """See Executor. `experts`: of each layer, the number here -> the number in the module; None: the same."""
         self._layers = [

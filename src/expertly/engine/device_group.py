@@ -83,11 +83,6 @@ class DeviceGroup:
         """See Executor."""
         return sum(device.num_late for device in self.devices)
 
-    @property
-    def is_asking(self) -> bool:
-        """See Executor."""
-        return True  # each device has a gate of its own
-
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """See Executor."""
         for device, share in zip(self.devices, self.placement.shares, strict=True):
@@ -97,8 +92,6 @@ class DeviceGroup:
         """See Executor."""
         taps = Taps(channel, self.placement)
         for device, tap in zip(self.devices, taps.of_devices, strict=True):
-            if device.scheduler.gate is not None:
-                device.scheduler.gate.can_pause = False  # what one would not hear the others would not
             device.predict_from(tap)
 
     def preload(self, layer: int) -> None:

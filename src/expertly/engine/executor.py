@@ -34,10 +34,6 @@ class Executor(Protocol):
     def num_late(self) -> int:
         """Predictions that came too late, on each device."""
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether anybody asks what the next pass shows: not while a gate keeps who predicts from it."""
-
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """Attach the experts modules, in layer order."""
 

@@ -110,7 +110,6 @@ class Prefetching:
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins. Raises what predicting raised."""
-        self.collector.is_listening = self._executor.is_asking
         began = self.collector.begin(info)
         if began is not None:
             self._stack.run(info.layers)

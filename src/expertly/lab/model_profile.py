@@ -23,7 +23,7 @@ from expertly.lab.layer_profile import LayerSample, fit_layers, layer_times, sam
 from expertly.lab.link_profile import fit_link
 from expertly.lab.part_profile import cuts, parts_and_part
 from expertly.lab.playing import forward
-from expertly.model.loading import experts_modules
+from expertly.model.hooks import experts_modules
 
 TOKENS = (1, 2, 4, 16, 64, 256)
 CONTEXT = 32

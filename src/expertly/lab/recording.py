@@ -14,8 +14,8 @@ from expertly.core.errors import ModelUseError
 from expertly.engine.prediction_loading import embedder
 from expertly.lab.recorder import Recorder
 from expertly.lab.score_recorder import ScoreRecorder
-from expertly.model.dense import dense_shape
 from expertly.model.routers import RouterTap, find_routers
+from expertly.model.structure import dense_shape
 from expertly.trace.schema import FieldInfo, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 

@@ -13,8 +13,8 @@ import torch
 
 from expertly.core.observation import IterationInfo, layer_ahead
 from expertly.lab.columns import Array, Columns
+from expertly.model.hooks import saturated_half
 from expertly.model.routers import RouterTap, attach_all, detach_all
-from expertly.model.tensors import saturated_half
 from expertly.trace.schema import FieldInfo
 
 

@@ -1,16 +1,411 @@
-"""Continuous batching with a bounded cache: upstream's default takes most of the machine's memory."""
+"""Requests that come and go while a model runs, with tokens that the caller chooses.
+
+A `Stepper` runs what is submitted to it: a `Batch` many requests in one forward pass, through transformers' manager of
+continuous batching; `OneAtATime` each by `generate`, for families that the manager cannot run (`why_not_together`
+tries). After each forward pass its thread shows the logits to the caller's `Chooser`, which returns the tokens. A
+request ends after its last token, when it is cancelled, or when its pass fails, which `Failed` is told.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from transformers import ContinuousBatchingConfig
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from expertly.core.errors import ModelUseError
+from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 
-PAGE_TOKENS = 32
-"""Tokens of one cache page where the caller leaves it open."""
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a batch: tokens of one page of the cache, its pages, tokens and requests of one forward pass."""
+
+    page_tokens: int
+    num_pages: int
+    max_batch_tokens: int
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request as a model sees it. It ends after `max_new_tokens`, or behind one of `end_tokens`."""
+
+    name: str
+    prompt: Sequence[int]
+    max_new_tokens: int
+    end_tokens: Sequence[int]
+
+
+class Chooser(Protocol):
+    """Chooses tokens. Called in the thread that runs the model, once a forward pass."""
+
+    def choose(self, names: Sequence[str], logits: torch.Tensor) -> Sequence[int | None]:
+        """One token for each request from float32 logits [N, V]; None: the likeliest, which the model finds itself."""
+
+
+Failed = Callable[[Sequence[str], Sequence[str], BaseException], None]
+"""`failed(of_step, others, error)`: requests of the forward pass that failed, and those that were not in it. Called by
+a thread of the stepper, which runs none of them any more, and takes new ones.
+"""
+
+
+class Stepper(Protocol):
+    """Runs requests, in threads of its own. Any thread may call."""
+
+    def submit(self, entry: Entry) -> None:
+        """It runs as soon as it can."""
+
+    def cancel(self, name: str) -> None:
+        """Not in the next forward pass but one. Unknown names are ignored."""
+
+    def is_alive(self) -> bool:
+        """False where nothing will ever run again."""
+
+    def close(self) -> None:
+        """End the threads; what still runs is dropped. Idempotent."""
+
+
+def end_tokens(model: Any) -> list[int]:
+    """What ends a text, by the model's own generation config."""
+    end = model.generation_config.eos_token_id
+    if end is None:
+        return []
+    return [end] if isinstance(end, int) else list(end)
+
+
+def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
+    """The model's own generation config for one sequence, nothing sampled: that is the chooser's."""
+    config: GenerationConfig = copy.deepcopy(model.generation_config)
+    config.max_length, config.max_new_tokens, config.min_length = None, max_new_tokens, None
+    config.num_beams, config.num_return_sequences = 1, 1
+    config.do_sample = False
+    config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
+    if config.pad_token_id is None:
+        config.pad_token_id = next(iter(end_tokens(model)), None)
+    return config
+
+
+def _force(scores: torch.Tensor, tokens: Sequence[int | None]) -> torch.Tensor:
+    """Scores [N, V] whose largest of each row is the chosen token; as they are where that is None."""
+    if any(token is not None for token in tokens):
+        scores = scores.clone()
+    for row, token in enumerate(tokens):
+        if token is not None:
+            scores[row] = -torch.inf
+            scores[row, token] = 0.0
+    return scores
+
+
+# -- many in one forward pass ------------------------------------------------------------------------------------------
+
+_POLL_S = 0.2
+"""How often a batch that delivers nothing is asked whether its thread still runs."""
+
+_LAST_WORDS_S = 2.0
+"""How long a manager that has failed takes to fail its requests, at most, before its thread ends."""
+
+
+class Batch:
+    """Many requests in one forward pass. The caller admits no more than the cache holds.
+
+    The manager runs the model in a thread of its own. It makes one request fail where that is refused; a pass that
+    raises ends it and its cache. A second thread watches what it delivers, and makes it anew before `failed` is called.
+    """
+
+    def __init__(self, model: Any, limits: Limits, chooser: Chooser, failed: Failed) -> None:
+        self._model = model
+        self._limits = limits
+        self._failed = failed
+        self._processor = _ChooserProcessor(chooser, model._get_logits_processor(_greedy_config(model, 1)))
+        self._lock = threading.Lock()  # of what follows
+        self._running: dict[str, None] = {}
+        self._is_closed = False
+        self._manager = self._make()
+        self._watcher = threading.Thread(target=self._watch, name="expertly-serve-batch", daemon=True)
+        self._watcher.start()
+
+    def submit(self, entry: Entry) -> None:
+        with self._lock:
+            self._running[entry.name] = None
+            self._manager.add_request(
+                list(entry.prompt),
+                request_id=entry.name,
+                max_new_tokens=entry.max_new_tokens,
+                eos_token_id=list(entry.end_tokens) or -1,
+            )
+
+    def cancel(self, name: str) -> None:
+        with self._lock:
+            if name in self._running:
+                del self._running[name]
+                self._manager.cancel_request(name)
+
+    def is_alive(self) -> bool:
+        return self._watcher.is_alive()
+
+    def close(self) -> None:
+        self._is_closed = True
+        with self._lock:
+            if self._manager.is_running():
+                self._manager.stop(block=True, timeout=60, hard_stop=True)
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+
+    def _make(self) -> Any:
+        """A manager that runs."""
+        limits = self._limits
+        settings: Any = {_PAGE_FIELD: limits.page_tokens}
+        if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):
+            settings["auto_switch_to_flash"] = False  # it may fetch a kernel, and knows no float32
+        config = ContinuousBatchingConfig(
+            num_blocks=limits.num_pages,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_requests_per_batch=limits.max_requests,
+            use_cuda_graph=False,
+            use_async_batching=False,
+            **settings,
+        )
+        own = _greedy_config(self._model, 1)
+        own.eos_token_id = -1 if own.eos_token_id is None else own.eos_token_id  # each request brings its own
+        manager = self._model.init_continuous_batching(own, config)
+        manager.logit_processor = self._processor
+        manager.start()
+        return manager
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            output = self._manager.get_result(timeout=_POLL_S)
+            if output is not None and output.error is None:
+                with self._lock:
+                    self._running.pop(output.request_id, None)
+                continue
+            thread = self._manager._generation_thread
+            if output is not None and thread is not None:
+                thread.join(timeout=_LAST_WORDS_S)  # a manager that ends fails its requests first
+            if not self._is_closed and (thread is None or not thread.is_alive()):
+                self._recover()
+            elif output is not None:
+                self._refused(output.request_id, output.error)
+
+    def _refused(self, name: str, reason: str) -> None:
+        """One request alone; the manager goes on."""
+        with self._lock:
+            was_running = name in self._running
+            self._running.pop(name, None)
+        if was_running:
+            self._failed([name], [], RuntimeError(reason))
+
+    def _recover(self) -> None:
+        """The manager has ended, and with it all its requests."""
+        error = self._manager.background_thread_status.fatal_error or RuntimeError("the batch's thread ended")
+        with self._lock:
+            if self._is_closed:
+                return
+            in_pass = set(self._processor.names)
+            of_step = [name for name in self._running if name in in_pass]
+            others = [name for name in self._running if name not in in_pass]
+            self._running.clear()
+            self._processor.in_pass = []
+            try:
+                self._manager.stop(block=True)
+                self._manager = self._make()
+            except Exception as raised:  # whatever it is, nothing runs any more: who waits is told
+                self._is_closed = True
+                others = []
+                error = EngineClosedError(f"continuous batching could not be begun again: {raised}")
+        self._failed(of_step, others, error)
+
+
+class _ChooserProcessor:
+    """Stands where the manager has its logits processors: it is told who is in a pass, and gets the logits."""
+
+    do_processing = True
+    tensors_required = 0  # of arguments a request: none
+
+    def __init__(self, chooser: Chooser, processors: LogitsProcessorList) -> None:
+        """`processors`: the model's own for what is not sampled, a repetition penalty or tokens that are suppressed."""
+        self._chooser = chooser
+        self._processors = processors
+        self.in_pass: list[Any] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Of the requests of the pass that runs, or ran last."""
+        return [future.state.request_id for future in self.in_pass]
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """There is no argument to fill."""
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """There are none."""
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
+        self.in_pass = list(requests_in_batch)
+        return arg_storage
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, args: torch.Tensor) -> torch.Tensor:
+        """[N, V] whose largest of each row is the chosen one. Rows behind those that have a new token are padding."""
+        states = [future.state for future in self.in_pass if future.has_new_token]
+        if not states:
+            return scores
+        if self._processors:
+            scores = scores.clone()
+            for row, state in enumerate(states):
+                so_far: Any = torch.tensor([[*state.initial_tokens, *state.generated_tokens]], device=scores.device)
+                scores[row] = self._processors(so_far, scores[row : row + 1])[0]
+        return _force(scores, self._chooser.choose([state.request_id for state in states], scores[: len(states)]))
+
+
+# -- one at a time -----------------------------------------------------------------------------------------------------
+
+
+class OneAtATime:
+    """For families that cannot share a forward pass: each request is one call of `generate`, in a thread."""
+
+    def __init__(self, model: Any, chooser: Chooser, failed: Failed) -> None:
+        self._model = model
+        self._chooser = chooser
+        self._failed = failed
+        self._changed = threading.Condition()  # of what follows
+        self._waiting: list[Entry] = []
+        self._running: str | None = None
+        self._is_cancelled = False  # the running one
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="expertly-serve-generate", daemon=True)
+        self._thread.start()
+
+    def submit(self, entry: Entry) -> None:
+        with self._changed:
+            self._waiting.append(entry)
+            self._changed.notify()
+
+    def cancel(self, name: str) -> None:
+        with self._changed:
+            self._waiting = [entry for entry in self._waiting if entry.name != name]
+            self._is_cancelled = self._is_cancelled or self._running == name
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                entry = self._waiting.pop(0)
+                self._running, self._is_cancelled = entry.name, False
+            error: BaseException | None = None
+            try:
+                self._generate(entry)
+            except Exception as raised:  # whatever it is, it is this request's: the waiter is told
+                error = raised
+            with self._changed:
+                self._running = None
+                is_told = error is not None and not self._is_cancelled
+            if error is not None and is_told:
+                self._failed([entry.name], [], error)
+
+    def _generate(self, entry: Entry) -> None:
+        config = _greedy_config(self._model, entry.max_new_tokens)
+        config.eos_token_id = list(entry.end_tokens) or None
+        prompt = torch.tensor([list(entry.prompt)], device=self._model.device)
+        self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_ChooseOne(self._chooser, entry.name)]),
+            stopping_criteria=StoppingCriteriaList([_Until(lambda: self._is_closed or self._is_cancelled)]),
+        )
+
+
+class _ChooseOne(LogitsProcessor):
+    def __init__(self, chooser: Chooser, name: str) -> None:
+        self._chooser = chooser
+        self._name = name
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.float()
+        return _force(scores, self._chooser.choose([self._name], scores))
+
+
+class _Until(StoppingCriteria):
+    def __init__(self, must_stop: Callable[[], bool]) -> None:
+        self._must_stop = must_stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._must_stop(), device=input_ids.device, dtype=torch.bool)
+
+
+# -- can a family share forward passes? --------------------------------------------------------------------------------
+
+_PATIENCE_S = 600.0
+_NUM_PROBED = 2  # tokens
+
+
+def why_not_together(model: Any, page_tokens: int) -> str | None:
+    """None where continuous batching runs this model; else the reason, for people. Two tokens are written to see.
+
+    Raises ExpertlyError where the experts could not be brought: that says nothing of the family.
+    """
+    if model.config.is_encoder_decoder:
+        return "it has an encoder"
+    probe = _GreedyProbe()
+    try:
+        batch = Batch(model, Limits(page_tokens, 4, page_tokens, 2), probe, probe.failed)
+    except Exception as error:  # whatever a family that it does not know makes upstream raise
+        return _sentence(error)
+    try:
+        batch.submit(Entry("probe", [0, 1, 2], _NUM_PROBED, []))
+        if not probe.is_over.wait(_PATIENCE_S):
+            return f"it wrote no two tokens in {_PATIENCE_S:.0f} s"
+    finally:
+        batch.close()
+    if isinstance(probe.error, ExpertlyError):
+        raise probe.error
+    return None if probe.error is None else _sentence(probe.error)
+
+
+class _GreedyProbe:
+    """Chooses what is likeliest, and says when there have been enough."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.error: BaseException | None = None
+        self._num_chosen = 0
+
+    def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
+        self._num_chosen += 1
+        if self._num_chosen >= _NUM_PROBED:
+            self.is_over.set()
+        return [None] * len(names)
+
+    def failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+        self.error = error
+        self.is_over.set()
+
+
+def _sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"transformers' continuous batching does not run it ({type(error).__name__}: {text[:200]})"
+
+
+# -- bounds for whoever calls transformers' own batching ---------------------------------------------------------------
+
+_PAGE_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
+_PAGE_TOKENS = 32
 
 MAX_BATCH_TOKENS = 512
 """Tokens of one forward pass where the caller leaves it open; longer prompts are cut by upstream's scheduler."""
@@ -20,12 +415,12 @@ _UNKNOWN_LENGTH = 4096
 
 
 def bounded_config(config: Any, hints: Any) -> Any:
-    """`config` with what bounds the cache filled in, and CUDA graphs and what needs them switched off.
+    """`config` with what bounds the cache filled in, and CUDA graphs and what needs them switched off: upstream's
+    default takes most of the machine's memory.
 
     Room is made for at most 16 of the requests in `hints` (upstream's WorkloadHints or None) at a time, in full length.
     """
-    page_field = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
-    settings: Any = {page_field: PAGE_TOKENS}
+    settings: Any = {_PAGE_FIELD: _PAGE_TOKENS}
     config = ContinuousBatchingConfig(**settings) if config is None else copy.copy(config)
     config.use_cuda_graph = False
     config.use_async_batching = False
@@ -34,7 +429,7 @@ def bounded_config(config: Any, hints: Any) -> Any:
     if config.num_blocks is None:
         length = getattr(hints, "max_prompt_length", 0) + getattr(hints, "max_generated_length", 0)
         num_requests = min(getattr(hints, "num_requests", 0) or _MAX_CONCURRENT, _MAX_CONCURRENT)
-        pages = -(-(length or _UNKNOWN_LENGTH) // getattr(config, page_field)) + 1
+        pages = -(-(length or _UNKNOWN_LENGTH) // getattr(config, _PAGE_FIELD)) + 1
         config.num_blocks = pages * num_requests
     return config
 

@@ -1,7 +1,8 @@
-"""Checkpoint names and layouts to the model's, by transformers' own conversion mapping, one expert at a time.
+"""From a checkpoint's tensors to a model's parameters and one expert's bytes, by transformers' own conversion mapping.
 
 The only file that touches `transformers.core_model_loading`, `conversion_mapping` and the quantizers, none of which
 is a stable interface: it is tested on the oldest and the newest version that the package accepts.
+E experts, H hidden, I intermediate, M matrices of an expert.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, conversion_mapping, core_model_loading
+from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.model.adapter import build_meta_model
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.model.structure import ExpertsSite
+from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.dtypes import IS_FLOAT
 
 QUANT_METHODS = ("fp8", "mxfp4")
 """Quantisations that packing undoes: those for which transformers has an operation that does."""
-
-_ROWWISE_OPERATIONS = ("Concatenate", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """Source pattern to the tensors that matched it, in order."""
@@ -39,6 +40,10 @@ class Group:
     sources: dict[str, list[str]] = field(default_factory=dict)  # pattern to names, in transformers' order
 
     @property
+    def names(self) -> list[str]:
+        return [name for names in self.sources.values() for name in names]
+
+    @property
     def is_per_expert(self) -> bool:
         """Do several tensors, one an expert, become one parameter?"""
         return self.converter is not None and any("*" in pattern for pattern in self.sources)
@@ -46,13 +51,15 @@ class Group:
     @property
     def is_rowwise(self) -> bool:
         """Is row e of the parameter made of the e-th tensors, or of row e of the one tensor, alone?"""
-        operations = [] if self.converter is None else self.converter.operations
-        return all(_is_rowwise(operation) for operation in operations)
+        return all(_is_rowwise(operation) for operation in self._operations)
 
     @property
     def is_dequantized(self) -> bool:
-        operations = [] if self.converter is None else self.converter.operations
-        return any(getattr(operation, "hf_quantizer", None) is not None for operation in operations)
+        return any(getattr(operation, "hf_quantizer", None) is not None for operation in self._operations)
+
+    @property
+    def _operations(self) -> Sequence[Any]:
+        return () if self.converter is None else self.converter.operations
 
     def expert_indices(self, pattern: str) -> list[int]:
         """The number that each name has where `pattern` has its star; empty where renaming hides it."""
@@ -60,28 +67,13 @@ class Group:
         found = [shape.search(name) for name in self.sources[pattern]]
         return [int(match.group(match.lastindex or 0)) for match in found if match] if all(found) else []
 
-    @property
-    def names(self) -> list[str]:
-        return [name for names in self.sources.values() for name in names]
-
 
 def _is_rowwise(operation: Any) -> bool:
     name = type(operation).__name__
     if name == "MergeModulelist":
         return bool(operation.dim == 0)
-    if name not in _ROWWISE_OPERATIONS:
-        return False
-    return all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device with parameters of `dtype`, as from_pretrained makes it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return build_meta_model(config)
-    finally:
-        torch.set_default_dtype(before)
+    is_known = name in ("Concatenate", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
+    return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
 
 def make_quantizer(quantization: object) -> Any | None:
@@ -104,6 +96,18 @@ def make_quantizer(quantization: object) -> Any | None:
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise UnsupportedModelError(f"quantization_config={quantization!r:.200}: {error}; {accepted}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Quantizers warn that they will dequantise, which is what is asked of them."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class Conversion:
@@ -189,16 +193,14 @@ class Conversion:
             made = converter.convert(group.target, model=model, config=self._model.config, hf_quantizer=self._quantizer)
         except (ValueError, RuntimeError, KeyError, IndexError, AttributeError, TypeError) as error:
             converter.collected_tensors.clear()
-            shapes = [f"{n}" for n in group.names[:3]]
             raise CheckpointError(
-                f"tensors {', '.join(shapes)}, ...: cannot be made into {group.target}: {error}"
+                f"tensors {', '.join(group.names[:3])}, ...: cannot be made into {group.target}: {error}"
             ) from error
         wanted = target or group.target
         if wanted not in made:
-            raise CheckpointError(f"tensors {_some(group)}: make {list(made)}, but not {wanted}")
+            raise CheckpointError(f"tensors {', '.join(group.names[:3])}: make {list(made)}, but not {wanted}")
         tensor = made[wanted]
-        tensor = tensor[0] if isinstance(tensor, list) else tensor
-        return tensor.detach()
+        return (tensor[0] if isinstance(tensor, list) else tensor).detach()  # type: ignore[no-any-return]
 
 
 class _OneRow:
@@ -214,17 +216,216 @@ class _OneRow:
         return self._model.get_parameter(target)[:1]
 
 
-def _some(group: Group) -> str:
-    return ", ".join(group.names[:3]) + (", ..." if len(group.names) > 3 else "")
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+_CHUNK_NBYTES = 8 << 20
+"""An expert is put together in parts of this size: it can be hundreds of MiB itself."""
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Quantizers warn that they will dequantise, which is what is asked of them."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+class ExpertsReader:
+    """Reads the experts of one site in the store's layout `[I, M, H]`, one at a time; only where an operation of
+    transformers mixes experts, a whole weight of the layer is read at once.
+    """
+
+    def __init__(
+        self, site: ExpertsSite, checkpoint: Checkpoint, conversion: Conversion, groups: dict[str, Group]
+    ) -> None:
+        """Checks counts, dtypes and shapes of all experts from the headers. Raises CheckpointError."""
+        self._site = site
+        self._checkpoint = checkpoint
+        self._conversion = conversion
+        self._groups: dict[str, Group] = {}
+        of_experts = (site.expert_weight_names(expert) for expert in range(site.geometry.num_experts))
+        for target in dict.fromkeys(name for names in of_experts for name in names):
+            made_by = (one for one in groups.values() if target in conversion.targets(one))
+            group = groups.get(target) or next(made_by, None)
+            if group is None:
+                raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
+            self._groups[target] = group
+            self._check(target, group)
+        self._whole: dict[str, torch.Tensor] = {}
+
+    @property
+    def source_names(self) -> set[str]:
+        """Checkpoint tensors that are experts, and so not dense."""
+        return {name for group in self._groups.values() for name in group.names}
+
+    def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
+        """The bytes of all experts, or of those of `only`, in `dtype`, in order, some neurons at a time."""
+        geometry = self._site.geometry
+        step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
+        try:
+            for expert in range(geometry.num_experts) if only is None else only:
+                matrices = list(self._matrices(expert))
+                what = f"expert {expert} of {self._site.name}"
+                for start in range(0, geometry.intermediate_size, step):
+                    rows = [cast(matrix[start : start + step], dtype, what) for matrix in matrices]
+                    yield to_bytes(torch.stack(rows, dim=1))
+                del matrices, rows  # before the next expert's are made
+        finally:
+            self._whole.clear()
+
+    def _matrices(self, expert: int) -> Iterator[torch.Tensor]:
+        """Gate (if any), up and transposed down, each [I, H]."""
+        site = self._site
+        first, second = site.expert_weight_names(expert)
+        up = self._weight(first, expert)
+        up = up.T if site.is_transposed else up
+        if not site.has_gate:
+            yield up
+        elif site.is_concatenated:
+            yield from up.chunk(2)
+        else:
+            yield up[0::2]
+            yield up[1::2]
+        down = self._weight(second, expert)
+        yield down if site.is_transposed else down.T
+
+    def _weight(self, target: str, expert: int) -> torch.Tensor:
+        """One expert's matrix, as the module has it."""
+        if not self._site.is_fused:
+            return self._convert(target, None)
+        if self._groups[target].is_rowwise:
+            return self._convert(target, expert)[0]
+        if target not in self._whole:
+            self._whole[target] = self._convert(target, None)
+        return self._whole[target][expert]
+
+    def _convert(self, target: str, expert: int | None) -> torch.Tensor:
+        """The parameter, or its row of one expert, [1, ...]."""
+        group, shape = self._groups[target], self._conversion.shape(target)
+        tensor = self._conversion.convert(group, self._read(group, expert), target, expert is not None)
+        self._check_shape(target, group, tuple(tensor.shape), shape if expert is None else (1, *shape[1:]))
+        return tensor
+
+    def _read(self, group: Group, expert: int | None) -> Tensors:
+        checkpoint = self._checkpoint
+        if expert is None:
+            return read_group(checkpoint, group)
+        if group.is_per_expert:
+            return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
+        rows = {name: expert if checkpoint.tensors[name].shape else None for name in group.names}
+        return {
+            pattern: [read_tensor(checkpoint, name, rows[name]) for name in names]
+            for pattern, names in group.sources.items()
+        }
+
+    # -- what is wrong with it, from headers alone ---------------------------------------------------------------------
+
+    @property
+    def _says_config(self) -> str:
+        return f"config.json says {self._site.geometry.num_experts} experts in {self._site.name}"
+
+    def _check(self, target: str, group: Group) -> None:
+        folder, num_experts = self._checkpoint.folder, self._site.geometry.num_experts
+        for pattern, names in group.sources.items():
+            if group.is_per_expert:
+                if len(names) != num_experts:
+                    raise CheckpointError(
+                        f"{folder}: {self._site.name}: the checkpoint has {len(names)} experts, but config.json says "
+                        f"{num_experts} (tensor {names[0]!r} and its like)"
+                    )
+                indices = group.expert_indices(pattern)
+                missing = next((i for i, index in enumerate(indices) if i != index), None)
+                if missing is not None:
+                    raise CheckpointError(f"{folder}: {self._site.name}: expert {missing} is not in the checkpoint")
+            elif len(names) != 1:
+                raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
+            self._check_alike(names, group)
+        if not group.is_dequantized:
+            self._check_made(target, group)
+
+    def _check_alike(self, names: list[str], group: Group) -> None:
+        refs = [self._checkpoint.tensors[name] for name in names]
+        first, named = refs[0], f"{refs[0].path}: tensor {names[0]!r}"
+        for name, ref in zip(names, refs, strict=True):
+            if (ref.dtype, ref.shape) != (first.dtype, first.shape):
+                raise CheckpointError(
+                    f"{ref.path}: tensor {name!r}: {ref.dtype} {list(ref.shape)} is unlike that of other experts, "
+                    f"{first.dtype} {list(first.shape)}"
+                )
+        num_experts = self._site.geometry.num_experts
+        if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:
+            raise CheckpointError(
+                f"{named}: shape {list(first.shape)} holds {first.shape[0]} experts, but {self._says_config}"
+            )
+        if not group.is_dequantized and first.dtype not in IS_FLOAT:
+            raise CheckpointError(
+                f"{named}: dtype={first.dtype!r}: experts must be BF16, F16, F32 or F64 "
+                "(or quantised, with a quantization_config in config.json that transformers can undo)"
+            )
+
+    def _check_made(self, target: str, group: Group) -> None:
+        """Convert without bytes: all tensors of a pattern are alike, so one expert stands for all."""
+        is_part = self._site.is_fused and group.is_rowwise
+
+        def empty(name: str) -> torch.Tensor:
+            ref = self._checkpoint.tensors[name]
+            shape = (1, *ref.shape[1:]) if is_part and not group.is_per_expert else ref.shape
+            return torch.empty(shape, dtype=_dtype(self._checkpoint, name), device="meta")
+
+        tensors = {
+            pattern: [empty(name) for name in (names[:1] if is_part else names)]
+            for pattern, names in group.sources.items()
+        }
+        shape = self._conversion.shape(target)
+        made = tuple(self._conversion.convert(group, tensors, target, is_part).shape)
+        self._check_shape(target, group, (shape[0], *made[1:]) if is_part and made[:1] == (1,) else made, shape)
+
+    def _check_shape(self, target: str, group: Group, made: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if made != expected:
+            ref = self._checkpoint.tensors[group.names[0]]
+            raise CheckpointError(
+                f"{ref.path}: tensor {group.names[0]!r} ({list(ref.shape)}): makes {target} of shape {list(made)}, but "
+                f"config.json says {list(expected)}"
+            )
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+_NAMES = {"BOOL": "bool", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+
+
+def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    """torch's dtype of safetensors' name: F16 is float16. Raises CheckpointError where torch has none."""
+    ref = checkpoint.tensors[name]
+    kind = ref.dtype.rstrip("0123456789")
+    dtype = getattr(torch, _NAMES.get(ref.dtype) or f"{_KINDS.get(kind)}{ref.dtype.removeprefix(kind)}", None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: cannot be read by this torch")
+    return dtype
+
+
+def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None) -> torch.Tensor:
+    """A tensor, or `tensor[row : row + 1]`."""
+    shape, dtype = checkpoint.tensors[name].shape, _dtype(checkpoint, name)
+    raw = checkpoint.read(name) if row is None else checkpoint.read_row(name, row)
+    shape = shape if row is None else (1, *shape[1:])
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+
+
+def read_group(checkpoint: Checkpoint, group: Group) -> Tensors:
+    """All tensors of a group."""
+    return {pattern: [read_tensor(checkpoint, name) for name in names] for pattern, names in group.sources.items()}
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """`tensor` in `dtype`. Raises ConfigError where a finite value becomes infinite (float16 ends at 65504)."""
+    if tensor.dtype == dtype:
+        return tensor
+    result, largest = tensor.to(dtype), torch.finfo(dtype).max
+    before = torch.finfo(tensor.dtype).max if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    if largest < before and bool((result.isinf() & ~tensor.isinf()).any()):
+        finite = tensor.float().nan_to_num(0.0, 0.0, 0.0)
+        raise ConfigError(
+            f"dtype={str(dtype).removeprefix('torch.')!r}: {what} holds {finite.abs().max().item():g}, which is beyond "
+            f"its {largest:g}; accepted for this model: bfloat16, float32"
+        )
+    return result
+
+
+def to_bytes(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor."""
+    flat: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat

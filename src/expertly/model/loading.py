@@ -1,13 +1,17 @@
-"""Loads the dense part of a packed store as an ordinary transformers model whose experts are somewhere else."""
+"""Loads the dense part of a packed store as an ordinary transformers model whose experts are somewhere else.
+
+What people do with an ordinary model and this one cannot do is refused with the reason, or made harmless.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -15,11 +19,10 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import CheckpointError, StoreError
-from expertly.model import context, experts, switch
-from expertly.model.adapter import ExpertsSite, check_family, find_experts, model_class_of, read_config
-from expertly.model.guards import GuardedModel
-from expertly.model.runtime import Runtime
+from expertly.core.errors import CheckpointError, ModelUseError, StoreError
+from expertly.model import hooks
+from expertly.model.batching import bounded_config, refuse_compiled
+from expertly.model.structure import find_experts, model_class_of, read_config
 
 if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
@@ -39,7 +42,7 @@ def load_dense(
     manifest: Manifest,
     dtype: torch.dtype,
     device: torch.device | str,
-    runtime: Runtime,
+    runtime: hooks.Runtime,
 ) -> Any:
     """The model of a packed store in evaluation mode, its dense weights on `device` in `dtype`, guarded.
 
@@ -50,8 +53,7 @@ def load_dense(
     """
     folder = os.fspath(store_folder)
     config = read_config(folder)
-    check_family(config)
-    experts.register()
+    hooks.register()
     model_class = _strippable(model_class_of(config), manifest)
     try:
         with _no_progress_bars():
@@ -59,7 +61,7 @@ def load_dense(
                 folder,
                 config=config,
                 dtype=dtype,
-                experts_implementation=experts.IMPLEMENTATION,
+                experts_implementation=hooks.IMPLEMENTATION,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in our words
                 local_files_only=True,
@@ -70,17 +72,11 @@ def load_dense(
     nn.Module.to(model, torch.device(device))
     model.requires_grad_(False)
     model.config.name_or_path = manifest.source
-    for layer, module in enumerate(_by_name(model, manifest.sites)):
-        experts.bind(module, layer, runtime)
-    context.attach(model, runtime)
-    model.seal()
+    for layer, site in enumerate(manifest.sites):
+        hooks.bind(model.get_submodule(site), layer, runtime)
+    hooks.attach(model, manifest.sites, runtime)
+    model._expertly_is_sealed = True
     return model
-
-
-def experts_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts modules of a loaded model, in layer order."""
-    found = [module for module in model.modules() if hasattr(module, "_expertly_layer")]
-    return sorted(found, key=lambda module: module._expertly_layer)  # type: ignore[arg-type, return-value]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
@@ -113,14 +109,8 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
         original.__init__(self, config, *args, **kwargs)
         _strip(self, manifest)
 
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__init__": __init__,
-        "_keys_to_ignore_on_load_unexpected": [".*"],  # a store holds what its source held beside the model, too
-    }
-    return type(original.__name__, (GuardedModel, original), namespace)
+    ignored = [".*"]  # a store holds what its source held beside the model, too
+    return hooks.look_alike(original, GuardedModel, __init__=__init__, _keys_to_ignore_on_load_unexpected=ignored)
 
 
 def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
@@ -132,39 +122,111 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
         if site.geometry != packed:
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
         module: Any = model.get_submodule(site.name)
-        _drop_weights(module, site)
         # Initialisers look at weights by name: of the experts here, of switch's experts in their parent.
         module._is_hf_initialized = True
-        if not site.is_fused:
+        if site.is_fused:
+            for name in site.weight_names:
+                delattr(module, name)
+        else:
+            hooks.strip_switch(module)
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
             parent._is_hf_initialized = True
 
 
-def _drop_weights(module: nn.Module, site: ExpertsSite) -> None:
-    if not site.is_fused:
-        switch.strip(module)
-        return
-    for name in site.weight_names:
-        delattr(module, name)
-
-
-def _by_name(model: nn.Module, sites: tuple[str, ...]) -> list[nn.Module]:
-    return [model.get_submodule(name) for name in sites]
-
-
 def _check_report(folder: str, report: Mapping[str, Any]) -> None:
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise CheckpointError(f"{folder}: no tensor for {_first(missing)}")
-    mismatched = sorted(
-        str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in report["mismatched_keys"]
-    )
-    if mismatched:
-        raise CheckpointError(f"{folder}: the config asks for another shape of {_first(mismatched)}")
-    errors = [*report.get("error_msgs", ()), *(f"{k}: {v}" for k, v in report.get("conversion_errors", {}).items())]
-    if errors:
-        raise CheckpointError(f"{folder}: {_first(errors)}")
+    mismatched = (entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"])
+    conversions = (f"{name}: {error}" for name, error in report.get("conversion_errors", {}).items())
+    for problem, names in (
+        ("no tensor for ", sorted(report.get("missing_keys", ()))),
+        ("the config asks for another shape of ", sorted(map(str, mismatched))),
+        ("", [*report.get("error_msgs", ()), *conversions]),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise CheckpointError(f"{folder}: {problem}{', '.join(names[:5])}{more}")
 
 
-def _first(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+# -- what such a model cannot do ---------------------------------------------------------------------------------------
+
+_ELSEWHERE = "this model's experts are not in it, they come and go behind it"
+
+
+class GuardedModel:
+    """Mixed in before the model's own class."""
+
+    _expertly_is_sealed = False  # while it is loaded it may be moved and cast
+
+    # -- a model without experts must not be written ---------------------------------------------------------
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"save_pretrained: {_ELSEWHERE}: it would write a model without them; copy the checkpoint")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"push_to_hub: {_ELSEWHERE}: it would upload a model without them")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelUseError(f"pickling: {_ELSEWHERE} (files, threads, slots): load it again where it is needed")
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Dense weights are copied, everything of expertly (runtime, statistics) is shared.
+
+        The copy keeps the original alive: when that goes, the runtime closes.
+        """
+        duplicate = self.__class__.__new__(self.__class__)
+        memo[id(self)] = duplicate
+        for module in self.modules():
+            for name, value in vars(module).items():
+                if name.startswith("_expertly_"):
+                    memo[id(value)] = value
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        duplicate.__dict__["_expertly_original"] = self
+        return duplicate
+
+    # -- device and dtype are those of the slots -------------------------------------------------------------
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        """What `to`, `half`, `cuda` and their like come to: `self` where nothing would change."""
+        if not self._expertly_is_sealed:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        weight = torch.empty(1, 2, 2, 2, dtype=self.dtype, device=self.device)
+        wanted = "elsewhere"
+        with contextlib.suppress(RuntimeError, AssertionError):  # a device that is not there
+            made = fn(weight)
+            if made is weight:
+                return self
+            wanted = f"{made.dtype} on {made.device}"
+        self._refuse(f"moving or casting it ({wanted}; it is {self.dtype} on {self.device})")
+
+    def share_memory(self) -> NoReturn:
+        self._refuse("share_memory")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ModelUseError(f"{what}: {_ELSEWHERE}; load the model again with the device and dtype you want")
+
+    # -- who computes the experts ------------------------------------------------------------------------------
+
+    def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
+        wanted = experts_implementation
+        values = set(wanted.values()) if isinstance(wanted, dict) else {wanted}
+        if self._expertly_is_sealed and not values <= {hooks.IMPLEMENTATION, self.config._experts_implementation}:
+            raise ModelUseError(
+                f"set_experts_implementation({wanted!r}): {_ELSEWHERE}; accepted: {hooks.IMPLEMENTATION!r}"
+            )
+
+    # -- nothing is traced or captured -------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"compile: {_ELSEWHERE}, which cannot be traced; call the model as it is")
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # a static cache works, uncompiled
+
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """As upstream's, with a bounded cache where none is asked for, and no CUDA graphs."""
+        refuse_compiled(generation_config or self.generation_config, continuous_batching_config)
+        config = bounded_config(continuous_batching_config, kwargs.get("workload_hints"))
+        return super().init_continuous_batching(  # type: ignore[misc]
+            generation_config=generation_config, continuous_batching_config=config, **kwargs
+        )

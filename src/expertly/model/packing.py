@@ -1,4 +1,4 @@
-"""`pack`: a checkpoint rewritten as a packed store, one expert and one dense tensor at a time."""
+"""From what a user calls a model to its packed store: the checkpoint, rewritten one expert or tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from expertly.core.codecs import CODECS, CodecChoice, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.model.adapter import find_experts, read_config
-from expertly.model.conversion import Conversion, Group, make_quantizer, meta_model
-from expertly.model.hub import local_folder
-from expertly.model.layout import ExpertsReader
-from expertly.model.tensors import cast, read_tensor, to_bytes
+from expertly.model.conversion import (
+    Conversion,
+    ExpertsReader,
+    Group,
+    cast,
+    make_quantizer,
+    read_group,
+    to_bytes,
+)
+from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
@@ -29,6 +34,9 @@ from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec
 
 DEMO_NAME = "demo"
+
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+_ACCEPTED = "a checkpoint folder, a packed store or a hub id"
 
 
 def pack_cached(
@@ -80,8 +88,41 @@ def pack(
 
 
 def source_folder(model: str | Path | None) -> Path:
-    """The folder of what a user calls a model."""
-    return demo_folder() if model is None or model == DEMO_NAME else local_folder(model)
+    """The folder of what a user calls a model: a folder, the demo model, or the hub's model of an id, downloaded or
+    from the hub's own cache. Raises CheckpointError saying why none of these worked.
+    """
+    if model is None or model == DEMO_NAME:
+        return demo_folder()
+    name, path = str(model), Path(model).expanduser()
+    if name.strip() and path.is_dir():
+        return path
+    if name.strip() and path.exists():
+        raise CheckpointError(f"model={name!r}: a file; must be {_ACCEPTED}")
+    if isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+        raise CheckpointError(f"model={name!r}: no such folder; must be {_ACCEPTED}")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
+    except HFValidationError:
+        reason = "not a hub id either (name or owner/name)"
+    except GatedRepoError:
+        reason = "the hub has it, but wants you to accept its terms and log in (hf auth login)"
+    except LocalEntryNotFoundError:
+        reason = "the hub cannot be reached, and its cache here does not have it"
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        reason = "the hub has no such model" if status in (401, 404) else f"the hub answers {status}"
+    except Exception as error:  # whichever HTTP library the hub's client uses has errors of its own
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
+            raise
+        reason = f"it could not be downloaded ({error})"
+    raise CheckpointError(f"model={name!r}: no such folder here, and {reason}")
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
@@ -159,8 +200,7 @@ class _Packing:
         self._dtype = dtype
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
-        config = read_config(checkpoint.folder)
-        model = meta_model(config, self._torch_dtype)
+        model = build_meta_model(checkpoint.folder, self._torch_dtype)
         self._conversion = Conversion(model, quantizer)
         self._plain = Conversion(model) if quantizer is not None else self._conversion
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
@@ -242,8 +282,7 @@ class _Packing:
         if group is None:
             yield from self._checkpoint.read_chunks(spec.name)
             return
-        tensors = {p: [read_tensor(self._checkpoint, n) for n in names] for p, names in group.sources.items()}
-        tensor = self._conversion.convert(group, tensors)
+        tensor = self._conversion.convert(group, read_group(self._checkpoint, group))
         if tuple(tensor.shape) != spec.shape:
             raise CheckpointError(f"tensor {group.names[0]!r}: makes {list(tensor.shape)}, not {list(spec.shape)}")
         yield to_bytes(cast(tensor, self._torch_dtype, group.target))

@@ -1,11 +1,15 @@
-"""The routers of a loaded model: found by watching one forward pass, watched, or asked about any hidden states.
+"""The routers of a loaded model: found by watching one forward pass, then watched, or asked about any hidden states.
 
+Families return different things from their routers, in different orders and versions, so nothing is looked up by name.
 T tokens, H hidden, E experts, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,21 +17,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertly.core.geometry import LayerGeometry
-from expertly.model.router_probe import Call, LayerCalls, parts_of, split_arguments, watch_blocks
+from expertly.model import hooks
 
 Scoring = Literal["softmax", "sigmoid"]
 Ran = Callable[[int, torch.Tensor, torch.Tensor], None]
 
+_NUM_PROBED = 64  # tokens of the pass that shows the routers
 _NUM_COMPARED = 3  # rows, to see whether a router can be asked by itself
 _TOLERANCE = 0.02  # of logits and sums in bfloat16
 
 _CANNOT = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 
+@dataclass
+class _Call:
+    """A call of a module beside the experts."""
+
+    module: nn.Module
+    inputs: torch.Tensor
+    args: tuple[Any, ...]  # those after the first
+    kwargs: dict[str, Any]
+    parts: list[Any]  # of its output
+
+
 class RouterTap:
     """One layer's router: watch it run, or ask it about other hidden states."""
 
-    def __init__(self, layer: int, call: Call, position: int, scoring: Scoring, is_normalised: bool) -> None:
+    def __init__(self, layer: int, call: _Call, position: int, scoring: Scoring, is_normalised: bool) -> None:
         self.layer = layer
         self.scoring = scoring
         self.hidden_size: int = call.inputs.shape[-1]
@@ -43,8 +59,8 @@ class RouterTap:
         """Call `ran(layer, inputs [T, H], logits [T, E])` whenever the model runs this router, until `detach`."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            inputs, self._args, self._kwargs = split_arguments(args, kwargs)
-            ran(self.layer, _rows(inputs), _rows(parts_of(output)[self._position]))
+            inputs, self._args, self._kwargs = _split_arguments(args, kwargs)
+            ran(self.layer, _rows(inputs), _rows(_parts_of(output)[self._position]))
 
         self.detach()
         self._handle = self._module.register_forward_hook(hook, with_kwargs=True)
@@ -59,7 +75,7 @@ class RouterTap:
         """[T, E] of hidden states [T, H], its other arguments as they last were. Watchers are not told."""
         with torch.no_grad():
             output = self._module.forward(router_input, *self._args, **self._kwargs)
-        return _rows(parts_of(output)[self._position])
+        return _rows(_parts_of(output)[self._position])
 
     def normalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum."""
@@ -95,39 +111,41 @@ def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> lis
     it. Else it is the outermost module fed what the experts were fed whose output is [T, E]. The runtime is not told
     of the forward pass that shows it.
     """
-    seen = watch_blocks(model)
-    return [_find(layer, seen.get(layer), one.num_experts) for layer, one in enumerate(layers)]
+    blocks = _watch_blocks(model)
+    return [_find(layer, blocks[layer], one.num_experts) for layer, one in enumerate(layers)]
 
 
-def _find(layer: int, seen: LayerCalls | None, num_experts: int) -> RouterTap | None:
-    if seen is None or seen.hidden is None or seen.index is None or seen.weights is None:
+def _find(layer: int, block: _Block, num_experts: int) -> RouterTap | None:
+    if not block.has_run:
         return None
-    found = [call for call in seen.calls.values() if any(_is_same(part, seen.choice) for part in call.parts)]
-    outermost_first = sorted(seen.calls, key=lambda name: name.count("."))
-    beside = (seen.calls[name] for name in outermost_first)
-    found += [call for call in beside if len(call.parts) == 1 and _is_same(call.inputs, seen.hidden)]
+    found = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
+    outermost_first = sorted(block.calls, key=lambda name: name.count("."))
+    beside = (block.calls[name] for name in outermost_first)
+    found += [call for call in beside if len(call.parts) == 1 and _is_same(call.inputs, block.hidden)]
     for call in found:
-        position = _logits_position(call.parts, seen, num_experts)
+        position = _logits_position(call.parts, block, num_experts)
         if position is not None:
             logits = _rows(call.parts[position]).float()
             is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
-            scoring: Scoring = "softmax" if is_normalised else _scoring(logits, seen.index, seen.weights)
+            scoring: Scoring = "softmax" if is_normalised else _scoring(logits, block.index, block.weights)
             tap = RouterTap(layer, call, position, scoring, is_normalised)
             tap.can_look_ahead = _can_look_ahead(tap, _rows(call.inputs), logits)
             return tap
     return None
 
 
-def _logits_position(parts: list[Any], seen: LayerCalls, num_experts: int) -> int | None:
+def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int | None:
     """Of the [T, E] floats; where K is E, rather not the weights that the experts received."""
-    assert seen.hidden is not None
-    num_elements = seen.hidden.shape[0] * num_experts
+    num_elements = block.hidden.shape[0] * num_experts
     found = [
         i
         for i, part in enumerate(parts)
-        if _is_floating(part) and part.shape[-1] == num_experts and part.numel() == num_elements
+        if isinstance(part, torch.Tensor)
+        and part.is_floating_point()
+        and part.shape[-1:] == (num_experts,)
+        and part.numel() == num_elements
     ]
-    return min(found, key=lambda i: _is_same(parts[i], seen.weights), default=None)
+    return min(found, key=lambda i: _is_same(parts[i], block.weights), default=None)
 
 
 def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Scoring:
@@ -160,12 +178,76 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _is_floating(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.dim() > 0 and part.is_floating_point()
-
-
 def _is_same(part: Any, other: Any) -> bool:
     """The same values in the same order, whatever the shape?"""
     if not isinstance(part, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return part.numel() == other.numel() and torch.equal(part.reshape(-1).to(other.dtype), other.reshape(-1))
+
+
+class _Block:
+    """What ran beside the experts of one layer in a pass, and what these were called with. A runtime without experts:
+    every expert's output is zero.
+    """
+
+    choice: Any = None  # as the block passes it: ids, or a mask
+    hidden: torch.Tensor  # [T, H]
+    index: torch.Tensor  # [T, K]
+    weights: torch.Tensor  # [T, K]
+    has_run = False
+
+    def __init__(self) -> None:
+        self.calls: dict[str, _Call] = {}
+
+    def forward_experts(
+        self, module: nn.Module, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        self.hidden, self.index, self.weights, self.has_run = hidden, index, weights, True
+        return torch.zeros_like(hidden)
+
+    def note_choice(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self.choice = args[1]
+
+    def note_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        inputs, args, kwargs = _split_arguments(args, kwargs)
+        if isinstance(inputs, torch.Tensor):
+            self.calls[name] = _Call(module, inputs, args, kwargs, _parts_of(output))
+
+
+def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
+    """One forward pass of a loaded model over a few tokens of its vocabulary, by layer. Its runtime is not told."""
+    paths = {module: path for path, module in model.named_modules()}
+    blocks = []
+    with torch.no_grad(), hooks.unannounced(model), contextlib.ExitStack() as undone:
+        for layer, module in enumerate(hooks.experts_modules(model)):
+            untyped: Any = module
+            block: Any = _Block()
+            blocks.append(block)
+            undone.callback(hooks.bind, module, layer, untyped._expertly_runtime)
+            hooks.bind(module, layer, block)
+            undone.callback(module.register_forward_pre_hook(block.note_choice).remove)
+            parent = model.get_submodule(paths[module].rpartition(".")[0])
+            within = {*module.modules(), parent}
+            for name, beside in parent.named_modules():
+                if beside not in within:
+                    note = functools.partial(block.note_call, name)
+                    undone.callback(beside.register_forward_hook(note, with_kwargs=True).remove)
+        embedding: Any = model.get_input_embeddings()
+        token_ids = torch.linspace(0, embedding.weight.shape[0] - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
+        decoder: dict[str, Any] = {"decoder_input_ids": token_ids} if model.config.is_encoder_decoder else {}
+        model(input_ids=token_ids, use_cache=False, **decoder)
+    return blocks
+
+
+def _split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The first argument of a call and the others."""
+    if args:
+        return args[0], args[1:], kwargs
+    others = dict(kwargs)
+    return others.pop(next(iter(others)), None) if others else None, (), others
+
+
+def _parts_of(output: Any) -> list[Any]:
+    if isinstance(output, Mapping):
+        return list(output.values())
+    return list(output) if isinstance(output, tuple | list) else [output]

@@ -1,3 +1,1 @@
-"""Products of few tokens with matrices in the machine's memory, compiled where there is a C compiler, else torch's. May
-import core and torch.
-"""
+"""Products of few tokens with matrices in memory: C, and its one Python wrapper. Imports core and torch."""

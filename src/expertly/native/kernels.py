@@ -1,22 +1,83 @@
-"""Which products a model runs with, why, and how many of them ran."""
+"""Products of matrices with a few tokens, by the compiled library (products.c) where it runs, else by torch.
+
+`choose_kernels` says which a model runs with and why; `Kernels` calls them and counts.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-import torch
+import torch  # before the library is opened, which takes part in torch's OpenMP
 
 from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
-from expertly.native.library import Library, libraries
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""
 
-_SETS = ("avx512", "avx2", "generic")
-ACCEPTED = ("auto", "native", "torch", *_SETS)
+ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
+
+MAX_TOKENS = 4
+"""Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
+
+BFLOAT16, FLOAT16, FLOAT32 = range(3)
+VERSION = 1
+"""Of the interface that is called here; products.c says the same number."""
+
+_INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class Library:
+    """The compiled products for one instruction set. `dots` and `sums` release the interpreter lock and return 0, or -1
+    where memory is short or the request is not one of theirs; products.c has their arguments.
+    """
+
+    name: str  # of the instruction set
+    level: int
+    max_tokens: int  # most tokens of a product for which it is worth while
+    dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
+    has_threads: bool  # has found torch's OpenMP
+    dots: Callable[..., int]
+    sums: Callable[..., int]
+
+
+@cache
+def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], str]:
+    """All that run here, from the fastest down, and where there is none, why."""
+    found = sorted(folder.glob("_products*.so"))
+    if not found:
+        return (), "not compiled: there was no C compiler when expertly was installed"
+    try:
+        library = ctypes.CDLL(str(found[0]))
+        version = library.expertly_products_version()
+        if version != VERSION:
+            return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
+        name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
+        has_threads = bool(library.expertly_products_has_threads())
+        dots, sums = library.expertly_products_dots, library.expertly_products_sums
+    except (OSError, AttributeError) as error:
+        return (), f"{found[0].name} cannot be used: {error}"
+    name_of.restype = ctypes.c_char_p
+    # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
+    dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
+    sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
+    made = []
+    for level in (2, 1, 0):
+        raw_name = name_of(level)
+        if raw_name is not None:
+            name, half = raw_name.decode(), {torch.float16: FLOAT16} if has_half(level) else {}
+            dtypes = {torch.bfloat16: BFLOAT16, **half, torch.float32: FLOAT32}
+            made.append(
+                Library(name, level, 1 if name == "generic" else MAX_TOKENS, dtypes, has_threads, dots, sums),
+            )
+    return tuple(made), ""
 
 
 class Kernels:
@@ -25,29 +86,23 @@ class Kernels:
     def __init__(self, library: Library | None, why: str) -> None:
         self.library = library
         self.why = why
+        self.name = "torch" if library is None else f"native {library.name}"
+        self.max_tokens = 0 if library is None else library.max_tokens
+        """Of one product with matrices that they take."""
+        self.dtypes = {} if library is None else library.dtypes
+        """Of the matrices that they take, in the memory of a CPU."""
+        self.max_threads = granted_cpus()
         self.num_native = 0
         """Experts, or parts of one, that were computed by the compiled products."""
         self.num_torch = 0
         """The same by torch: prompts, mostly."""
-        self._dtypes = {} if library is None else library.dtypes
-        self._max_threads = granted_cpus()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self
 
-    @property
-    def name(self) -> str:
-        """As it is told: "native avx512" or "torch"."""
-        return "torch" if self.library is None else f"native {self.library.name}"
-
-    @property
-    def max_tokens(self) -> int:
-        """Of one product with matrices that they take."""
-        return 0 if self.library is None else self.library.max_tokens
-
     def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the compiled products are for such matrices, and up to `max_tokens` tokens at a time."""
-        return dtype in self._dtypes and device.type == "cpu"
+        return dtype in self.dtypes and device.type == "cpu"
 
     def facts(self) -> dict[str, str | int]:
         """For `--stats`."""
@@ -74,8 +129,8 @@ class Kernels:
         num_matrices, out_rows, num_neurons = out.shape
         failed = library.dots(
             library.level,
-            self._dtypes[x.dtype],
-            self._num_threads(),
+            self.dtypes[x.dtype],
+            min(torch.get_num_threads(), self.max_threads),
             packed.buffer_info()[0],
             len(packed) // 4,
             num_matrices,
@@ -106,8 +161,8 @@ class Kernels:
         packed = array("q", tasks)
         failed = library.sums(
             library.level,
-            self._dtypes[h.dtype],
-            self._num_threads(),
+            self.dtypes[h.dtype],
+            min(torch.get_num_threads(), self.max_threads),
             packed.buffer_info()[0],
             len(packed) // 4,
             h.shape[1],
@@ -120,9 +175,6 @@ class Kernels:
         )
         if failed:
             raise MemoryError("a product of an expert")
-
-    def _num_threads(self) -> int:
-        return min(torch.get_num_threads(), self._max_threads)
 
 
 def choose_kernels(device: torch.device, wanted: str | None = None) -> Kernels:

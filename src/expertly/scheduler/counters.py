@@ -22,7 +22,6 @@ class PhaseCounters:
     loaded_nbytes: int = 0
     evicted_nbytes: int = 0
     prefetched_nbytes: int = 0  # of what was loaded, that nobody waited for when it was asked for
-    filled_nbytes: int = 0  # of what was loaded, that nobody had predicted either: it fills a layer's share
     predicted: int = 0  # experts that predictions named, over all distances
     predicted_needed: int = 0
     predicted_resident: int = 0  # when the router spoke
@@ -70,13 +69,10 @@ class PhaseCounters:
         before = self.by_distance.get(distance, (0, 0, 0))
         self.by_distance[distance] = (before[0] + predicted, before[1] + needed, before[2] + resident)
 
-    def count_ahead(self, num_segments: int, segment_nbytes: int, *, is_fill: bool = False) -> None:
-        """So many segments are loaded ahead, or to fill a layer's share; fewer than 0: were taken back."""
+    def count_ahead(self, num_segments: int, segment_nbytes: int) -> None:
+        """So many segments are loaded ahead; fewer than 0: were taken back."""
         self.loaded_nbytes += num_segments * segment_nbytes
-        if is_fill:
-            self.filled_nbytes += num_segments * segment_nbytes
-        else:
-            self.prefetched_nbytes += num_segments * segment_nbytes
+        self.prefetched_nbytes += num_segments * segment_nbytes
 
     @property
     def demands(self) -> int:

@@ -11,19 +11,15 @@ from expertly.core.messages import RouterRan, Span
 from expertly.scheduler.calibration import Calibration, Guess
 from expertly.scheduler.ghost import Ghost
 from expertly.scheduler.pace import Pace
-from expertly.scheduler.trial import Trial
 
-GATES = ("none", "confidence", "measured")
-"""All that is predicted is loaded; what should pay by itself; that, while it makes tokens faster."""
-WAYS = ("on", "off")
-"""Of `measured`, in the order in which they are tried first."""
+GATES = ("none", "confidence")
+"""All that is predicted is loaded; what should pay by itself."""
 
 
 class Moment(str, Enum):
     """What a driver tells the time of."""
 
     PASS_BEGAN = "pass began"
-    PASS_ENDED = "pass ended"
     ALL_CAME = "all came"  # what the running layer waited for first
     NOW = "now"  # a router has spoken, or something is about to be loaded ahead
 
@@ -36,44 +32,17 @@ class Gate:
     after what is queued (Pace). lost: what then still is to come of it, where that keeps the layer's own demands
     waiting, and what it evicts for nothing, as an LRU cache would miss it (Ghost); less what guesses make good. Until
     these times are known everything is loaded.
-
-    `measured`: besides, decode steps are run with and without loading ahead in turns (Trial), apart for each number of
-    rows in powers of two; a prompt runs as the last decode step says. While it is off nothing is loaded ahead, and
-    where `can_pause` nobody predicts.
     """
 
-    def __init__(self, geometry: Geometry, layer_shares: Sequence[int], kind: str, *, can_pause: bool) -> None:
-        assert kind in GATES[1:]
-        self.kind = kind
-        self.can_pause = can_pause
-        """Whether who predicts may be left alone while nothing is loaded ahead."""
+    def __init__(self, geometry: Geometry, layer_shares: Sequence[int]) -> None:
         self.num_let = self.num_refused = 0
         """Guesses that were not here, in experts."""
-        self.num_open = 0
-        """Passes that ended, in which anything was to be loaded ahead."""
         self._geometry = geometry
-        self._is_measured = kind == "measured"
         self._calibration = Calibration()
         self._pace = Pace()
         self._ghost = Ghost([share // geometry.segments_per_expert for share in layer_shares])
-        self._trials: dict[int, Trial] = {}  # by the size of a pass
-        self._way = 0  # of the running pass, and of the next until one has ended
         self._now_ns = 0
-        self._began_ns: int | None = None
         self._size = 0  # of the running pass, in powers of two
-        self._decode_size = 0  # of the last decode step
-        self._is_decode = True  # all that ran of the pass
-        self._difficulty = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is loaded ahead in this pass."""
-        return WAYS[self._way] == "on"
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether who predicts should see this pass."""
-        return self.is_open or not self.can_pause
 
     # -- what it sees ------------------------------------------------------------------------------------------
 
@@ -83,22 +52,14 @@ class Gate:
         if moment is Moment.ALL_CAME:
             self._pace.came(now_ns)
         elif moment is Moment.PASS_BEGAN:
-            self._began_ns = now_ns
             self._pace.begin_pass()
-            self._is_decode, self._difficulty = True, 0
-        elif moment is Moment.PASS_ENDED:
-            self._pass_ended()
 
     def router_ran(self, router: RouterRan) -> None:
         """A layer of the pass begins, now."""
         self._size = router.batch_tokens.bit_length()
         self._pace.router_ran(self._now_ns, self._size)
-        misses = None
-        if False in router.is_decode or not router.batch_tokens:
-            self._is_decode = False
-        else:
-            misses = self._ghost.ran(router)
-            self._difficulty += misses
+        is_decode = router.batch_tokens and False not in router.is_decode
+        misses = self._ghost.ran(router) if is_decode else None
         self._calibration.settle(router.layer, frozenset(router.experts), misses)
 
     def asked(self, layer: int, spans: Iterable[Span]) -> None:
@@ -108,7 +69,6 @@ class Gate:
 
     def abandon(self) -> None:
         """The pass failed."""
-        self._began_ns = None
         self._calibration.clear()
         self._pace.begin_pass()
 
@@ -150,43 +110,11 @@ class Gate:
 
     def facts(self) -> dict[str, Any]:
         """What it has come to, as plain data (docs/conventions.md)."""
-        accuracy = self._calibration.accuracy()
-        told: dict[str, Any] = {
-            "kind": self.kind,
-            "state": "on" if self.is_open else "off",
+        return {
+            "kind": "confidence",
+            "state": "on",
             "let": self.num_let,
             "refused": self.num_refused,
-            "accuracy": accuracy,
+            "accuracy": self._calibration.accuracy(),
+            "says": f"{self.num_let} guesses loaded, {self.num_refused} not worth it",
         }
-        trial = self._trials.get(self._decode_size)
-        if trial is not None:
-            told["state"] = WAYS[trial.best]
-            told |= {
-                "other_ratio": trial.ratio,
-                "measured_tokens": trial.num_measured,
-                "tokens": trial.num_passes,
-                "changes": trial.num_changes,
-            }
-        return told | {"says": says(told)}
-
-    def _pass_ended(self) -> None:
-        began, self._began_ns = self._began_ns, None
-        self.num_open += self.is_open
-        if not self._is_measured or began is None or not self._is_decode or not self._size:
-            return
-        trial = self._trials.get(self._size)
-        if trial is None:
-            trial = self._trials[self._size] = Trial()
-        trial.ran(self._way, self._now_ns - began, self._difficulty)
-        self._decode_size, self._way = self._size, trial.way
-
-
-def says(told: dict[str, Any]) -> str:
-    """The same in a sentence."""
-    ratio = told.get("other_ratio")
-    if told["kind"] == "confidence":
-        return f"{told['let']} guesses loaded, {told['refused']} not worth it"
-    if ratio is None:
-        return f"{told['state']}, not measured yet"
-    other = WAYS[1 - WAYS.index(told["state"])]
-    return f"{told['state']}; {other} costs {ratio:.2f}x a token, measured over {told['measured_tokens']} tokens"

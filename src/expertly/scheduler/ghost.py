@@ -1,4 +1,4 @@
-"""What an LRU cache of each layer would have missed: how hard a pass is, and what a place is worth."""
+"""What an LRU cache of each layer would have missed, and what a place is worth."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ from expertly.scheduler.scheduler import Scheduler
 FORMAT = "expertly-decisions"
 VERSION = 1
 
+_PASS_ENDED = "pass ended"
+"""In journals up to November 2026, a moment that a gate is no longer told of: no decision went by it."""
+
 
 class JournaledScheduler(Scheduler):
     """Writes down what is said to it and what it answers, from `start_journal` on.
@@ -74,15 +77,6 @@ class JournaledScheduler(Scheduler):
         spans = super().load_ahead()
         self._note("load_ahead", None, spans)
         return spans
-
-    def fill(self) -> list[Span]:
-        spans = super().fill()
-        self._note("fill", None, spans)
-        return spans
-
-    def unfill(self, spans: Sequence[Span]) -> None:
-        super().unfill(spans)
-        self._note("unfill", list(spans), None)
 
     def preload(self, layer: int, expert: int) -> list[Span]:
         spans = super().preload(layer, expert)
@@ -161,12 +155,14 @@ def _answer(scheduler: JournaledScheduler, line: str, made: list[str], where: st
             scheduler.preload(*observation)
         elif name == "at":
             moment, now_ns = observation
+            if moment == _PASS_ENDED:
+                return line
             scheduler.at(Moment(moment), now_ns)
-        elif name in ("promote", "unfill"):
-            getattr(scheduler, name)(list(map(span, observation)))
+        elif name == "promote":
+            scheduler.promote(list(map(span, observation)))
         elif name == "end_layer":
             scheduler.end_layer(list(map(span, observation or ())))
-        elif name in ("load_ahead", "fill", "abandon"):
+        elif name in ("load_ahead", "abandon"):
             getattr(scheduler, name)()
         else:
             raise TraceError(f"{where}: call {name!r}: unknown")

@@ -55,8 +55,6 @@ class Keeper:
             self.caches = [shared[c] for c in geometry.size_classes]
         self.distinct_caches = list({id(cache): cache for cache in self.caches}.values())
         self.targets: list[int] | None = None  # the shares to come, where they are others
-        self.unfilled: dict[int, None] = {}
-        """Layers that may lack something of what they are to keep since shares changed."""
         self._prefill_room = list(self.shares)  # of each layer, what its share lacks: negative above it
         self.passing = [0] * geometry.num_size_classes  # segments in slots that are not kept
         self._refused = _NOTHING_REFUSED  # segments that could not be evicted for this layer: so many cannot be now
@@ -190,7 +188,6 @@ class Keeper:
                 f"allocation: shares={list(shares)}: must have the sum of {self.shares} in each size class"
             )
         self.targets = list(shares)
-        self.unfilled = dict.fromkeys(range(len(shares)))
         if tops is not None:
             self.is_split = True
             self.tops = [top_mask(num) for num in tops]
@@ -224,20 +221,6 @@ class Keeper:
         self._find_ring()
         if is_cut and self.shares == self.targets:
             self.targets = None
-
-    def fill(self, layer: int, eid: int, protected: Container[int]) -> int:
-        """What has no slot of the top that the layer keeps: kept from now on, where it fits. Evicts for it what is not
-        `protected`; slots are free.
-        """
-        mask = self.tops[layer] & self.absent(eid)
-        count = mask.bit_count()
-        if not mask or self.residency.pool_of(layer).num_free + max(0, count - self.caches[layer].room) < count:
-            return 0
-        self._refused = _NOTHING_REFUSED
-        if self.make_room(layer, count, protected) < count:
-            return 0
-        self.keep(layer, eid, mask)
-        return mask
 
     def _cut(self, protected: Container[int]) -> bool:
         """Drop what is kept beyond the tops; whether nothing is left of it."""

@@ -70,23 +70,15 @@ class Ahead:
         self._now = now
         assert self._gate is None or now is not None, "a gate goes by the time"
         self._num_layers = scheduler.geometry.num_layers
-        self._asks = self.is_asking  # in the running pass
         self._iteration = -1
         self._step = -1  # of the last router that has spoken
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the channel hears of a pass that begins now: not while a gate keeps who predicts from it."""
-        return self._gate is None or self._gate.is_asking
 
     def begin_iteration(self, began: Callable[[], Began]) -> None:
         """A forward pass begins."""
         self._iteration += 1
         self._step = self._iteration * self._num_layers - 1
         self._tell(Moment.PASS_BEGAN)
-        self._asks = self.is_asking
-        if self._asks:
-            self._channel.begin_iteration(self._step, began)
+        self._channel.begin_iteration(self._step, began)
         self._take()
         self.refill()
 
@@ -104,8 +96,7 @@ class Ahead:
 
     def router_ran(self, routed: Callable[[], Routed]) -> None:
         """A router has spoken and its demands are on their way."""
-        if self._asks:
-            self._channel.router_ran(self._step, routed)
+        self._channel.router_ran(self._step, routed)
         self._take()
         self.refill()
 
@@ -125,10 +116,7 @@ class Ahead:
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""
-        if self._asks:
-            self._channel.end_iteration(ok)
-        if ok:
-            self._tell(Moment.PASS_ENDED)
+        self._channel.end_iteration(ok)
 
     def all_came(self) -> None:
         """What the running layer waited for is here."""
@@ -173,27 +161,11 @@ class Ahead:
         return awaited
 
     def refill(self) -> None:
-        """Load more where there is room; where nothing is, what fills the shares of layers."""
-        scheduler = self._scheduler
+        """Load more where there is room."""
         self._tell(Moment.NOW)
-        spans = scheduler.load_ahead()
-        if spans and scheduler.speculation.fills:
-            self._unfill()
-        elif not spans and scheduler.can_fill:
-            spans = scheduler.fill()
+        spans = self._scheduler.load_ahead()
         if spans:
             self._transport.submit_ahead(spans)
-
-    def _unfill(self) -> None:
-        """What was predicted goes before what fills shares: take that back, as far as it has not been begun."""
-        scheduler, waiting = self._scheduler, self._scheduler.speculation.waiting
-        first = scheduler.geometry.first_expert_id
-        gone: list[Span] = []
-        for span in list(scheduler.speculation.fills):
-            if span not in gone and first(span.layer) + span.expert not in waiting:
-                gone += self._transport.withdraw(span.layer, (span.expert,))
-        if gone:
-            scheduler.unfill(gone)
 
     def _tell(self, moment: Moment) -> None:
         if self._gate is not None and self._now is not None:

@@ -278,6 +278,14 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         if key in given:
             raise ConfigError(f"{where}: {key!r:.80}: given twice")
         given[key] = value
+    fill = given.pop("fill", "demand")  # a part until November 2026; saved specs may name its default
+    if fill != "demand":
+        raise ConfigError(
+            f"{where}: fill={fill!r:.80}: no part any more: what layers lack is loaded when it is needed; "
+            f"accepted: leave it out"
+        )
+    if not given:
+        return preset
     parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
     parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
     prediction = parts.get("prediction", preset.prediction)

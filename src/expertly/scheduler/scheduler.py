@@ -14,7 +14,6 @@ from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.demands import Demands
-from expertly.scheduler.filling import Filling
 from expertly.scheduler.gate import Gate, Moment
 from expertly.scheduler.keeper import Keeper, mask_of, whole_tops
 from expertly.scheduler.load_ahead import LoadAhead
@@ -36,8 +35,7 @@ class Scheduler:
     and evicts for it; "best" keeps, of what was kept and what is needed, what the policy (a ScoredPolicy) values most,
     and passes the rest through the ring. `ahead`: where what is loaded ahead goes: "cache" evicts for it, "ring" takes
     free places and evicts nothing. `prefetch`: what of it goes first (policies.prefetch). `window`: segments in
-    flight ahead. `fill`: what layers are to keep since shares changed is loaded when it is needed ("demand"), or also
-    while nothing else is ("idle"). `gate`: what of it is loaded ahead at all; None: everything.
+    flight ahead. `gate`: what of it is loaded ahead at all; None: everything.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Scheduler:
         ahead: str = "cache",
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
-        fill: str = "demand",
         allocation: Allocation | None = None,
         gate: Gate | None = None,
     ) -> None:
@@ -84,9 +81,6 @@ class Scheduler:
         self._load_ahead = LoadAhead(
             geometry, self.keeper, self.speculation, self._demands, self.counters, gate, evicts=self._ahead_evicts
         )
-        self._filling: Filling | None = None
-        if fill == "idle":
-            self._filling = Filling(geometry, self.keeper, self.speculation, self._demands, self.counters)
         self._turns: Turns | None = None
         if order == "id" or self.finds_late:
             by_id, early = order == "id", not self.finds_late
@@ -153,8 +147,8 @@ class Scheduler:
             is_decoding = self._in_flight[span]
             assert is_decoding is not None, "a demand needs no promotion"
             self._in_flight[span] = None
-            is_fill = self.speculation.promoted(first + span.expert, span)
-            self._phase(router.layer, is_decoding).count_ahead(-span.num_segments, nbytes, is_fill=is_fill)
+            self.speculation.taken_back(first + span.expert, span.num_segments)
+            self._phase(router.layer, is_decoding).count_ahead(-span.num_segments, nbytes)
             needs_decode = router.is_decode[router.experts.index(span.expert)]
             self._phase(router.layer, needs_decode).loaded_nbytes += span.num_segments * nbytes
 
@@ -165,7 +159,6 @@ class Scheduler:
         self.residency.arrived(span)
         if span in self._in_flight:
             del self._in_flight[span]
-            self.speculation.fills.pop(span, None)
             return True
         eid = self.geometry.first_expert_id(span.layer) + span.expert
         if self._turns is not None and self._turns.arrived(eid, span):
@@ -196,8 +189,6 @@ class Scheduler:
         """Where there is a `gate`: it is that late. Between layers, or while one runs, as the moment is."""
         assert self.gate is not None
         self.gate.at(moment, now_ns)
-        if moment is Moment.PASS_ENDED and not self.gate.is_open:
-            self.speculation.rest()
 
     def stale(self) -> list[int]:
         """Experts of the running layer that it does not need, but that are in flight for it."""
@@ -229,16 +220,11 @@ class Scheduler:
         self.caches[layer].policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
         if self._sharing is not None:
             self._sharing.layer_ended(router, self.speculation.guessed)
-        if self._filling is not None:
-            self._filling.layer_ended(router)
 
     def predict(self, prediction: Prediction) -> None:
         """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
         layer = prediction.layer
-        if self.gate is None or self.gate.is_open:
-            self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
-        else:
-            self.speculation.note(prediction)
+        self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
         if self._sharing is not None:
             self.allocation.predicted(prediction)
         Scheduler.foresee(self, prediction)  # it is one call: no subclass shall see two
@@ -262,25 +248,6 @@ class Scheduler:
     def is_short(self) -> bool:
         """More would have been loaded ahead if parts of experts that pass had left places. They may have since."""
         return self._load_ahead.is_short
-
-    @property
-    def can_fill(self) -> bool:
-        """Whether `fill` may have something: layers lack what they are to keep, and nothing is in flight that anybody
-        needs or predicted. While experts have turns others of their layer are to come.
-        """
-        if self._filling is None or not (self._turns is None or self._router is None):
-            return False
-        return self._filling.is_due()
-
-    def fill(self) -> list[Span]:
-        """Where `can_fill`: what to load behind all else, in this order; single segments."""
-        assert self._filling is not None
-        return self._filling.load(self._router)
-
-    def unfill(self, spans: Sequence[Span]) -> None:
-        """These were to fill shares and have not been begun; they will not come now."""
-        for span in spans:
-            self._withdraw(span.layer, (span,))
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
@@ -344,9 +311,8 @@ class Scheduler:
         assert not (self._in_flight or self._deferred or self._open)
         residency, speculation = self.residency, self.speculation
         coming = [span for spans in speculation.in_flight.values() for span in spans]
-        predicted = [span for span in coming if span not in speculation.fills]
-        assert speculation.num_in_flight == sum(span.num_segments for span in predicted)
-        assert len(coming) == len(predicted) + len(speculation.fills) == sum(map(int.bit_count, residency.loading))
+        assert speculation.num_in_flight == sum(span.num_segments for span in coming)
+        assert len(coming) == sum(map(int.bit_count, residency.loading))
         for eid in range(self.geometry.num_experts):
             if self.keeper.unkept(self.geometry.layer_of_expert(eid), eid):
                 assert eid in speculation.waiting or eid in speculation.in_flight
@@ -375,12 +341,9 @@ class Scheduler:
         first = self.geometry.first_expert_id(layer)
         for span in spans:
             assert span.layer == layer, "only what was to be loaded ahead for this layer is withdrawn"
-            is_fill = span in self.speculation.fills
             phase = self._phase(layer, self.speculation.withdrawn(first + span.expert, span))
-            phase.count_ahead(-span.num_segments, self.geometry.segment_nbytes(layer), is_fill=is_fill)
+            phase.count_ahead(-span.num_segments, self.geometry.segment_nbytes(layer))
             self.keeper.forget(span)
-            if is_fill:
-                self.keeper.unfilled[layer] = None
 
     def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
         counters = self.counters[layer]

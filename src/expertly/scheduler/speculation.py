@@ -39,11 +39,9 @@ class Speculation:
         self._geometry = geometry
         self.window = window
         self.now = geometry.num_layers - 1  # the layer whose router spoke last; an iteration begins behind the last one
-        self.is_used = False  # has anything ever been predicted, or been loaded to fill a share?
-        self.num_in_flight = 0  # segments, of what was predicted
+        self.is_used = False  # has anything ever been predicted?
+        self.num_in_flight = 0  # segments
         self.in_flight: dict[int, dict[Span, bool]] = {}  # expert -> spans: asked for by decode?
-        self.fills: dict[Span, None] = {}
-        """Of all spans that are to come, those that fill a layer's share: nobody predicted them."""
         self.waiting: dict[int, int] = {}  # expert whose layer has not run -> segments loaded ahead for it
         self._settling: tuple[PhaseCounters, dict[int, _Loaded]] | None = None  # of the layer whose router spoke last
         self.likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
@@ -62,7 +60,8 @@ class Speculation:
         """Want these experts instead of what was wanted of the layer. What is here of the first `num_likely`, and of
         those that `stays` names then, is not to be evicted for other guesses; 0: eviction knows better.
         """
-        self.note(prediction)
+        self.is_used = True
+        self._predicted[prediction.layer][prediction.distance] = prediction
         layer, experts, order = prediction.layer, prediction.experts, self._order
         first = self._geometry.first_expert_id(layer)
         self._wanted_of[layer] = order, prediction.distance
@@ -76,18 +75,6 @@ class Speculation:
         wanted.sort(reverse=True)
         self._wanted[layer] = wanted
         self._push(layer)
-
-    def note(self, prediction: Prediction) -> None:
-        """Count what comes of it; nothing is wanted."""
-        self.is_used = True
-        self._predicted[prediction.layer][prediction.distance] = prediction
-
-    def rest(self) -> None:
-        """Nothing is wanted any more, and nothing is to stay for being predicted."""
-        self._wanted.clear()
-        self._heads.clear()
-        self.likely.clear()
-        self.is_used = bool(self.in_flight or self.waiting or any(self._predicted))
 
     def next(self) -> int | None:
         """The expert that is wanted most, or None. It stays wanted until `taken`."""
@@ -154,41 +141,22 @@ class Speculation:
         self.num_in_flight += num_segments
         self.waiting[expert] = self.waiting.get(expert, 0) + num_segments
 
-    def filling(self, expert: int, spans: Sequence[Span], is_decoding: bool) -> None:
-        """These spans fill a layer's share."""
-        self.is_used = True
-        self.in_flight.setdefault(expert, {}).update(dict.fromkeys(spans, is_decoding))
-        self.fills.update(dict.fromkeys(spans))
-
     def ended(self, expert: int, span: Span) -> bool:
         """A span has arrived or was withdrawn; whether decode had asked for it."""
         spans = self.in_flight[expert]
         is_decoding = spans.pop(span)
-        if span in self.fills:
-            del self.fills[span]
-        else:
-            self.num_in_flight -= span.num_segments
+        self.num_in_flight -= span.num_segments
         if not spans:
             del self.in_flight[expert]
         return is_decoding
 
     def withdrawn(self, expert: int, span: Span) -> bool:
         """A span will not come; whether decode had asked for it."""
-        if span in self.fills:
-            return self.ended(expert, span)
         if expert in self.waiting:
             self.waiting[expert] -= span.num_segments
         else:
             self.taken_back(expert, span.num_segments)
         return self.ended(expert, span)
-
-    def promoted(self, expert: int, span: Span) -> bool:
-        """A span that the running layer waits for is a demand now; whether it was to fill a share."""
-        if span in self.fills:
-            del self.fills[span]
-            return True
-        self.taken_back(expert, span.num_segments)
-        return False
 
     def taken_back(self, expert: int, num_segments: int) -> None:
         """So many segments for the running layer were not loaded ahead after all."""
@@ -198,7 +166,7 @@ class Speculation:
     def join(self, expert: int) -> dict[Span, bool]:
         """The spans of an expert in flight, and whether decode had asked for them; a layer waits for them now."""
         spans = self.in_flight.pop(expert, {})
-        self.num_in_flight -= sum(span.num_segments for span in spans if span not in self.fills)
+        self.num_in_flight -= sum(span.num_segments for span in spans)
         return spans
 
     def is_stale(self, expert: int) -> bool:
@@ -217,7 +185,6 @@ class Speculation:
         self._heads.clear()
         self.now = self._geometry.num_layers - 1
         self.in_flight.clear()
-        self.fills.clear()
         self.waiting.clear()
         self.likely.clear()
         self._settling = None

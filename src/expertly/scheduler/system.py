@@ -42,7 +42,6 @@ class System:
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
-    fill: str = "demand"  # see Scheduler
     gate: str = "none"  # see Gate
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
@@ -112,7 +111,6 @@ class System:
             ahead=self.ahead,
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
-            fill=self.fill,
             allocation=self._allocation(geometry, known),
             gate=self._gate(geometry, budget),
         )
@@ -120,8 +118,7 @@ class System:
     def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
         if self.gate == "none" or self.prediction == "none":
             return None
-        can_pause = PREDICTORS[self.prediction].can_pause and not EVICTIONS[self.eviction].needs_probabilities
-        return Gate(geometry, budget.layer_shares, self.gate, can_pause=can_pause)
+        return Gate(geometry, budget.layer_shares)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -239,6 +236,10 @@ def names_of_options(part: str, name: str) -> list[str]:
 def unknown(where: str, key: str, value: str) -> ConfigError:
     """A part that there is none of."""
     accepted = ACCEPTED[key]
+    if (key, value) == ("gate", "measured"):
+        return ConfigError(
+            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(GATES)}"
+        )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
     return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
 
@@ -297,18 +298,6 @@ def _check_allocation(system: System, where: str) -> None:
             f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
             f"accepted: eviction={others}"
         )
-    if system.fill == "idle" and not (allocation.splits or EVICTIONS[system.eviction].is_scored):
-        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored and not one.needs_future)
-        raise ConfigError(
-            f"{where}: fill='idle' loads whole experts by their scores, which eviction={system.eviction!r} does not "
-            f"have; accepted: fill=demand, or eviction={scored}"
-        )
-    if system.fill == "idle" and not allocation.changes:
-        changing = ", ".join(name for name, one in ALLOCATIONS.items() if one.changes)
-        raise ConfigError(
-            f"{what} never changes what layers keep, which fill='idle' would load; accepted: fill=demand, or "
-            f"allocation={changing}"
-        )
     if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
         raise ConfigError(
             f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
@@ -328,7 +317,6 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
-    "fill": ("demand", "idle"),
     "gate": GATES,
 }
 """Of each part that is chosen by name, what it may be."""
@@ -354,7 +342,7 @@ WITH_OPTIONS: dict[str, Registry[Any]] = {
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "fill", "gate", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "gate", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from expertly.core.errors import EngineClosedError
-from expertly.model.stepping import Entry, Stepper
+from expertly.model.batching import Entry, Stepper
 from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
 from expertly.serve.request import Request, Text
 from expertly.serve.sampling import Choice, Sampler

@@ -16,8 +16,7 @@ import uvicorn
 
 from expertly.api import handle
 from expertly.core.errors import ConfigError
-from expertly.model.probing import why_not_together
-from expertly.model.stepping import Batch, Limits, OneAtATime, Stepper, end_tokens
+from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Split
 from expertly.serve.metrics import RequestMetrics

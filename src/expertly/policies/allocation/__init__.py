@@ -30,7 +30,6 @@ class MakeAllocation:
     needs_layers: bool = False  # one cache a layer: over all layers there is nothing to share out
     takes_usage: bool = False  # Known.usage, where there is a training part
     splits: bool = False  # may keep parts of experts
-    changes: bool = False  # what layers keep, while they run
     takes_plan: bool = False  # Known.plan, where there is one
 
     def __call__(
@@ -53,7 +52,6 @@ _BUILT_IN = {
         lambda geometry, known, options: AdapMoE(geometry, known.usage),
         needs_layers=True,
         takes_usage=True,
-        changes=True,
     ),
     "split": MakeAllocation(
         lambda geometry, known, options: Split(geometry, options, known.plan),
@@ -67,7 +65,6 @@ _BUILT_IN = {
         MoEpicOptions,
         needs_layers=True,
         splits=True,
-        changes=True,
         takes_plan=True,
     ),
 }

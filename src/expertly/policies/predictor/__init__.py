@@ -38,7 +38,6 @@ class MakePredictor:
     distance: int | None = None  # layers ahead, where a system takes it and says nothing of them; None: as it was
     learns: str | None = None  # an FMoE keeps its "maps" in a file, an EAM its "matrices"
     takes_weights: bool = False  # Known.learned: it was trained before, on a trace
-    can_pause: bool = False  # it remembers nothing of earlier passes: who leaves some out changes nothing of the rest
 
     def __call__(
         self, geometry: Geometry, known: Known, distance: int, options: Mapping[str, str] = NO_OPTIONS
@@ -75,14 +74,12 @@ _BUILT_IN = {
             lambda geometry, known, distance, options: Lookahead(geometry, distance, options),
             LookaheadOptions,
             needs=("lookahead",),
-            can_pause=True,
         ),
         MakePredictor(
             "speculative",
             lambda geometry, known, distance, options: Speculative(geometry, distance, options),
             SpeculativeOptions,
             needs=("lookahead",),
-            can_pause=True,
         ),
         MakePredictor(
             "counts",
@@ -106,7 +103,6 @@ _BUILT_IN = {
             lambda geometry, known, distance, options: Index(geometry, distance, options),
             IndexOptions,
             gives_probabilities=False,
-            can_pause=True,
         ),
         MakePredictor(
             "random",
@@ -120,7 +116,6 @@ _BUILT_IN = {
             WidthOptions,
             needs=("router_inputs",),
             takes_weights=True,
-            can_pause=True,
         ),
         MakePredictor(
             "fmoe",

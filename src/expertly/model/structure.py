@@ -1,10 +1,13 @@
-"""Where a model's experts are and what shape they have, worked out from the model itself, not from a table."""
+"""What a model is made of: its config and class, where its experts are and their shape, the bytes of the rest.
+
+Worked out from the model itself, not from a table of families.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.model.hooks import experts_modules
 
 SWITCH = "switch_transformers"
-"""The one family outside transformers' experts interface that runs: see models.switch."""
+"""The one family outside transformers' experts interface that runs: see `hooks.strip_switch`."""
 
 _SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...) and " + SWITCH
 _WRONG_UPSTREAM = {
@@ -47,8 +51,12 @@ class ExpertsSite:
     is_fused: bool = True
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
-        """Full names of one expert's weights, up `[I, H]` and down `[H, I]`, where experts are not fused."""
+        """Full names of the parameters that hold one expert: where experts are not fused its own, up `[I, H]` and down
+        `[H, I]`.
+        """
         first, second = self.weight_names
+        if self.is_fused:
+            return f"{self.name}.{first}", f"{self.name}.{second}"
         return f"{self.name}.expert_{expert}.{first}.weight", f"{self.name}.expert_{expert}.{second}.weight"
 
 
@@ -71,7 +79,12 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `config.architectures` names, or the family's language model."""
+    """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError where
+    there is none, or one that must not run.
+    """
+    reason = _WRONG_UPSTREAM.get(config.model_type)
+    if reason is not None:
+        raise _unsupported(config.model_type, f"refused: {reason}")
     for architecture in config.architectures or ():
         found = getattr(transformers, architecture, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
@@ -82,20 +95,25 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
             language_model: Any = mapping[type(config)]
             return language_model[0] if isinstance(language_model, tuple) else language_model
     named = ", ".join(config.architectures or ()) or "none"
-    raise UnsupportedModelError(
-        f"model_type={config.model_type!r} (architectures: {named}): transformers has no generating model for it; "
-        + _SUPPORTED
-    )
+    raise _unsupported(config.model_type, f"transformers has no generating model for it (architectures: {named})")
 
 
-def build_meta_model(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedModel:
-    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes.
+def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
+
+
+def build_meta_model(
+    source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes. `dtype`: of
+    its parameters, as from_pretrained makes it.
 
     Raises CheckpointError for a config that does not make a model, UnsupportedModelError for one we do not run.
     """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
-    check_family(config)
     model_class = model_class_of(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
     try:
         with torch.device("meta"):
             return model_class(config).eval()
@@ -105,32 +123,17 @@ def build_meta_model(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTr
         raise CheckpointError(
             f"model_type={config.model_type!r}: {model_class.__name__} cannot be built from its config.json: {error}"
         ) from error
+    finally:
+        torch.set_default_dtype(before)
 
 
-def check_family(config: PreTrainedConfig) -> None:
-    """Refuse the families that must not run at all, with the reason."""
-    reason = _WRONG_UPSTREAM.get(config.model_type)
-    if reason is not None:
-        raise UnsupportedModelError(f"model_type={config.model_type!r}: refused: {reason}; {_SUPPORTED}")
+def _is_experts(module: nn.Module) -> bool:
+    """Was its class decorated by use_experts_implementation (it then has a flag and an `_apply_gate`), or switch's?"""
+    is_decorated = hasattr(module, "is_transposed") and hasattr(module, "config")
+    return _is_switch(module) or (is_decorated and hasattr(type(module), "_apply_gate"))
 
 
-def find_experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(module path, experts module) in module order, which is the layer order. Empty where there are none."""
-    return list(_iter_experts(model))
-
-
-def _iter_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if _is_switch_experts(module) or _is_on_interface(module):
-            yield name, module
-
-
-def _is_on_interface(module: nn.Module) -> bool:
-    """Was its class decorated by use_experts_implementation? It then has the flag and an `_apply_gate`."""
-    return hasattr(module, "is_transposed") and hasattr(module, "config") and hasattr(type(module), "_apply_gate")
-
-
-def _is_switch_experts(module: nn.Module) -> bool:
+def _is_switch(module: nn.Module) -> bool:
     return type(module).__name__ == "SwitchTransformersExperts"
 
 
@@ -140,22 +143,17 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
     Raises UnsupportedModelError, naming the family and what is supported, where there are none or one of them
     computes something that slots cannot.
     """
-    modules = find_experts_modules(meta_model)
-    model_type = meta_model.config.model_type
+    modules = [(name, module) for name, module in meta_model.named_modules() if _is_experts(module)]
     if not modules:
-        raise _no_experts_error(model_type, {type(module).__name__ for module in meta_model.modules()})
-    try:
-        return [_site(meta_model, name, module, itemsize) for name, module in modules]
-    except _ShapeError as error:
-        raise UnsupportedModelError(f"model_type={model_type!r}: {error}; {_SUPPORTED}") from error
+        names = {type(module).__name__ for module in meta_model.modules()}
+        raise _no_experts_error(meta_model.config.model_type, names)
+    return [_site(meta_model, name, module, itemsize) for name, module in modules]
 
 
 def _no_experts_error(model_type: str, class_names: Iterable[str]) -> UnsupportedModelError:
     if any("expert" in name.lower() or "moe" in name.lower() for name in class_names):
-        reason = "its experts are not on transformers' experts interface"
-    else:
-        reason = "not a Mixture-of-Experts model"
-    return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
+        return _unsupported(model_type, "its experts are not on transformers' experts interface")
+    return _unsupported(model_type, "not a Mixture-of-Experts model")
 
 
 def _has_interface_experts(model_class: type[PreTrainedModel]) -> bool:
@@ -164,31 +162,29 @@ def _has_interface_experts(model_class: type[PreTrainedModel]) -> bool:
     return any(hasattr(found, "_apply_gate") or name == "SwitchTransformersExperts" for name, found in members)
 
 
-class _ShapeError(Exception):
-    """Why a module's experts do not fit the layout."""
-
-
 def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> ExpertsSite:
-    if _is_switch_experts(module):
+    model_type = model.config.model_type
+    if _is_switch(module):
         first = next(iter(module.children()))
         width, hidden = first.wi.weight.shape
         geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
         return ExpertsSite(name, geometry, False, True, False, False, ("wi", "wo"), is_fused=False)
     if getattr(module, "has_post_expert_norm", False):
-        raise _ShapeError(f"{name} normalises each expert's output, which is not supported")
+        raise _unsupported(model_type, f"{name} normalises each expert's output, which is not supported")
     has_gate = getattr(module, "has_gate", True)
     is_transposed = module.is_transposed
     weight_names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     up, down = (getattr(module, weight_name, None) for weight_name in weight_names)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3:
-        raise _ShapeError(f"{name} has no fused weights {' and '.join(weight_names)} of three dimensions")
+        raise _unsupported(model_type, f"{name} has no fused weights {' and '.join(weight_names)} of three dimensions")
     num_experts, inner, hidden = up.shape if not is_transposed else up.transpose(1, 2).shape
     width = inner // 2 if has_gate else inner
     expected = (num_experts, hidden, width) if not is_transposed else (num_experts, width, hidden)
     if tuple(down.shape) != expected or (has_gate and inner % 2):
-        raise _ShapeError(
+        raise _unsupported(
+            model_type,
             f"{name}: {weight_names[0]} {tuple(up.shape)} and {weight_names[1]} {tuple(down.shape)} are not those of "
-            "experts whose input and output have one width"
+            "experts whose input and output have one width",
         )
     top_k = _top_k(model, name, module, num_experts, hidden)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
@@ -203,28 +199,24 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
     )
 
 
-class _ProbedError(Exception):
-    """Carries what the experts were called with out of the probe."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.arguments = arguments
+class _Probed(Exception):
+    """Ends a probe of a block; its `args` are what the block called its experts with."""
 
 
-def _top_k(model: nn.Module, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
+def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
     """K, from what the parent block passes to its experts; else from what the block calls K."""
     parent = model.get_submodule(name.rpartition(".")[0])
 
     def stop(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        raise _ProbedError(arguments)
+        raise _Probed(*arguments)
 
     handle = experts.register_forward_pre_hook(stop)
     try:
         with torch.no_grad():
             parent(torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype))
-    except _ProbedError as probed:
-        if len(probed.arguments) == 3 and isinstance(probed.arguments[1], torch.Tensor):
-            return int(probed.arguments[1].shape[-1])
+    except _Probed as probed:
+        if len(probed.args) == 3 and isinstance(probed.args[1], torch.Tensor):
+            return int(probed.args[1].shape[-1])
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
         pass  # a block that needs more than hidden states
     finally:
@@ -235,4 +227,35 @@ def _top_k(model: nn.Module, name: str, experts: nn.Module, num_experts: int, hi
             value = getattr(owner, key, None)
             if isinstance(value, int) and 1 <= value <= num_experts:
                 return value
-    raise _ShapeError(f"{name}: cannot tell how many experts a token chooses")
+    raise _unsupported(model.config.model_type, f"{name}: cannot tell how many experts a token chooses")
+
+
+def dense_shape(model: PreTrainedModel) -> DenseShape:
+    """Bytes of weights outside the experts that one token's pass through a loaded model reads: the mean over its MoE
+    layers' blocks, and the rest of the language model, the head included.
+
+    A block is the layer that holds the experts (`model.layers.3`). A table of embeddings counts as one row unless
+    it is also the head; other weights count once, whichever token is fed.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = [_block(paths[id(module)]) for module in experts_modules(model)]
+    stacks = {block.rpartition(".")[0].rpartition(".")[0] for block in blocks}  # `model`, of `model.layers.3`
+    head = model.get_output_embeddings()
+    head_weights = {id(one) for one in head.parameters()} if isinstance(head, nn.Module) else set()
+    in_blocks = rest = 0
+    for path, parameter in model.named_parameters():
+        if any(path.startswith(block + ".") for block in blocks):
+            in_blocks += parameter.nbytes
+        elif id(parameter) in head_weights:
+            rest += parameter.nbytes
+        elif any(path.startswith(f"{stack}.") or stack == "" for stack in stacks):  # not of a tower of images
+            is_table = isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Embedding)
+            rest += parameter.nbytes // (parameter.shape[0] if is_table else 1)
+    return DenseShape(in_blocks // len(blocks), rest)
+
+
+def _block(path: str) -> str:
+    """The path up to its first number."""
+    parts = path.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: first + 1])

@@ -1,0 +1,429 @@
+"""What runs differently in a loaded model than in the one transformers makes; everything else is transformers' own.
+
+- Experts: the function registered in ALL_EXPERTS_FUNCTIONS hands the router's choice to the module's `Runtime`.
+- Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it ended.
+- Dense layers: an nn.Linear multiplies few tokens by the compiled kernels.
+
+Modules are changed by giving them a subclass of their class under the same name, so that deep copies are changed too
+and hooks that a user sets stay what they are. Nothing global changes: other models in the process run as before.
+B sequences of S tokens are T rows; H hidden, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertly.core.errors import ModelUseError
+from expertly.core.observation import IterationInfo
+from expertly.native.kernels import Kernels
+
+
+class Runtime(Protocol):
+    """Computes the experts of one model. Calls never overlap: the model serialises its forward passes."""
+
+    @property
+    def wants_token_ids(self) -> bool:
+        """Is each `IterationInfo` to say what is fed to each row, of which sequence it is, and which layers run?"""
+        ...
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        """A forward pass begins. What it raises is raised by the forward pass."""
+
+    def end_iteration(self, ok: bool) -> None:
+        """It ended; `ok` is False when it raised. Called once for each `begin_iteration` that returned."""
+
+    def forward_experts(
+        self,
+        module: nn.Module,
+        layer: int,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Weighted sum of the chosen experts' outputs, [T, H] in the dtype of `hidden_states` [T, H].
+
+        `module` is the layer's experts module without its weights (biases, activation and flags are there).
+        An id in `top_k_index` [T, K] that is `num_experts` or more chooses no expert: its share is zero.
+        `top_k_weights` [T, K] may have another dtype than `hidden_states`.
+        """
+        ...
+
+
+def look_alike(original: type[nn.Module], *mixins: type, **changed: Any) -> Any:
+    """A subclass of `original` that differs in what is `changed` and mixed in, and looks like it."""
+    namespace = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (*mixins, original), namespace | changed)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+IMPLEMENTATION = "expertly"
+"""`experts_implementation` of a loaded model."""
+
+
+def register() -> None:
+    """Make `experts_implementation="expertly"` known to transformers. Idempotent."""
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def bind(module: Any, layer: int, runtime: Runtime) -> None:
+    """Give an experts module its runtime: two models of one family may have two."""
+    module._expertly_layer = layer
+    module._expertly_runtime = runtime
+
+
+def experts_modules(model: nn.Module) -> list[nn.Module]:
+    """The experts modules of a loaded model, in layer order."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "_expertly_layer")]
+    return sorted(found, key=lambda module: module._expertly_layer)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, H] from hidden states [T, H], ids [T, K] and weights [T, K], by position as transformers calls it.
+
+    A module without a runtime (a model made from a loaded model's config) has its weights and runs as usual.
+    """
+    runtime: Runtime | None = getattr(self, "_expertly_runtime", None)
+    if runtime is None:
+        default = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        return default(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    return runtime.forward_experts(self, self._expertly_layer, hidden_states, top_k_index, top_k_weights)
+
+
+def strip_switch(experts: Any) -> None:
+    """Drop the experts of a SwitchTransformersExperts, a module each, and make its calls those of other families."""
+    activation = next(iter(experts.values())).act
+    experts.clear()
+    experts.act_fn = activation
+    experts.has_gate = experts.has_bias = experts.is_transposed = False
+    experts.is_concatenated = True
+    experts.__class__ = look_alike(type(experts), forward=_switch_forward)
+
+
+def _switch_forward(
+    self: Any, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, H] from hidden states [T, H], the mask of choices [T, 1, E] and their weights [T, 1].
+
+    The router drops tokens beyond an expert's capacity: their mask rows are zero, and so are their outputs.
+    """
+    is_chosen, index = selected_experts.max(dim=-1)  # [T, 1] each
+    index = torch.where(is_chosen > 0, index, self.num_experts)  # no such expert
+    return experts_forward(self, hidden_states, index, routing_weights)
+
+
+# -- forward passes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Passes:
+    """What the stacks of one model, and of its deep copies, share: at most one forward pass runs at a time."""
+
+    runtime: Runtime
+    lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
+    is_running: bool = False  # the runtime has been told of a pass that has not ended
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
+        return self
+
+
+def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
+    """Tell `runtime` of the passes of every stack: the innermost transformers model around an experts module.
+
+    `sites`: the paths of the experts modules, in layer order. torch.compile around the model leaves the stacks as they
+    are (or says that it may not, with fullgraph=True).
+    """
+    passes = _Passes(runtime)
+    for name in dict.fromkeys(_stack_of(model, site) for site in sites):
+        stack: Any = model.get_submodule(name)
+        within = [layer for layer, site in enumerate(sites) if not name or site.startswith(f"{name}.")]
+        role: Role = "causal"
+        if model.config.is_encoder_decoder:
+            role = "encoder" if "encoder" in name.split(".") else "decoder"
+        stack._expertly_passes = passes
+        stack._expertly_layers = range(within[0], within[-1] + 1)
+        stack.__class__ = _announcing(type(stack), role)
+
+
+@contextlib.contextmanager
+def between_passes(model: nn.Module) -> Iterator[None]:
+    """No other thread runs a forward pass of a loaded model in the block."""
+    with _passes_of(model).lock:
+        yield
+
+
+@contextlib.contextmanager
+def unannounced(model: nn.Module) -> Iterator[None]:
+    """The runtime is told nothing of a loaded model's forward passes in the block."""
+    passes = _passes_of(model)
+    with passes.lock:
+        was_running, passes.is_running = passes.is_running, True
+        try:
+            yield
+        finally:
+            passes.is_running = was_running
+
+
+def _passes_of(model: nn.Module) -> _Passes:
+    stack: Any = next(module for module in model.modules() if hasattr(module, "_expertly_passes"))
+    return stack._expertly_passes  # type: ignore[no-any-return]
+
+
+def _stack_of(model: PreTrainedModel, site: str) -> str:
+    path = site
+    while not isinstance(model.get_submodule(path), PreTrainedModel):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _announcing(original: Any, role: Role) -> Any:
+    names = tuple(inspect.signature(original.forward).parameters)[1:]
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise ModelUseError("experts whose weights come and go cannot be traced; call the model as it is")
+        passes: _Passes = self._expertly_passes
+        with passes.lock:
+            info = None
+            if not passes.is_running:  # else a stack within a stack: the outer one has begun
+                inputs = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
+                layers = self._expertly_layers if passes.runtime.wants_token_ids else None
+                info = describe_pass(role, inputs, layers)
+            if info is None:
+                return original.forward(self, *args, **kwargs)
+            passes.runtime.begin_iteration(info)
+            passes.is_running, is_ok = True, False
+            try:
+                result = original.forward(self, *args, **kwargs)
+                is_ok = True
+                return result
+            finally:
+                passes.is_running = False
+                passes.runtime.end_iteration(is_ok)
+
+    return look_alike(original, forward=torch.compiler.disable(forward, reason="experts come and go"))
+
+
+# -- the rows of a pass ------------------------------------------------------------------------------------------------
+
+Role = Literal["encoder", "decoder", "causal"]
+"""Which stack runs: one of the two of an encoder-decoder model, or the only one."""
+
+_MAX_VERIFIED = 32
+"""Most tokens a sequence that assisted decoding verifies in one pass; transformers starts at 20 and adapts."""
+
+
+def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -> IterationInfo | None:
+    """The rows of a pass from the keyword arguments of its stack; None where there are no inputs to speak of.
+
+    `layers`: the MoE layers of the stack, where the runtime wants to know the tokens too, else None.
+    """
+    rows = inputs.get("input_ids")  # [B, S]
+    if rows is None:
+        rows = inputs.get("inputs_embeds")  # [B, S, H]
+    if rows is None or rows.dim() < 2:
+        return None
+    batch, length = rows.shape[0], rows.shape[1]
+    if inputs.get("cu_seq_lens_q") is not None:
+        info = _describe_packed(batch * length, inputs)
+    else:
+        # A few tokens on top of a filled cache are decode (assisted decoding verifies so many at once), more are
+        # prefill (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: its prompt went
+        # to the encoder.
+        is_prefill = length > _MAX_VERIFIED or (
+            not (role == "decoder" and length == 1) and not _is_filled(inputs.get("past_key_values"))
+        )
+        info = _describe_alike(batch, length, is_prefill)
+        if length > 1 or is_prefill:
+            is_pad = _pads(inputs.get("attention_mask"), batch, length)
+            info = info if is_pad is None else replace(info, is_pad=is_pad)
+    if layers is None:
+        return info
+    return replace(info, layers=layers, decodes=role != "encoder", **_tokens(rows, inputs))
+
+
+@functools.lru_cache(maxsize=64)
+def _describe_alike(batch: int, length: int, is_prefill: bool) -> IterationInfo:
+    """Rows that are all of one phase, and no pads. One object for all passes of a shape: a decode step makes none."""
+    is_prefills = _frozen(np.full(batch * length, is_prefill))
+    return IterationInfo(is_prefills, None, batch, "prefill" if is_prefill else "decode")
+
+
+def _describe_packed(num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
+    """Continuous batching: sequences side by side in one row [1, T], a phase each, then pads. A sequence of one token
+    that has a past is in decode.
+    """
+    bounds = _integers(inputs["cu_seq_lens_q"])
+    lengths = np.diff(bounds)
+    is_single = lengths == 1
+    first_rows = bounds[:-1][is_single]
+    past, positions = inputs.get("cu_seq_lens_k"), inputs.get("position_ids")
+    if isinstance(past, Mapping):  # by kind of attention
+        past = past.get("full_attention", next(iter(past.values()), None))
+    if past is not None:
+        has_past = np.diff(_integers(past))[: len(lengths)][is_single] > 1
+    elif positions is not None:
+        has_past = _integers(positions)[first_rows] > 0
+    else:
+        has_past = np.zeros(len(first_rows), dtype=bool)
+    is_prefill = np.arange(num_rows) < bounds[-1]
+    is_pad = None if is_prefill.all() else _frozen(~is_prefill)
+    is_prefill[first_rows[has_past]] = False
+    phase: Literal["prefill", "decode"] = "prefill" if is_prefill.any() else "decode"
+    return IterationInfo(_frozen(is_prefill), is_pad, int(np.count_nonzero(lengths)), phase)
+
+
+def _is_filled(cache: Any) -> bool:
+    get_seq_length = getattr(cache, "get_seq_length", None)
+    if get_seq_length is None:
+        return bool(cache)  # None, or a legacy tuple
+    try:
+        return bool(get_seq_length() > 0)
+    except ValueError:  # no attention layer to count tokens
+        return bool(cache.has_previous_state())
+
+
+def _pads(attention_mask: Any, batch: int, length: int) -> npt.NDArray[np.bool_] | None:
+    """[T]; None where nothing is a pad.
+
+    From a mask [B, at least S] whose last S columns are this pass's tokens, or from one ready for attention,
+    [B, 1, S, columns] (a static cache's first pass), by kind of layer perhaps: there a pad does not see itself.
+    """
+    if isinstance(attention_mask, Mapping):
+        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values()), None))
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape[0] != batch:
+        return None
+    if attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
+        sees = attention_mask[:, -length:] != 0
+    elif attention_mask.dim() == 4 and attention_mask.shape[2] == length <= attention_mask.shape[3]:
+        itself = attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)
+        sees = itself if itself.dtype == torch.bool else itself == 0
+    else:
+        return None
+    is_pad = (~sees).reshape(-1).cpu().numpy()
+    return _frozen(is_pad) if is_pad.any() else None
+
+
+def _tokens(rows: torch.Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Which token of which sequence each row is; `rows` are ids [B, S] or embeddings [B, S, H]."""
+    batch, length = rows.shape[0], rows.shape[1]
+    starts = None
+    if inputs.get("cu_seq_lens_q") is None:
+        sequences = np.repeat(np.arange(batch, dtype=np.int32), length)
+    else:  # sequences of no token have no row; the pads behind the last are counted to it
+        bounds = _integers(inputs["cu_seq_lens_q"])
+        sequences = np.searchsorted(bounds[1:], np.arange(batch * length), side="right").astype(np.int32)
+        sequences = np.minimum(sequences, np.int32(len(bounds) - 2))
+        positions = inputs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and positions.numel() == batch * length:
+            starts = _frozen(_integers(positions)[np.minimum(bounds[:-1], batch * length - 1)])
+    token_ids = embeddings = None
+    if rows.dim() == 2:
+        token_ids = _frozen(rows.reshape(-1).cpu().numpy().astype(np.int32))
+    else:
+        embeddings = _frozen(saturated_half(rows.detach().reshape(-1, rows.shape[-1])))
+    return {"token_ids": token_ids, "embeddings": embeddings, "sequences": _frozen(sequences), "starts": starts}
+
+
+def saturated_half(values: torch.Tensor) -> npt.NDArray[np.float16]:
+    """A copy in float16 in which nothing finite has become infinite."""
+    largest = torch.finfo(torch.float16).max
+    half: npt.NDArray[np.float16] = values.float().clamp(-largest, largest).half().cpu().numpy()
+    return half
+
+
+def _integers(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
+    return np.asarray(tensor.reshape(-1).tolist(), dtype=np.int64)
+
+
+def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    values.setflags(write=False)
+    return values
+
+
+# -- dense layers ------------------------------------------------------------------------------------------------------
+
+GAINING = (torch.bfloat16, torch.float16)
+"""Whose products torch makes at half the speed of the memory, or less."""
+
+_PLAIN = (nn.Parameter, torch.Tensor)
+"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> int:
+    """Multiply few tokens with the dense weights of a loaded model by the compiled kernels; how many modules changed.
+
+    They differ from torch's products in the order of summation alone.
+    """
+    modules: list[Any] = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and module.weight.dtype in GAINING
+        and kernels.takes(module.weight.dtype, module.weight.device)
+    ]
+    for module in modules:
+        module.__class__ = FewTokensLinear
+        module._expertly_kernels = kernels
+    return len(modules)
+
+
+class FewTokensLinear(nn.Linear):
+    """An nn.Linear whose product is the compiled one for a few tokens."""
+
+    _expertly_kernels: Kernels
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear's. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
+        quantized them, or train them. One call for all: it runs several times a layer and token.
+        """
+        weight, bias, kernels, width = self.weight, self.bias, self._expertly_kernels, input.shape[-1]
+        num_tokens = input.numel() // width if width else 0
+        can_train = torch.is_grad_enabled()
+        if (
+            not 1 <= num_tokens <= kernels.max_tokens
+            or input.dtype not in kernels.dtypes
+            or not input.is_cpu
+            or width != weight.shape[1]
+            or (can_train and input.requires_grad)
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+        ):
+            return linear(input, weight, bias)
+        for one in (weight,) if bias is None else (weight, bias):
+            if (
+                type(one) not in _PLAIN
+                or one.dtype != input.dtype
+                or not one.is_cpu
+                or one.stride(-1) != 1
+                or (can_train and one.requires_grad)
+            ):
+                return linear(input, weight, bias)
+        x = input.reshape(num_tokens, width)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(1, num_tokens, weight.shape[0])
+        task = (weight.data_ptr(), 0, num_tokens, 0)
+        kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
+        return out.view(*input.shape[:-1], weight.shape[0])
+
+
+FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
