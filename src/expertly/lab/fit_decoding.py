@@ -1,7 +1,7 @@
 """How fast readers decode beside computing: fitted to how long layers with absent experts took.
 
 Measured alone, decoding is faster than in a pass: there threads wait for the interpreter lock and to be woken.
-The link of experts that are stored as they are is fitted to the same times (engine/layer_profile.py).
+The link of experts that are stored as they are is fitted to the same times (layer_profile.py).
 """
 
 from __future__ import annotations
