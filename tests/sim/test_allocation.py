@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry, fitting_segments
+from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.allocation.stack import StackDistances
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import BOUNDS, Memory
@@ -174,17 +173,6 @@ def test_times_of_a_split_layer_are_exact_to_the_nanosecond(tmp_path: Path) -> N
     assert row["stall_share"] == pytest.approx((58 + 3 * 17 + 24 + 2 * 17) / 2639)
     assert (row["hit_rate"], row["partial_hit_rate"], row["bytes_loaded"]) == (0, 1 / 4, 2 * 48 + 24 + 48)
     assert row["allocation"]["split"] == [{"kept_experts": 2, "theta": 0.5}]
-
-
-def test_times_of_a_step_are_those_of_the_machine() -> None:
-    shape = Geometry(sized(3, 4, 2), 4)
-    hardware = toy(link=Link(0.5e9, 7, 3))
-    times = step_times(shape, hardware.link, compute_model(hardware, shape, None))
-    assert times.attention_ns == (100,) * 3 and times.moe_ns == (2 * 58,) * 3 and times.head_ns == 1000
-    assert times.load_ns == (96 + 4 * 3,) * 3, "a segment at a time"
-    assert times.piece_ns == (10,) * 3 and times.ask_ns == (0,) * 3, "a launch"
-    whole = step_times(Geometry(sized(3, 4, 2), 1), hardware.link, compute_model(hardware, shape, None))
-    assert whole.piece_ns == (0,) * 3, "there are no spans"
 
 
 @pytest.fixture

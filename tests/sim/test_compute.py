@@ -125,12 +125,3 @@ def test_a_link_that_takes_no_time_exposes_nothing() -> None:
     geometry = Geometry(LAYERS, 2)
     timing = step_times(geometry, INFINITE, compute_model(toy(), geometry, None))
     assert timing.load_ns == (0,) * 3 and timing.exposed_ns(0, 0.0) == 0
-
-
-def test_a_shipped_machine() -> None:
-    hardware = Hardware.read("rtx3090")
-    geometry = Geometry(sized(3, 8, 2, width=4096), 2)
-    timing = step_times(geometry, hardware.link, compute_model(hardware, geometry, None))
-    load_ns = 2 * hardware.link.occupies_ns(geometry.segment_nbytes(0))
-    assert timing.load_ns[0] == pytest.approx(load_ns, abs=2)
-    assert min(timing.attention_ns + timing.moe_ns) > 0 and timing.head_ns > 0

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Link, PredictorCosts
@@ -253,31 +252,6 @@ def test_its_cache_is_not_lrus(tmp_path: Path) -> None:
     assert once == results(make_study(trace, matcher="inline"), systems, "30%")
     assert once[SYSTEM]["bytes_loaded"] != once[systems[1]]["bytes_loaded"]
     assert once[SYSTEM]["prefetched_bytes"] > 0
-
-
-def test_its_work_takes_time(tmp_path: Path) -> None:
-    """A machine on which matching takes long knows what is needed too late."""
-    passes = random_passes(8, LAYERS, 60, prompt=5, num_requests=6)
-    trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=6)
-    found = {}
-    for label, costs in (
-        ("none", PredictorCosts(0, float("inf"), float("inf"))),
-        ("long", PredictorCosts(call_ns=0, read_nbytes_per_s=1e3, flops_per_s=float("inf"))),
-    ):
-        found[label] = results(make_study(trace, toy(predictor=costs)), [SYSTEM], "40%")[SYSTEM]
-    assert found["none"]["contexts_dropped"] == found["none"]["predictions_late"] == 0
-    assert found["long"]["contexts_dropped"] > 0
-    assert found["long"]["prefetched_bytes"] < found["none"]["prefetched_bytes"]
-
-
-def test_facts_are_those_of_its_collections(tmp_path: Path) -> None:
-    study = make_study(domains(tmp_path), matcher="inline")
-    simulator = study.simulate(get_system(f"{SYSTEM}:capacity=5"), Memory("40%").budget(study.geometry))
-    predictor = simulator.predictor
-    assert isinstance(predictor, EAM)
-    facts = predictor.facts()
-    assert (facts["decode_matrices"], facts["prefill_matrices"], facts["capacity"]) == (5, 0, 5)
-    assert facts["searches"] and 0 < facts["cosine"] <= 1
 
 
 # -- the next token's first layers, simulated ----------
