@@ -92,7 +92,7 @@ def serve(arguments: dict[str, Any]) -> None:
     import expertly
     from expertly.api import handle
     from expertly.engine.process import peak_rss_nbytes
-    from expertly.store.codec_rates import disk_rate_of
+    from expertly.store.codec_choice import disk_rate_of
 
     model, _ = expertly.load(
         arguments["model"],
@@ -131,7 +131,7 @@ def serve(arguments: dict[str, Any]) -> None:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a configuration."""
-    from expertly.core.amounts import parse_memory
+    from expertly.core.resources import parse_memory
     from expertly.model.packing import pack_cached
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace

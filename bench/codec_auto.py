@@ -17,13 +17,13 @@ from typing import Any
 
 from report import print_report
 
-from expertly.core.codecs import CodecRates, choose_codec
 from expertly.core.costs import CodecCosts
 from expertly.core.geometry import LayerGeometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.sim.study import Memory, Study
+from expertly.store.codec_choice import CodecRates, choose_codec
 from expertly.trace.reader import Trace
 
 SMALL_NBYTES = 1 << 20

@@ -20,7 +20,7 @@ import numpy as np
 import zstandard
 from report import print_report
 
-from expertly.store.codec_rates import decoded_expert, index_of, sampled
+from expertly.store.codec_choice import decoded_expert, index_of, sampled
 from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, zstd_parameters
 from expertly.store.packed import PackedStore
 

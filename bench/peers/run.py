@@ -208,7 +208,7 @@ class Bench:
         self.facts["whys"] = {f"{row['size']} {row['kind']}": row.pop("why") for row in rows if "why" in row}
 
     def _disk_rate(self) -> float:
-        from expertly.store.codec_rates import disk_rate_of
+        from expertly.store.codec_choice import disk_rate_of
 
         return disk_rate_of(path for path, _ in self._stores["none"].extents)
 

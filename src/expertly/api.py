@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from expertly.core.codecs import refuse_compressed
+from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
@@ -39,7 +39,7 @@ from expertly.native.kernels import choose_kernels
 from expertly.policies.known import Known
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.decisions import DecisionsFile, header_of
+from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.plans import check_plan, read_plan
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
 from expertly.scheduler.scheduler import Scheduler
@@ -226,14 +226,9 @@ def _scheduler(
     """The system's control plane; with `decisions`, one that writes them to the file."""
     if decisions is None:
         return system.scheduler(geometry, budget, known, order), None
-    scheduler = system.journaled_scheduler(geometry, budget, known, order)
-    file = DecisionsFile(Path(decisions))
-    try:
-        scheduler.start_journal(header_of(system, geometry, budget, order, known.plan), file.write)
-    except BaseException:
-        file.close()
-        raise
-    return scheduler, file
+    scheduler = system.scheduler(geometry, budget, known, order)
+    file = DecisionsFile(Path(decisions), header_of(system, geometry, budget, order, known.plan))
+    return record(scheduler, file.write), file
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.core.geometry import Geometry, LayerGeometry, Segment
+from expertly.core.geometry import Geometry, LayerGeometry
 
 
 def layer(experts: int = 4, width: int = 8, **changes: int) -> LayerGeometry:
@@ -24,17 +24,12 @@ def test_sizes_follow_from_the_shape() -> None:
     assert geometry.nbytes == 2 * one.nbytes
 
 
-@pytest.mark.parametrize("segments", [1, 2, 4])
-def test_every_segment_has_one_dense_id(segments: int) -> None:
-    geometry = Geometry((layer(4), layer(7), layer(3, top_k=1)), segments)
-    every = [
-        Segment(index, expert, segment)
-        for index, one in enumerate(geometry.layers)
-        for expert in range(one.num_experts)
-        for segment in range(segments)
-    ]
-    assert [geometry.segment_id(segment) for segment in every] == list(range(14 * segments))
-    assert [geometry.segment(i) for i in range(14 * segments)] == every
+def test_every_expert_has_one_dense_id() -> None:
+    geometry = Geometry((layer(4), layer(7), layer(3, top_k=1)), 2)
+    ids = [geometry.expert_id(index, e) for index, one in enumerate(geometry.layers) for e in range(one.num_experts)]
+    assert ids == list(range(14)) and geometry.num_experts == 14
+    assert [geometry.layer_of_expert(eid) for eid in ids] == [0] * 4 + [1] * 7 + [2] * 3
+    assert [geometry.first_expert_id(index) for index in range(3)] == [0, 4, 11]
 
 
 def test_layers_of_one_segment_size_share_a_class() -> None:

@@ -15,8 +15,7 @@ from expertly.engine.transfer import Readers
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
 from expertly.store.writer import StoreWriter
-from tests.store.builders import DENSE, dense_chunks
-from tests.store.planes import weights
+from tests.store.builders import DENSE, dense_chunks, weights
 
 LAYER = LayerGeometry(4, 2, hidden_size=64, intermediate_size=176, num_matrices=3, itemsize=2)
 """Four frames of 44 neurons: segments of P = 8 are half a frame, those of P = 11 begin in one and end in the next."""

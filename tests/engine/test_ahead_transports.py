@@ -21,8 +21,8 @@ from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.policies.eviction.lru import LRU
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
 from tests.engine.disk import Disk
 from tests.policies.futures import ListFuture
 from tests.scheduler.ahead import CheckedController
@@ -131,7 +131,7 @@ def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.R
 
 
 class Counted:
-    """An AheadTransport that counts what goes through it."""
+    """An PrefetchTransport that counts what goes through it."""
 
     def __init__(self, backend: Backend) -> None:
         self.submit, self.poll, self.wait = backend.submit, backend.poll, backend.wait
@@ -188,7 +188,7 @@ def soak(
     backend = make(kind, disk, shape, budget.pool_slots(), dice)
     transport = Counted(backend)
     guesses = RandomGuesses(dice, shape, routers)
-    loads = Ahead(control, transport, InlineChannel(guesses))
+    loads = Prefetcher(control, transport, InlineChannel(guesses))
     num_failed = 0
 
     def compute(span: Span) -> None:

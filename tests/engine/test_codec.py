@@ -11,11 +11,11 @@ import torch
 import expertly
 from expertly import api
 from expertly.api import handle
-from expertly.core.codecs import CodecChoice
 from expertly.core.errors import ConfigError, TransferError
 from expertly.engine.backend_tiered import TieredBackend
 from expertly.model.packing import pack
-from expertly.store.planes import planes_name
+from expertly.store.codec_choice import CodecChoice
+from expertly.store.frames import planes_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines

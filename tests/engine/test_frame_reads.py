@@ -128,7 +128,7 @@ def flip(path: Path, offset: int) -> None:
 
 def test_a_damaged_frame_is_told_and_never_decoded(own: PackedStore, make: MakeBench) -> None:
     index = own.frames[0]
-    offset, nbytes = index.frame_extent(1, 2)
+    offset, nbytes = index.extent(1, 2)
     flip(index.path, offset + nbytes // 2)
     bench = make(1, own)
     readers, wanted = bench.readers, Span(0, 1, 0, 1, 0)

@@ -10,7 +10,7 @@ import pytest
 import expertly
 from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.decisions import JournaledScheduler
 from tests.engine.conftest import Cases
 from tests.engine.observe import open_files, reader_threads
 

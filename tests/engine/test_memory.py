@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.resources import parse_memory
 from expertly.engine.memory import (
     BESIDE_NBYTES,
     WORKING_NBYTES,

@@ -12,7 +12,7 @@ from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement
 from expertly.engine.taps import Taps
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.channel import InlineChannel
+from expertly.scheduler.observations import InlineChannel
 
 SHAPE = Geometry((LayerGeometry(6, 2, 8, 4, 3, 2),) * 3)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.codecs import CodecChoice
 from expertly.core.errors import ConfigError
 from expertly.model import packing as packing_module
 from expertly.model.packing import pack, pack_cached
+from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder
@@ -32,7 +32,7 @@ def experts_of(store: PackedStore) -> Iterator[bytes]:
                 continue
             whole = bytearray(geometry.expert_nbytes)
             for frame in range(index.num_frames):
-                begin, nbytes = index.frame_extent(expert, frame)
+                begin, nbytes = index.extent(expert, frame)
                 out = memoryview(whole)[frame * index.frame_nbytes :][: index.frame_nbytes]
                 decoder.decode(index, expert, frame, raw[begin : begin + nbytes], out)
             yield bytes(whole)

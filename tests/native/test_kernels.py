@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
+from expertly.core.resources import granted_cpus
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
 

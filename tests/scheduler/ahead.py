@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.journal import JournaledScheduler
-from expertly.scheduler.slot_table import bits
+from expertly.scheduler.decisions import JournaledScheduler
+from expertly.scheduler.slots import bits
 from tests.policies.futures import ListFuture
 from tests.scheduler.drive import mask_of
 

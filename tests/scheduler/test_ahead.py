@@ -21,11 +21,11 @@ from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.channel import InlineChannel
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.gate import Gate
-from expertly.scheduler.journal import JournaledScheduler, replay
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.prefetch_filter import Gate
 from expertly.scheduler.presets import SYSTEMS
 from tests.policies.futures import ListFuture
 from tests.scheduler.ahead import CheckedController
@@ -131,7 +131,7 @@ def soak(
     link = RandomLink(dice, dice.choice([0.1, 0.4, 0.8]))
     guesses = RandomGuesses(dice, shape, routers)
     times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
-    loads_ahead = Ahead(control, link, InlineChannel(guesses), now=partial(next, times))
+    loads_ahead = Prefetcher(control, link, InlineChannel(guesses), now=partial(next, times))
     link.fails = lambda: dice.random() < failures
 
     def compute(span: Span) -> None:
@@ -308,7 +308,7 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
         control = system.scheduler(shape, split_budget(shape, int(shape.nbytes * share)), known)
         link = InstantLink() if "at once" in name else RandomLink(random.Random(1))
         predictor = system.predictor(shape, known)
-        ahead = None if predictor is None else Ahead(control, link, InlineChannel(predictor))
+        ahead = None if predictor is None else Prefetcher(control, link, InlineChannel(predictor))
         for step, router in enumerate(routers):
             future.step = step
             run_layer(control, link, router, lambda span: None, ahead)

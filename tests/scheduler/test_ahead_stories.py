@@ -17,9 +17,9 @@ from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import ByProximity
 from expertly.scheduler.budget import Budget, split_budget
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.journal import JournaledScheduler, replay
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import SYSTEMS
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.ahead import CheckedController
@@ -290,7 +290,7 @@ def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
     run(control, one_token(1, [0, 1]))
     control.predict(Prediction(0, [1], [0.2], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
     link = InstantLink()
-    ahead = Ahead(control, link, InlineChannel(Late()))
+    ahead = Prefetcher(control, link, InlineChannel(Late()))
     ahead.begin_iteration(lambda: Began(np.zeros(1, np.int64), np.zeros(1, np.bool_)))
     run_layer(control, link, one_token(0, [0, 1]), lambda span: None, ahead)
     assert ahead.num_late == 1

@@ -11,7 +11,7 @@ import pytest
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import PASSES_WAITING, Backlog
+from expertly.scheduler.observations import PASSES_WAITING, ObservationQueue
 
 NUM_LAYERS = 5
 
@@ -47,7 +47,7 @@ def routed(layer: int) -> Routed:
     return Routed(RouterRan(layer, [0], [1], [True], 1))
 
 
-def read(backlog: Backlog, reader: Reader, limit: int = 1 << 30) -> int:
+def read(backlog: ObservationQueue, reader: Reader, limit: int = 1 << 30) -> int:
     """Read so many at most; how many."""
     for done in range(limit):
         if (work := backlog.next()) is None:
@@ -56,7 +56,7 @@ def read(backlog: Backlog, reader: Reader, limit: int = 1 << 30) -> int:
     return limit
 
 
-def publish(backlog: Backlog, number: int, reader: Reader, reads: float = 0.0, start: float = 0.0) -> float:
+def publish(backlog: ObservationQueue, number: int, reader: Reader, reads: float = 0.0, start: float = 0.0) -> float:
     """A pass, beside which so many contexts are read for each that is published."""
     done = start
     for step in range(NUM_LAYERS + 1):
@@ -71,7 +71,7 @@ def publish(backlog: Backlog, number: int, reader: Reader, reads: float = 0.0, s
 
 
 def test_everything_is_read_in_order_with_its_time() -> None:
-    backlog, reader = Backlog(100), Reader()
+    backlog, reader = ObservationQueue(100), Reader()
     backlog.begin_iteration(-1, partial(began, 7), 10)
     backlog.router_ran(0, partial(routed, 0), 11)
     backlog.end_iteration(False, 12)
@@ -89,7 +89,7 @@ def test_everything_is_read_in_order_with_its_time() -> None:
 @pytest.mark.parametrize("reads", [0.1, 0.3, 0.5, 0.8, 0.95])
 def test_however_long_the_overload_lasts_whole_passes_are_read(reads: float) -> None:
     """All the time that there is goes to passes that are seen whole, but for the last ones."""
-    backlog, reader = Backlog.of_layers(NUM_LAYERS), Reader()
+    backlog, reader = ObservationQueue.of_layers(NUM_LAYERS), Reader()
     done, passes = 0.0, 400
     for number in range(passes):
         done = publish(backlog, number, reader, reads, done)
@@ -101,7 +101,7 @@ def test_however_long_the_overload_lasts_whole_passes_are_read(reads: float) -> 
 
 
 def test_when_it_is_too_much_what_is_read_next_is_the_running_pass() -> None:
-    backlog, reader = Backlog.of_layers(NUM_LAYERS), Reader()
+    backlog, reader = ObservationQueue.of_layers(NUM_LAYERS), Reader()
     for number in range(PASSES_WAITING):
         publish(backlog, number, reader)
     assert backlog.num_dropped == 0
@@ -116,7 +116,7 @@ def test_when_it_is_too_much_what_is_read_next_is_the_running_pass() -> None:
 
 
 def test_with_little_room_the_pass_that_is_read_goes_then_the_oldest_routers() -> None:
-    backlog, reader = Backlog(3), Reader()
+    backlog, reader = ObservationQueue(3), Reader()
     publish(backlog, 0, reader, reads=0.2)  # one of its six
     assert (reader.begun, backlog.num_dropped) == ([0], 2)
     backlog.begin_iteration(0, partial(began, 1))
@@ -129,7 +129,7 @@ def test_with_little_room_the_pass_that_is_read_goes_then_the_oldest_routers() -
 
 
 def test_the_end_of_a_pass_that_was_read_is_not_lost() -> None:
-    backlog, reader = Backlog(NUM_LAYERS + 1), Reader()
+    backlog, reader = ObservationQueue(NUM_LAYERS + 1), Reader()
     publish(backlog, 0, reader, reads=1.0)
     publish(backlog, 1, reader)
     assert backlog.num_dropped == 0
@@ -141,7 +141,7 @@ def test_the_end_of_a_pass_that_was_read_is_not_lost() -> None:
 
 
 def test_a_pass_whose_end_was_never_told_is_followed_by_the_next() -> None:
-    backlog, reader = Backlog(100), Reader()
+    backlog, reader = ObservationQueue(100), Reader()
     backlog.begin_iteration(0, partial(began, 0))
     publish(backlog, 1, reader)
     read(backlog, reader)
@@ -149,7 +149,7 @@ def test_a_pass_whose_end_was_never_told_is_followed_by_the_next() -> None:
 
 
 def test_nothing_waits_after_it_was_cleared() -> None:
-    backlog, reader = Backlog(NUM_LAYERS + 1), Reader()
+    backlog, reader = ObservationQueue(NUM_LAYERS + 1), Reader()
     publish(backlog, 0, reader)
     backlog.clear()
     assert backlog.next() is None

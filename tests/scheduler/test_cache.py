@@ -8,16 +8,16 @@ import pytest
 
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.lru import LRU
-from expertly.scheduler.cache import KeptCache
-from expertly.scheduler.slot_table import bits
+from expertly.scheduler.cache import Partition
+from expertly.scheduler.slots import bits
 from tests.policies.futures import KNOWN
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=64)
 
 
-def filled(capacity: int, experts: dict[int, int]) -> KeptCache:
-    cache = KeptCache(capacity, LRU())
+def filled(capacity: int, experts: dict[int, int]) -> Partition:
+    cache = Partition(capacity, LRU())
     for expert, mask in experts.items():
         cache.keep(expert, mask)
         cache.policy.used([expert], [1], 1)
@@ -54,7 +54,7 @@ def test_the_budget_is_never_exceeded() -> None:
 def test_counts_follow_any_history(eviction: str) -> None:
     """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
     dice = random.Random(4)
-    cache = KeptCache(13, EVICTIONS[eviction](SHAPE, 3, KNOWN))
+    cache = Partition(13, EVICTIONS[eviction](SHAPE, 3, KNOWN))
     truth: set[tuple[int, int]] = set()
     for _ in range(1500):
         expert, protected = dice.randrange(9), set(dice.sample(range(9), 2))

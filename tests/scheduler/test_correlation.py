@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from expertly.scheduler.correlation import Correlation
+from expertly.scheduler.counters import Correlation
 
 
 def of(pairs: list[tuple[float, float]]) -> Correlation:

@@ -12,10 +12,9 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.eviction.lru import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.calibration import Guess
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.gate import Gate, Moment
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.prefetch_filter import Gate, Guess, Moment
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.drive import geometry, one_token
@@ -112,7 +111,7 @@ class Run:
         self.layer_ns = layer_ns
         self.routers: list[RouterRan] = []
         self.guesses = Guesses(self.routers, right=right)
-        self.loads = Ahead(self.control, self.link, InlineChannel(self.guesses), now=lambda: self.link.now_ns)
+        self.loads = Prefetcher(self.control, self.link, InlineChannel(self.guesses), now=lambda: self.link.now_ns)
         self.ahead_by_step: list[int] = []
 
     def steps(self, num: int) -> Run:

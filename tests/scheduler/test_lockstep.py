@@ -12,7 +12,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slot_table import bits
+from expertly.scheduler.slots import bits
 from tests.scheduler.drive import geometry, run_layer
 from tests.scheduler.reference import Reference
 

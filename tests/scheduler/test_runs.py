@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from expertly.scheduler.runs import RunPool
+from expertly.scheduler.slots import RunPool
 
 
 def num_runs(slots: list[int]) -> int:

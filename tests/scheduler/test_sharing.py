@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from expertly.scheduler.sharing import Sharing
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -14,12 +15,11 @@ from expertly.policies.allocation.base import Allocation
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.scheduler.budget import check_shares, split_budget
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.journal import JournaledScheduler, replay
-from expertly.scheduler.loop import Ahead
+from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
+from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
-from expertly.scheduler.sharing import Sharing
 from tests.policies.futures import ListFuture
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.drive import geometry, kept, run_layer, scheduler
@@ -88,7 +88,7 @@ def soak(
     ).watch(future)
     link, happened = RandomLink(dice, dice.choice([0.1, 0.4, 0.8])), set()
     guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Ahead(control, link, InlineChannel(guesses))
+    loads_ahead = Prefetcher(control, link, InlineChannel(guesses))
     link.fails = lambda: dice.random() < failures
 
     def compute(span: Span) -> None:
@@ -288,7 +288,7 @@ def test_with_nothing_kept_what_is_loaded_ahead_passes_the_ring(share: float, se
         RouterRan(layer, dice.sample(range(8), 2), [1, 1], [True, True], 1) for _ in range(60) for layer in range(4)
     ]
     guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Ahead(control, link, InlineChannel(guesses))
+    loads_ahead = Prefetcher(control, link, InlineChannel(guesses))
     for step, router in enumerate(routers):
         guesses.step = step
         if router.layer == 0:

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from expertly.scheduler.slot_table import SlotTable, bits
-from expertly.scheduler.slots import SlotPool
+from expertly.scheduler.slots import SlotPool, SlotTable, bits
 from tests.scheduler.drive import geometry
 
 

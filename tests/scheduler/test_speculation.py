@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from expertly.scheduler.speculation import Speculation
 
 from expertly.core.messages import Prediction
 from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.speculation import Speculation
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS = 5, 8

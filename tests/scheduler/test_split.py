@@ -14,10 +14,10 @@ from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.journal import JournaledScheduler, replay
-from expertly.scheduler.loop import Ahead
+from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
+from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.ahead import CheckedController
@@ -70,7 +70,7 @@ def soak(
     control.watch().start_journal({}, lines.append)
     link, happened = RandomLink(dice, dice.choice([0.1, 0.4, 0.8])), set()
     guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Ahead(control, link, InlineChannel(guesses))
+    loads_ahead = Prefetcher(control, link, InlineChannel(guesses))
     link.fails = lambda: dice.random() < failures
 
     def compute(span: Span) -> None:
@@ -222,7 +222,7 @@ def test_all_but_a_segment_of_the_ring_can_be_loaded_ahead_of_the_next_layer_and
     assert control.load_ahead() == [], "of a layer that is not next, an expert's worth stays free"
     link.begun, link.ahead = link.ahead, []
     loop_layer(
-        control, link, RouterRan(1, [2, 3], [1, 1], [True, True], 1), computed.append, Ahead(control, link, Mute())
+        control, link, RouterRan(1, [2, 3], [1, 1], [True, True], 1), computed.append, Prefetcher(control, link, Mute())
     )
     assert sum(span.num_segments for span in computed) == 8
 
@@ -314,7 +314,7 @@ def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
             routers = [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
             guesses = RandomGuesses(dice, shape, routers)
             link = RandomLink(dice)
-            ahead = Ahead(control, link, InlineChannel(guesses)) if way else None
+            ahead = Prefetcher(control, link, InlineChannel(guesses)) if way else None
             for step, router in enumerate(routers):
                 guesses.step = step
                 loop_layer(control, link, router, lambda span: None, ahead)
@@ -329,7 +329,7 @@ def test_with_nothing_kept_hits_are_what_was_loaded_ahead() -> None:
     control.configure(SplitPlan(shape, (LayerSplit(0, 0, 0),) * 3))
     assert control.keeper.ring == [shape.num_experts * 4 // 2], "all of it is the ring"
     dice, link, hits = random.Random(0), InstantLink(), 0
-    ahead = Ahead(control, link, Mute())
+    ahead = Prefetcher(control, link, Mute())
     for step in range(60):
         chosen = dice.sample(range(8), 2)
         if step % 2:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
+from expertly.scheduler.stack import StackChannel
 
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.stack import StackChannel
+from expertly.scheduler.observations import InlineChannel
 
 BEGAN = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 

@@ -11,8 +11,8 @@ import pytest
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor.base import Predictor
-from expertly.scheduler.channel import InlineChannel
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
 from tests.scheduler.drive import geometry
 from tests.scheduler.links import InstantLink
 from tests.scheduler.test_ahead_stories import made, one_token, prediction, run
@@ -55,7 +55,7 @@ def diary_of(predictor: Predictor, routers: list[RouterRan], share: int = 2, **w
     for layer in range(2):
         run(control, one_token(layer, [0, 1]))
     link = SlowLink()
-    ahead = Ahead(control, link, InlineChannel(predictor))
+    ahead = Prefetcher(control, link, InlineChannel(predictor))
     ahead.begin_iteration(lambda: Began(np.zeros(1, np.int64), np.zeros(1, np.bool_)))
     for router in routers:
         link.diary.append(f"router {router.layer}")

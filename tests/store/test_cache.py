@@ -18,8 +18,7 @@ from expertly.store.cache import (
     stores_folder,
 )
 from expertly.store.writer import StoreWriter
-from tests.store import planes
-from tests.store.builders import DENSE, PLAN, write_store
+from tests.store.builders import DENSE, PLAN, PLANES, write_store
 
 OTHER = replace(PLAN, identity="1" * 64, source="/elsewhere", dtype="float16")
 
@@ -62,7 +61,7 @@ def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> Non
     )
     for first, second in ((folder, in_planes), (in_planes, folder)):
         write_store(folder)
-        planes.write_planes(in_planes)
+        write_store(in_planes, PLANES)
         maps = learned_beside(folder, "maps")
         maps.write_text("learned")
         remove_entry(first.name, tmp_path)
@@ -72,7 +71,7 @@ def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> Non
 
 
 def test_lists_codec_and_ratio(tmp_path: Path) -> None:
-    store = planes.write_planes(stores_folder(tmp_path) / "b")
+    store = write_store(stores_folder(tmp_path) / "b", PLANES)
     write_store(stores_folder(tmp_path) / "a")
     (stores_folder(tmp_path) / "c").mkdir()
     plain, in_planes, damaged = list_entries(tmp_path)

@@ -1,7 +1,13 @@
-"""Frames: the same bits back for every kind of weight, and nothing at all from a damaged frame."""
+"""Frames: the same bits back for every kind of weight, with compiled code and without it, nothing at all from a damaged
+frame, and an index that may say anything.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +16,21 @@ import pytest
 import xxhash
 import zstandard
 
-from expertly.core.errors import TransferError
+from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
-from expertly.store.frame_index import FrameIndex
-from expertly.store.frames import FrameDecoder, FrameEncoder
-from tests.store.planes import DTYPES, KINDS, LAYER, encoded, weights
+from expertly.store import frames as module
+from expertly.store.frames import (
+    JOIN_VERSION,
+    FrameDecoder,
+    FrameEncoder,
+    FrameIndex,
+    compiled_join,
+    frames_per_expert,
+    index_bytes,
+    numpy_join,
+    parse_index,
+)
+from tests.store.builders import DTYPES, FRAMED, KINDS, encoded, weights
 
 SHAPES = {
     "sixteenths": LayerGeometry(3, 1, 96, 512, 3, 2),
@@ -24,8 +40,11 @@ SHAPES = {
 }
 
 
-def decode(index: FrameIndex, frames: list[bytes]) -> bytes:
-    decoder, out = FrameDecoder(), bytearray(index.frame_nbytes)
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+
+
+def decode(index: FrameIndex, frames: list[bytes], is_compiled: bool = True) -> bytes:
+    decoder, out = FrameDecoder(is_compiled), bytearray(index.frame_nbytes)
     whole = b""
     for number, stored in enumerate(frames):
         decoder.decode(index, *divmod(number, index.num_frames), memoryview(stored), memoryview(out))
@@ -40,7 +59,7 @@ def test_the_same_bits_come_back(tmp_path: Path, kind: str, dtype: str, shape: s
     layer = replace(SHAPES[shape], itemsize=DTYPES[dtype])
     raw = weights(kind, dtype, layer.nbytes // layer.itemsize)
     index, frames = encoded(layer, raw, tmp_path)
-    assert decode(index, frames) == raw.tobytes()
+    assert decode(index, frames) == decode(index, frames, is_compiled=False) == raw.tobytes()
     assert sum(map(len, frames)) == index.stored_nbytes <= layer.nbytes  # never more than the weights
 
 
@@ -61,8 +80,8 @@ def test_what_is_regular_takes_less_and_what_is_not_no_more(tmp_path: Path) -> N
 @pytest.mark.parametrize("level", [1, 3, -1])
 def test_frames_of_any_level_are_read_and_none_makes_exponents_smaller(tmp_path: Path, level: int) -> None:
     """Stores that were packed with level 1 are read, too."""
-    raw = weights("normal", "bfloat16", LAYER.nbytes // 2)
-    index, frames = encoded(LAYER, raw, tmp_path)
+    raw = weights("normal", "bfloat16", FRAMED.nbytes // 2)
+    index, frames = encoded(FRAMED, raw, tmp_path)
     parameters = zstandard.ZstdCompressionParameters.from_level(level)
     others = list(FrameEncoder(index.frame_nbytes, 2, parameters).encode([raw]))
     changed = replace(
@@ -88,7 +107,7 @@ def test_a_float32_store_of_bfloat16_values_is_nearly_as_small(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_part_of_a_frame_can_be_had(tmp_path: Path, dtype: str) -> None:
-    layer = replace(LAYER, itemsize=DTYPES[dtype])
+    layer = replace(FRAMED, itemsize=DTYPES[dtype])
     raw = weights("normal", dtype, layer.nbytes // layer.itemsize)
     index, frames = encoded(layer, raw, tmp_path)
     decoder, size = FrameDecoder(), layer.itemsize
@@ -100,8 +119,8 @@ def test_any_part_of_a_frame_can_be_had(tmp_path: Path, dtype: str) -> None:
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
-    raw = weights("normal", "bfloat16", LAYER.nbytes // 2)
-    encoder = FrameEncoder(LAYER.expert_nbytes // 4, 2)
+    raw = weights("normal", "bfloat16", FRAMED.nbytes // 2)
+    encoder = FrameEncoder(FRAMED.expert_nbytes // 4, 2)
     whole = list(encoder.encode([raw]))
     assert list(encoder.encode(raw[i : i + 10007] for i in range(0, len(raw), 10007))) == whole
     assert len(whole) == 16
@@ -117,7 +136,7 @@ def refused(index: FrameIndex, stored: bytes, what: str) -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[FrameIndex, bytes]:
-    index, frames = encoded(LAYER, weights("normal", "bfloat16", LAYER.nbytes // 2), tmp_path)
+    index, frames = encoded(FRAMED, weights("normal", "bfloat16", FRAMED.nbytes // 2), tmp_path)
     return index, frames[2 * index.num_frames + 1]
 
 
@@ -188,7 +207,7 @@ def test_a_window_larger_than_the_frame_is_refused(stored: tuple[FrameIndex, byt
 
 def test_a_decoder_serves_frames_of_all_sizes_after_each_other_and_after_errors(tmp_path: Path) -> None:
     decoder = FrameDecoder()
-    for layer in (SHAPES["sixteenths"], SHAPES["a prime"], replace(LAYER, itemsize=4), SHAPES["sixteenths"]):
+    for layer in (SHAPES["sixteenths"], SHAPES["a prime"], replace(FRAMED, itemsize=4), SHAPES["sixteenths"]):
         raw = weights("normal", "float32", layer.nbytes // 4)
         index, frames = encoded(layer, raw, tmp_path)
         out = bytearray(index.frame_nbytes)
@@ -196,4 +215,180 @@ def test_a_decoder_serves_frames_of_all_sizes_after_each_other_and_after_errors(
             decoder.decode(index, 0, 0, memoryview(frames[0][:-1]), memoryview(out))
         decoder.decode(index, 0, 0, memoryview(frames[0]), memoryview(out))
         assert out == raw[: index.frame_nbytes].tobytes()
-        assert FrameDecoder.scratch_nbytes(index.frame_nbytes, index.num_planes) >= index.frame_nbytes
+
+
+def compile_into(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "join.c").write_text(text)
+    command = ["gcc", "-O3", "-std=gnu11", "-shared", "-fPIC", "-o", folder / "_join.so", folder / "join.c"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+SOURCE = Path(module.__file__).with_name("join.c")
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_planes", [2, 4])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 4099])
+def test_the_highest_plane_comes_first(num_planes: int, count: int, tmp_path: Path) -> None:
+    compiled = compiled_join(compile_into(tmp_path / "library", SOURCE.read_text()))
+    assert compiled is not None
+    words = np.random.default_rng(count).integers(0, 256, (count, num_planes), np.uint8)
+    planes = [np.ascontiguousarray(words[:, byte]) for byte in reversed(range(num_planes))]
+    for join in (compiled, numpy_join):
+        out = bytearray(b"\xaa" * (count * num_planes + 8))
+        join(planes, memoryview(out)[: count * num_planes])
+        assert bytes(out) == words.tobytes() + b"\xaa" * 8
+
+
+@needs_compiler
+def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
+    text = SOURCE.read_text()
+    assert f"return {JOIN_VERSION};" in text
+    newer = text.replace(f"return {JOIN_VERSION};", f"return {JOIN_VERSION + 1};")
+    assert compiled_join(compile_into(tmp_path / "newer", newer)) is None
+    assert compiled_join(compile_into(tmp_path / "lacks", text.replace("join_four", "join_five"))) is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "_join.so").write_bytes(b"no library")
+    assert compiled_join(tmp_path / "damaged") is None
+    assert compiled_join(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "itemsize", "expected"),
+    [
+        (2048, 768, 2, 16),  # qwen3_moe: 576 KiB each
+        (64, 176, 2, 4),  # 16 would be 4 KiB each
+        (4096, 509, 2, 1),  # a prime
+        (4096, 14, 2, 14),
+        (2048, 1536 * 9, 2, 16),
+        (8, 8, 2, 1),  # less than 16 KiB in all
+        (64, 176, 4, 8),
+    ],
+)
+def test_as_many_frames_as_are_whole_neurons_and_not_small(
+    hidden: int, intermediate: int, itemsize: int, expected: int
+) -> None:
+    assert frames_per_expert(LayerGeometry(8, 2, hidden, intermediate, 3, itemsize)) == expected
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> FrameIndex:
+    return encoded(FRAMED, weights("normal", "bfloat16", FRAMED.nbytes // 2), tmp_path)[0]
+
+
+def test_frames_follow_one_another(index: FrameIndex) -> None:
+    assert (index.num_experts, index.num_frames, index.frame_nbytes) == (4, 4, FRAMED.expert_nbytes // 4)
+    end = 0
+    for expert in range(4):
+        first = end
+        for frame in range(4):
+            offset, nbytes = index.extent(expert, frame)
+            assert offset == end and sum(index.planes_of(expert, frame)[0]) == nbytes
+            end += nbytes
+        assert index.extent(expert, 0, 4) == (first, end - first)
+        assert index.extent(expert, 1, 2)[0] == index.extent(expert, 1)[0]
+        assert sum(index.extent(expert, 1, 2)) == index.extent(expert, 3)[0]
+    assert index.stored_nbytes == end and index.file_nbytes % 4096 == 0 and 0 <= index.file_nbytes - end < 4096
+
+
+NUM = FRAMED.num_experts * 4
+PLANE = FRAMED.expert_nbytes // 4 // 2
+
+
+def raw_index(
+    change: Callable[[np.ndarray], object] = len, num_frames: int = 4, layer: LayerGeometry = FRAMED
+) -> bytes:
+    """An index whose lengths have been changed, and are summed up rightly."""
+    lengths = np.full((FRAMED.num_experts * num_frames, FRAMED.itemsize), 1000, np.int64)
+    change(lengths)
+    return index_bytes(FRAMED, num_frames, lengths.astype(np.uint32).tolist(), [7] * len(lengths))
+
+
+def parse(raw: bytes, layer: LayerGeometry = FRAMED) -> FrameIndex:
+    return parse_index(Path("/store/experts-00000.frames.safetensors"), raw, Path("/store/experts-00000.planes"), layer)
+
+
+def test_an_index_survives_its_round_trip(index: FrameIndex) -> None:
+    lengths = index.plane_nbytes.tolist()
+    again = parse(index_bytes(FRAMED, 4, lengths, index.checksum.tolist()))
+    for name in ("begin", "plane_nbytes", "checksum"):
+        assert np.array_equal(getattr(again, name), getattr(index, name))
+
+
+def set_to(row: int, plane: int, value: int) -> Callable[[np.ndarray], object]:
+    def change(lengths: np.ndarray) -> None:
+        lengths[row, plane] = value
+
+    return change
+
+
+@pytest.mark.parametrize(("row", "plane"), [(0, 0), (NUM - 1, 1)])
+@pytest.mark.parametrize("value", [0, PLANE + 1, (1 << 32) - 1])
+def test_a_length_that_no_plane_can_have_is_named(row: int, plane: int, value: int) -> None:
+    with pytest.raises(StoreError, match=rf"nbytes of frame {row}, plane {plane}: {value}: must be from 1 to {PLANE}"):
+        parse(raw_index(set_to(row, plane, value)))
+    assert parse(raw_index(set_to(row, plane, PLANE))).stored_nbytes == (2 * NUM - 1) * 1000 + PLANE
+
+
+@pytest.mark.parametrize(
+    ("frame", "by", "what"),
+    [(0, 1, "leaves a gap"), (5, -1, "overlaps"), (5, 1, "leaves a gap"), (NUM - 1, -(1 << 40), "leaves a gap")],
+)
+def test_frames_that_overlap_or_leave_gaps_are_named(frame: int, by: int, what: str) -> None:
+    raw = bytearray(raw_index())
+    at = len(raw) - NUM * (8 + 8 + 8) + frame * 8
+    begin = int.from_bytes(raw[at : at + 8], "little")
+    assert begin == frame * 2000
+    raw[at : at + 8] = ((begin + by) % (1 << 64)).to_bytes(8, "little")
+    with pytest.raises(StoreError, match=rf"begin of frame {frame}: \d+: {what} .*ends at {begin}"):
+        parse(bytes(raw))
+
+
+@pytest.mark.parametrize("num_frames", [3, 22, 176])
+def test_a_number_of_frames_that_cannot_be_is_named(num_frames: int) -> None:
+    with pytest.raises(
+        StoreError, match=rf"begin: shape \[4, {num_frames}\]: must be 4 experts x frames .* divide 176"
+    ):
+        parse(raw_index(num_frames=num_frames))
+
+
+@pytest.mark.parametrize("shape", [[4], [4, 1 << 40], [1 << 40, 4], [0, 4], [4, 0], [4, 4, 1], []])
+def test_a_shape_that_the_file_does_not_hold_is_refused_before_it_is_read(shape: list[int]) -> None:
+    raw = raw_index()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    for key in ("begin", "checksum"):
+        header[key]["shape"] = shape
+    data = json.dumps(header).encode()
+    with pytest.raises(StoreError, match="begin"):
+        parse(len(data).to_bytes(8, "little") + data + raw[-NUM * 24 :])
+
+
+def test_an_index_of_other_experts_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"'begin': U64 \[4, 4\]; must be U64 \[5, 4\]"):
+        parse(raw_index(), replace(FRAMED, num_experts=5))
+    with pytest.raises(StoreError, match=r"'nbytes': U32 \[4, 4, 2\]; must be U32 \[4, 4, 4\]"):
+        parse(raw_index(), replace(FRAMED, itemsize=4))
+    with pytest.raises(StoreError, match="'nbytes': no such tensor"):
+        parse(raw_index().replace(b'"nbytes"', b'"nbites"'))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 100, 4095, 4096, -1])
+def test_an_index_that_is_cut_short_is_refused(nbytes: int) -> None:
+    with pytest.raises(StoreError, match=r"experts-00000\.frames"):
+        parse(raw_index()[:nbytes])
+
+
+def test_garbage_is_refused() -> None:
+    dice = np.random.default_rng(0)
+    raw = raw_index()
+    for _ in range(300):
+        damaged = bytearray(raw)
+        for position in dice.integers(0, 500, 4):
+            damaged[position] = dice.integers(0, 256)
+        try:
+            found = parse(bytes(damaged))
+        except StoreError:
+            continue
+        assert found.stored_nbytes == NUM * 2000  # what was hit does not matter: padding, or a name that is not read

@@ -1,22 +1,31 @@
-"""A packed store: where experts lie, and that damage is seen."""
+"""A packed store, with experts as they are and in planes: where experts lie, and that damage is seen."""
 
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import ConfigError, StoreError, TransferError
+from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
-from tests.store.builders import DENSE, LAYER, PLAN, expert_bytes, write_store
+from expertly.store.reader import ExpertFile
+from tests.store.builders import DENSE, LAYER, PLAN, PLANES, PLANS, expert_bytes, write_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> PackedStore:
     return write_store(tmp_path / "store")
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> PackedStore:
+    return write_store(tmp_path / "planes", PLANES)
 
 
 def test_every_expert_is_where_the_geometry_says(store: PackedStore) -> None:
@@ -55,35 +64,51 @@ def test_the_wrong_checkpoint_is_refused(store: PackedStore) -> None:
         PackedStore.open(store.folder, "1" * 64)
 
 
-FILES = ("config.json", "dense.safetensors", "experts-00000.safetensors", "experts-00001.safetensors")
+FILES = {
+    "none": ("config.json", "dense.safetensors", "experts-00000.safetensors", "experts-00001.safetensors"),
+    "planes": ("experts-00000.planes", "experts-00001.planes", "experts-00000.frames.safetensors"),
+}
+NAMES = [(codec, name) for codec, names in FILES.items() for name in names]
 
 
-@pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json"])
-def test_a_missing_or_truncated_file_is_named(store: PackedStore, name: str) -> None:
+@pytest.mark.parametrize(("codec", "name"), [*NAMES, ("none", "model.safetensors.index.json")])
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path, codec: str, name: str) -> None:
+    store = write_store(tmp_path / "store", PLANS[codec])
     path = store.folder / name
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(StoreError, match=f"{name}: truncated: {len(content) - 1} bytes"):
-        PackedStore.open(store.folder)
-    path.write_bytes(content + b"x")
-    with pytest.raises(StoreError, match=f"{name}: changed"):
-        PackedStore.open(store.folder)
+    for damaged, what in ((content[:-1], f"truncated: {len(content) - 1} bytes"), (content + b"x", "changed")):
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=f"{name}: {what}"):
+            PackedStore.open(store.folder)
     path.unlink()
     with pytest.raises(StoreError, match=name):
         PackedStore.open(store.folder)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_one_flipped_bit_is_found_by_a_full_verify(store: PackedStore, name: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "name", "position", "message"),
+    [
+        *[("none", name, -1, "checksum") for name in FILES["none"]],
+        *[("planes", "experts-00001.planes", at, r"frame \d+ of expert \d+: checksum") for at in (0, 20_000, -5000)],
+        ("planes", "experts-00000.planes", -1, "checksum"),  # in the padding after the frames
+    ],
+)
+def test_one_flipped_bit_is_found_by_a_full_verify(
+    tmp_path: Path, codec: str, name: str, position: int, message: str
+) -> None:
+    store = write_store(tmp_path / "store", PLANS[codec])
     path = store.folder / name
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[position] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=f"{name}: checksum"):
+    store.verify()
+    with pytest.raises(StoreError, match=f"{name}: {message}"):
         store.verify(full=True)
 
 
-def test_a_whole_store_verifies_with_progress(store: PackedStore) -> None:
+@pytest.mark.parametrize("codec", PLANS)
+def test_a_whole_store_verifies_with_progress(tmp_path: Path, codec: str) -> None:
+    store = write_store(tmp_path / "store", PLANS[codec])
     seen: list[tuple[int, int]] = []
     store.verify(full=True, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (store.nbytes, store.nbytes)
@@ -115,3 +140,116 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
         PackedStore.open(tmp_path)
     with pytest.raises(StoreError, match="no such folder"):
         PackedStore.open(tmp_path / "absent")
+
+
+def test_a_store_without_a_codec_in_its_manifest_is_one_of_before(tmp_path: Path) -> None:
+    plain = write_store(tmp_path / "plain")
+    path = plain.folder / "manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["codec"]
+    path.write_text(json.dumps(raw))
+    assert PackedStore.open(plain.folder).codec == "none"
+
+
+def test_every_expert_comes_back_from_where_the_index_says(planes: PackedStore) -> None:
+    decoder = FrameDecoder()
+    for layer, geometry in enumerate(PLANES.layers):
+        path, offset = planes.layer_extent(layer)
+        index = planes.frame_index(layer)
+        assert index is not None and (index.path, offset) == (path, 0)
+        raw = memoryview(path.read_bytes())
+        assert len(raw) == index.file_nbytes and len(raw) % 4096 == 0  # an aligned read may cover the last frame
+        for expert in range(geometry.num_experts):
+            whole = b""
+            for frame in range(index.num_frames):
+                begin, nbytes = index.extent(expert, frame)
+                out = bytearray(index.frame_nbytes)
+                decoder.decode(index, expert, frame, raw[begin : begin + nbytes], memoryview(out))
+                whole += out
+            assert whole == expert_bytes(layer, expert, PLANES).tobytes()
+
+
+def test_says_how_small_it_is(planes: PackedStore, tmp_path: Path) -> None:
+    assert planes.codec == "planes"
+    assert planes.experts_nbytes == sum(layer.nbytes for layer in PLANES.layers)
+    assert planes.experts_stored_nbytes == sum(index.stored_nbytes for index in planes.frames)
+    assert 0.6 < planes.ratio < 0.8
+    plain = write_store(tmp_path / "plain")
+    assert (plain.codec, plain.ratio, plain.frame_index(0)) == ("none", 1.0, None)
+    assert plain.experts_stored_nbytes == plain.experts_nbytes
+
+
+def test_the_library_reads_the_index(planes: PackedStore) -> None:
+    with safe_open(planes.folder / "experts-00001.frames.safetensors", "np") as file:
+        assert file.get_slice("nbytes").get_shape() == [2, 5, 2]
+        lengths, begin = file.get_tensor("nbytes"), file.get_tensor("begin")
+    assert np.array_equal(np.diff(begin.ravel()), lengths.sum(axis=2).ravel()[:-1])
+
+
+def test_one_flipped_bit_in_an_index_is_found_at_opening(planes: PackedStore) -> None:
+    path = planes.folder / "experts-00001.frames.safetensors"
+    content = path.read_bytes()
+    dice = np.random.default_rng(0)
+    for bit in dice.integers(0, 8 * len(content), 100).tolist():
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=r"experts-00001\.frames.*: checksum .* pack again"):
+            PackedStore.open(planes.folder)
+
+
+def rewrite_index(planes: PackedStore, raw: bytes) -> None:
+    """A forger's: the manifest agrees with it."""
+    name = "experts-00000.frames.safetensors"
+    (planes.folder / name).write_bytes(raw)
+    manifest = json.loads((planes.folder / "manifest.json").read_text())
+    manifest["files"][name] = {"nbytes": len(raw), "checksum": zlib.crc32(raw)}
+    (planes.folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_an_index_of_other_frames_is_refused(planes: PackedStore) -> None:
+    other = (planes.folder / "experts-00001.frames.safetensors").read_bytes()
+    rewrite_index(planes, other)
+    with pytest.raises(StoreError, match=r"experts-00000\.frames.*begin: shape \[2, 5\]: .* pack again"):
+        PackedStore.open(planes.folder)
+
+
+def test_an_index_that_reaches_beyond_its_frames_is_refused(planes: PackedStore) -> None:
+    content = bytearray((planes.folder / "experts-00000.frames.safetensors").read_bytes())
+    index = planes.frames[0]
+    last = len(content) - 8 * len(index.checksum) - 4  # the last length
+    length = int.from_bytes(content[last : last + 4], "little")
+    assert length == index.plane_nbytes[-1][-1] == index.frame_nbytes // 2
+    content[last : last + 4] = (length - 4096).to_bytes(4, "little")
+    rewrite_index(planes, bytes(content))
+    with pytest.raises(StoreError, match=rf"describes {index.file_nbytes - 4096} bytes, but experts-00000\.planes has"):
+        PackedStore.open(planes.folder)
+
+
+def test_an_index_too_long_to_be_one_is_not_read(planes: PackedStore) -> None:
+    path = planes.folder / "experts-00000.frames.safetensors"
+    os.truncate(path, 300 << 20)
+    manifest = json.loads((planes.folder / "manifest.json").read_text())
+    manifest["files"][path.name]["nbytes"] = 300 << 20
+    (planes.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=f"{300 << 20} bytes, more than the {256 << 20} accepted"):
+        PackedStore.open(planes.folder)
+
+
+def test_a_read_that_finds_other_bytes_is_refused(planes: PackedStore) -> None:
+    """As the engine reads: a whole page before and after, straight from disk."""
+    index = planes.frames[0]
+    offset, nbytes = index.extent(3, 2)
+    file = ExpertFile(index.path)
+    try:
+        start = offset // 4096 * 4096
+        cover = memoryview(bytearray(-(-(offset + nbytes - start) // 4096) * 4096))
+        file.read_into(start, [cover])
+        out = bytearray(index.frame_nbytes)
+        decoder = FrameDecoder()
+        decoder.decode(index, 3, 2, cover[offset - start :][:nbytes], memoryview(out))
+        assert out == expert_bytes(0, 3, PLANES).tobytes()[2 * index.frame_nbytes : 3 * index.frame_nbytes]
+        with pytest.raises(TransferError, match="frame 1 of expert 3"):
+            decoder.decode(index, 3, 1, cover[offset - start :][:nbytes], memoryview(out))
+    finally:
+        file.close()

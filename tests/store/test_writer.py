@@ -18,20 +18,20 @@ import pytest
 from expertly.core.errors import StoreError
 from expertly.store import writer as writer_module
 from expertly.store.packed import PackedStore
-from expertly.store.writer import StoreWriter, partial_folder
-from tests.store.builders import DENSE, PLAN, dense_chunks, expert_bytes, files_of, fill, write_store
+from expertly.store.writer import StoreWriter, begun_codec, partial_folder
+from tests.store.builders import DENSE, PLAN, PLANES, PLANS, dense_chunks, experts_of, files_of, fill, write_store
 from tests.store.mounts import tiny_disk
 
 SLOW_WRITER = """
 import sys, time
 from pathlib import Path
-from tests.store.builders import write_store
-write_store(Path(sys.argv[1]), progress=lambda done, total: time.sleep(float(sys.argv[2])))
+from tests.store.builders import PLANS, write_store
+write_store(Path(sys.argv[1]), PLANS[sys.argv[3]], lambda done, total: time.sleep(float(sys.argv[2])))
 """
 
 
-def start_writer(folder: Path, pause_s: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SLOW_WRITER, str(folder), str(pause_s)]
+def start_writer(folder: Path, pause_s: float, codec: str = "none") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW_WRITER, str(folder), str(pause_s), codec]
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stderr=subprocess.PIPE, text=True
@@ -45,40 +45,62 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def test_writes_all_or_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", PLANS)
+def test_writes_all_or_nothing_and_progress_counts_weights(tmp_path: Path, codec: str) -> None:
+    plan = PLANS[codec]
     seen: list[tuple[int, int]] = []
-    store = write_store(tmp_path / "store", progress=lambda done, total: seen.append((done, total)))
+    store = write_store(tmp_path / "store", plan, lambda done, total: seen.append((done, total)))
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     assert set(files_of(store.folder)) == {*store.manifest.files, "manifest.json"}
-    total = sum(layer.nbytes for layer in PLAN.layers) + sum(spec.nbytes for spec in DENSE)
+    total = sum(layer.nbytes for layer in plan.layers) + sum(spec.nbytes for spec in DENSE)
     assert seen[0] == (0, total) and seen[-1] == (total, total)
     assert seen == sorted(seen)
 
 
-@pytest.mark.parametrize("stop_at", ["experts-00000.safetensors", "experts-00001.safetensors", "dense.safetensors"])
-def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path, stop_at: str) -> None:
-    folder = tmp_path / "store"
-    process = start_writer(folder, 0.05)
+KILLED_AT = {
+    "none": ("experts-00000.safetensors", "experts-00001.safetensors", "dense.safetensors"),
+    "planes": ("experts-00000.planes", "experts-00001.planes", "dense.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("codec", "stop_at"), [(codec, name) for codec, names in KILLED_AT.items() for name in names])
+def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path, codec: str, stop_at: str) -> None:
+    folder, plan = tmp_path / "store", PLANS[codec]
+    process = start_writer(folder, 0.05 if codec == "none" else 0.02, codec)
     wait_for(partial_folder(folder) / stop_at, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not folder.exists()
+    assert not folder.exists() and begun_codec(folder) == codec
     with pytest.raises(StoreError):
         PackedStore.open(partial_folder(folder))
     finished = json.loads((partial_folder(folder) / "progress.json").read_text())["files"]
+    assert ("experts-00000.planes" in finished) == ("experts-00000.frames.safetensors" in finished)
     first: list[int] = []
-    write_store(folder, progress=lambda done, total: first.append(done))
+    write_store(folder, plan, lambda done, total: first.append(done)).verify(full=True)
     assert first[0] == sum(
-        (PLAN.layers[i].nbytes for i in range(2) if f"experts-{i:05d}.safetensors" in finished),
+        (layer.nbytes for layer, name in zip(plan.layers, KILLED_AT[codec], strict=False) if name in finished),
         sum(spec.nbytes for spec in DENSE) if "dense.safetensors" in finished else 0,
     )
-    assert files_of(folder) == files_of(write_store(tmp_path / "uninterrupted").folder)
+    assert files_of(folder) == files_of(write_store(tmp_path / "uninterrupted", plan).folder)
     assert not partial_folder(folder).exists()
+
+
+@pytest.mark.parametrize("name", ["experts-00000.planes", "experts-00000.frames.safetensors"])
+def test_frames_without_their_index_are_written_again(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    with StoreWriter(folder, PLANES, DENSE, None) as writer:
+        writer.write_layer(0, experts_of(0, PLANES))
+        assert writer.is_layer_done(0)
+    (partial_folder(folder) / name).unlink()
+    with StoreWriter(folder, PLANES, DENSE, None) as writer:
+        assert not writer.is_layer_done(0)
+        fill(writer, PLANES).verify(full=True)
+    assert files_of(folder) == files_of(write_store(tmp_path / "whole", PLANES).folder)
 
 
 def test_what_an_exception_leaves_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
-        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+        writer.write_layer(0, experts_of(0))
         raise KeyboardInterrupt
     with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
         assert writer.is_done("experts-00000.safetensors") and not writer.is_done("experts-00001.safetensors")
@@ -89,7 +111,7 @@ def test_what_an_exception_leaves_is_resumed(tmp_path: Path) -> None:
 def test_what_cannot_be_trusted_is_written_again(tmp_path: Path, damage: str) -> None:
     folder, plan = tmp_path / "store", PLAN
     with StoreWriter(folder, PLAN, DENSE, None) as writer:
-        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+        writer.write_layer(0, experts_of(0))
     partial = partial_folder(folder)
     if damage == "other plan":
         plan = replace(PLAN, identity="2" * 64)
@@ -104,13 +126,13 @@ def test_what_cannot_be_trusted_is_written_again(tmp_path: Path, damage: str) ->
         path.write_bytes(path.read_bytes()[:-1])
     with StoreWriter(folder, plan, DENSE, None) as writer:
         assert not writer.is_done("experts-00000.safetensors")
-        fill(writer).verify(full=True)
+        fill(writer, plan).verify(full=True)
     assert files_of(folder) == files_of(write_store(tmp_path / "whole", plan).folder)
 
 
 def test_a_source_that_was_moved_is_resumed(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
-        writer.write_layer(0, (expert_bytes(0, expert) for expert in range(4)))
+        writer.write_layer(0, experts_of(0))
     with StoreWriter(tmp_path / "store", replace(PLAN, source="/moved"), DENSE, None) as writer:
         assert writer.is_done("experts-00000.safetensors")
 
@@ -151,6 +173,18 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> N
         with pytest.raises(StoreError, match=r"the disk is full: \d+ more bytes are needed, \d+ are free"):
             write_store(disk / "store")
         assert not list(disk.rglob("*.safetensors"))
+
+
+def test_room_is_asked_for_as_far_as_is_known(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path) as disk:
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        total = sum(layer.nbytes for layer in PLANES.layers)
+        for ratio in (4 * free / total, free / total / 4):
+            if ratio > free / total:
+                with pytest.raises(StoreError, match="the disk is full"):
+                    StoreWriter(disk / "store", PLANES, DENSE, None, ratio)
+            else:
+                StoreWriter(disk / "store", PLANES, DENSE, None, ratio).close()
 
 
 def test_a_disk_that_fills_up_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

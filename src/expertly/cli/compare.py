@@ -22,7 +22,7 @@ from expertly.compare.settings import (
     check_systems,
     default_systems,
 )
-from expertly.core.codecs import refuse_compressed
+from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ExpertlyError
 
 if TYPE_CHECKING:

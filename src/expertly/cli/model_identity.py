@@ -21,8 +21,7 @@ def identity_of(model: str | None, trace: Trace) -> str:
     from expertly.model.packing import source_folder
     from expertly.store.cache import entry_folder
     from expertly.store.checkpoint import Checkpoint
-    from expertly.store.dtypes import STORE_DTYPES
-    from expertly.store.manifest import Manifest
+    from expertly.store.manifest import STORE_DTYPES, Manifest
     from expertly.store.packed import is_packed_store
 
     folder = source_folder(model)

@@ -17,10 +17,10 @@ from expertly.cli.output import (
     reserved_stdout,
     table,
 )
-from expertly.core.codecs import check_codec
+from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.store import cache
-from expertly.store.dtypes import STORE_DTYPES, check_store_dtype
+from expertly.store.manifest import STORE_DTYPES, check_store_dtype
 from expertly.store.packed import PackedStore
 
 if TYPE_CHECKING:

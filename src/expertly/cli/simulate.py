@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import names, positive_int, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.core.codecs import refuse_compressed
+from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
 from expertly.scheduler.system import ORDERS

@@ -20,9 +20,9 @@ from expertly.compare.settings import Settings
 from expertly.compare.simulated import Ground, Simulated, check_budgets, simulate
 from expertly.compare.worker import Worker
 from expertly.compare.workload import middle_decode_iteration, pick, played_requests, selection_of
-from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
+from expertly.core.resources import allowed_cpus
 from expertly.engine.memory import available_host_nbytes
 from expertly.hardware.machine import cpu_name
 from expertly.policies.learned import LearnedWeights

@@ -14,7 +14,7 @@ from expertly.compare.style import STYLE
 from expertly.compare.svg import element
 from expertly.compare.tables import prefetch_table, results_table
 from expertly.compare.units import counted, format_nbytes, format_seconds
-from expertly.core.amounts import parse_memory
+from expertly.core.resources import parse_memory
 
 WORDS = {
     "hit rate": "experts that were wholly in memory when the router asked for them, in decode",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
+from expertly.core.resources import parse_memory
 from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 
 BASELINE = "lru"

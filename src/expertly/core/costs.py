@@ -1,20 +1,42 @@
-"""What moving and computing cost on one machine: measured by the engine, used by the simulator."""
+"""What moving, decoding and computing cost on one machine: measured by the engine, used by the simulator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+
+CODECS = ("none", "planes")
+"""How experts are stored. none: as they are computed with. planes: the byte planes of weights apart, compressed where
+that helps.
+"""
+
+
+def check_codec(name: object) -> str:
+    """`name` where it is a codec or "auto". Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in (*CODECS, "auto"):
+        raise ConfigError(f"codec={name!r}: unknown; accepted: {', '.join(CODECS)}, auto")
+    return name
+
+
+def refuse_compressed(value: object) -> None:
+    """Nothing stays compressed in memory any more. Raises ConfigError where `value` asks for it."""
+    if value not in (None, 0, "0", "auto"):
+        raise ConfigError(
+            f"compressed={value!r:.80}: experts do not stay compressed in memory any more, and no device decodes them; "
+            "accepted: codec='planes', by which they are compressed on disk, and memory=, to give them more of it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A serial server of transfers: n spans submitted together are all there after the sum of what each occupies,
-    and one latency. A rate of infinity with no latency and no overhead is infinitely fast.
+    """A serial server of transfers: n spans submitted together have all arrived after one latency and the sum of what
+    each occupies. With an infinite rate, no latency and no overhead it is infinitely fast.
     """
 
     nbytes_per_s: float
-    latency_ns: int  # from a span being submitted until it moves, at the least: a busy link hides it
+    latency_ns: int  # from the submission of a span until it moves, at the least: a busy link hides it
     overhead_ns: int  # of each span, beyond its bytes
 
     def occupies_ns(self, nbytes: int) -> int:
@@ -24,16 +46,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CodecCosts:
-    """What it saves and costs that experts are stored compressed. Rates are of weights, that is of decoded bytes.
+    """What storing experts compressed saves and costs. Rates count decoded bytes.
 
-    The defaults are an assumption, of a bfloat16 model and two threads; `expertly doctor` measures.
+    The defaults are assumed, for a bfloat16 model and two threads; `expertly doctor` measures.
     """
 
     ratio: float = 0.68  # stored bytes of a byte of weights
     decode_nbytes_per_s: float = 1.0e9  # of one thread, while all of them decode
     threads: int = 2  # that decode side by side
     threads_beside: int = 1  # of them, while the model computes on the same processors
-    read_processors: float = 0.0  # what reading takes of theirs while the disk is read: a virtual disk's host, drivers
+    read_processors: float = 0.0  # that reading takes from them (drivers, a virtual disk's host)
 
     @property
     def all_nbytes_per_s(self) -> float:
@@ -52,10 +74,10 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCompute:
-    """What one model's passes cost on one machine, beside its transfers. All its MoE layers are of one geometry.
+    """What one model's passes cost on one machine, transfers apart. All its MoE layers are of one geometry.
 
     The lists run over `tokens`: of the forward pass (`dense_ns`, `head_ns`) or of one expert. An expert that is
-    computed in parts costs `parts_ns` over all of them, in proportion to their neurons, and `part_ns` for each.
+    computed in parts costs `parts_ns` in all, in proportion to their neurons, and `part_ns` for each.
     """
 
     model: str

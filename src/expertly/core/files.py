@@ -18,9 +18,8 @@ from expertly.core.errors import ExpertlyError
 
 @contextmanager
 def disk_errors(folder: Path, doing: str, failure: type[ExpertlyError], other_folder: str) -> Iterator[None]:
-    """Turn an OSError while writing below `folder` into a `failure` that says what the user can do.
-
-    `other_folder` says how to choose another one.
+    """Turn an OSError while writing below `folder` into a `failure` that says what the user can do; `other_folder`: how
+    to choose another folder (" with --out").
     """
     try:
         yield
@@ -49,7 +48,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path`; after a crash it holds either all of `data` or what it held before. See `replacing`."""
+    """Replace `path` by `data`, as `replacing` does."""
     with replacing(path) as file:
         file.write(data)
 
@@ -58,9 +57,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """An empty file that takes the place of `path` when the block ends, and is removed when it fails.
 
-    After a crash `path` holds either all that was written or what it held before. Writers of the same path, threads
-    and processes, wait for each other; the last one stays. What a killed one leaves is one hidden file, which the next
-    one uses. A symbolic link stays: what it leads to is replaced.
+    After a crash `path` holds either all that was written or what it held before. Writers of the same path (threads or
+    processes) wait for each other, and the last one wins. A killed writer leaves one hidden file, which the next one
+    uses. A symbolic link stays: the file that it leads to is replaced.
     """
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     temporary = path.with_name(f".{path.name}.tmp")
@@ -85,7 +84,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(os.open(path, flags, 0o666), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                if _is_at(path, file):  # else another writer has renamed it meanwhile
+                if _is_at(path, file):  # else another writer has renamed it in the meantime
                     yield file
                     return
             finally:

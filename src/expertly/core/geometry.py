@@ -1,11 +1,10 @@
-"""The shape of a model's experts, and the one converter between (layer, expert, segment) and dense ids."""
+"""The shape of a model's experts, and the dense ids of experts over all layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import NamedTuple
 
 from expertly.core.errors import ConfigError
 
@@ -48,28 +47,18 @@ class LayerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
-    """Bytes of weights outside the experts that one pass reads: of a MoE layer's block (attention, norms, router,
-    always-on experts), and once (embedding rows, last norm, head).
-    """
+    """Bytes of weights outside the experts that one pass reads."""
 
-    layer_nbytes: int
-    head_nbytes: int
-
-
-class Segment(NamedTuple):
-    """A 1/P part of an expert: neurons `[segment*I/P, (segment+1)*I/P)`."""
-
-    layer: int
-    expert: int
-    segment: int
+    layer_nbytes: int  # of one MoE layer's block: attention, norms, router, always-on experts
+    head_nbytes: int  # once: embedding rows, last norm, head
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All MoE layers of a model, cut into `segments_per_expert` (P) segments an expert.
+    """All MoE layers of a model, each expert cut into P = `segments_per_expert` segments of I/P neurons.
 
-    Layers with the same segment size share a pool of slots: a *size class*, numbered from 0 in the
-    order of the first layer that has it. Raises ConfigError where P does not divide an intermediate size.
+    Layers with the same segment size share a pool of slots: a *size class*, numbered from 0 in the order of the first
+    layer that has it. Raises ConfigError where P does not divide an intermediate size.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -138,20 +127,10 @@ class Geometry:
     def layer_of_expert(self, expert_id: int) -> int:
         return self._layer_of[expert_id]
 
-    def segment_id(self, segment: Segment) -> int:
-        """Dense id of a segment over all layers: expert id x P + segment."""
-        return (self._first_id[segment.layer] + segment.expert) * self.segments_per_expert + segment.segment
-
-    def segment(self, segment_id: int) -> Segment:
-        """The inverse of `segment_id`."""
-        expert_id, index = divmod(segment_id, self.segments_per_expert)
-        layer = self.layer_of_expert(expert_id)
-        return Segment(layer, expert_id - self._first_id[layer], index)
-
 
 def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:
-    """`wanted` where every layer's experts can be cut into so many segments, else the number nearest 3 that they can be
-    cut into (ProMoE, section 5, cuts them in 3; our choice), the lower of two.
+    """`wanted` where the experts of all layers can be cut into so many segments; else the number up to 5 nearest 3 that
+    they can be cut into, the lower of two (ProMoE, section 5, cuts experts in 3; the rest is our choice).
     """
     width = gcd(*(layer.intermediate_size for layer in layers))
     if not width % wanted:

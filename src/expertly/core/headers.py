@@ -1,8 +1,9 @@
-"""Safetensors headers: written, and read as hostile input: all is checked before anything is allocated or believed."""
+"""Safetensors headers: written, and read as hostile input, which is checked before anything is allocated for it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +14,15 @@ from typing import Any
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES
 
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+_DTYPES_OF_BITS = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "C64 F64 I64 U64",
 }
+BITS = {name: bits for bits, names in _DTYPES_OF_BITS.items() for name in names.split()}
 """Bits of one element, by the name that a safetensors header uses."""
 
 MAX_HEADER_NBYTES = 100_000_000
@@ -53,10 +39,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        num_bits = BITS[self.dtype]
-        for size in self.shape:
-            num_bits *= size
-        return num_bits // 8
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +59,9 @@ class TensorInfo:
 def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, in file order.
 
-    Raises `failure` naming the file, and the tensor where it is about one, if the file cannot be read, is
-    truncated, or its header is malformed or lies: names given twice, unknown dtypes, lengths that are not shape x
-    dtype, tensors that overlap, leave bytes unused or reach beyond the file.
+    Raises `failure` naming the file, and the tensor where it is about one, if the file cannot be read, is truncated, or
+    its header is malformed or lies: names given twice, unknown dtypes, lengths that are not shape x dtype, tensors that
+    overlap, leave bytes unused or reach beyond the file.
     """
     return parse_safetensors_header(path, read_header_bytes(path, failure), failure)
 
@@ -115,8 +98,9 @@ def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> b
 def parse_safetensors_header(
     path: Path, raw: bytes, failure: type[ExpertlyError], file_nbytes: int | None = None
 ) -> dict[str, TensorInfo]:
-    """See `read_safetensors_header`; `raw` came from `read_header_bytes`. `file_nbytes`: of a file that may no longer
-    be the one at `path`."""
+    """As `read_safetensors_header`, of the `raw` that `read_header_bytes` returned. `file_nbytes` where the file that
+    was read may no longer be the one at `path`.
+    """
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
     start = 8 + len(raw)
@@ -150,18 +134,13 @@ def header_metadata(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dic
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and JSON of a safetensors header, padded so that data starts at a multiple of
-    4096.
-    """
+    """Length and JSON of a safetensors header, padded so that data starts at a multiple of 4096."""
     entries: dict[str, Any] = {}
     offset = 0
     for spec in specs:
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
+        end = offset + spec.nbytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
     about = {"format": "pt"} if metadata is None else dict(metadata)
     raw = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     nbytes = -(-(8 + len(raw)) // PAGE_NBYTES) * PAGE_NBYTES - 8
@@ -200,7 +179,7 @@ def _tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyEr
     num_bits = BITS[dtype]
     for size in shape:
         num_bits *= size
-        if num_bits >> 70:  # no file is that long, unless a later 0 makes it nothing
+        if num_bits >> 70:  # longer than any file, unless a later 0 makes it nothing
             num_bits = 0 if 0 in shape else num_bits
             break
     if (end - begin) * 8 != num_bits:
@@ -212,4 +191,4 @@ def _tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyEr
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < 1 << 62

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -72,13 +71,13 @@ class Plan:
     """What the driver does next for a layer: spans to compute now, spans to load and compute as they arrive, and spans
     in flight already (prefetched, or loaded for an earlier Plan) to compute as they arrive.
 
-    The driver also loads `asked`, behind `loads`, without waiting: a later Plan says when they are ready or joined.
+    The driver also loads `requested`, behind `loads`, without waiting: a later Plan says when they are ready or joined.
     """
 
     ready: list[Span] = field(default_factory=list)
     loads: list[Span] = field(default_factory=list)
     joined: list[Span] = field(default_factory=list)
-    asked: Sequence[Span] = ()
+    requested: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ _MASK = (1 << 64) - 1
 
 
 class Share:
-    """The experts of one device, numbered anew in each layer by rising id. `geometry` is theirs alone: all layers, and
-    of a layer's K no more than there are.
+    """The experts of one device, numbered anew in each layer by rising id. `geometry` has all layers with these experts
+    only, and a top-k of at most as many.
     """
 
     def __init__(self, geometry: Geometry, experts: list[list[int]]) -> None:
@@ -23,16 +23,16 @@ class Share:
         ]
         self.geometry = Geometry(tuple(layers), geometry.segments_per_expert)
         self.experts = experts
-        """Of each layer: the number here -> the number in the model."""
+        """Of each layer: number on the device -> number in the model."""
         self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]
 
     def numbers(self, layer: int) -> dict[int, int]:
-        """The number in the model -> the number here, of the experts that are here."""
+        """Number in the model -> number on the device, of the experts of this device."""
         return self._numbers[layer]
 
     def router(self, router: RouterRan) -> RouterRan:
-        """What of a layer's demand is for these experts, in router order; the tokens of the pass are still all."""
+        """What the router chose of these experts, in router order. The tokens of the pass are still all."""
         numbers = self._numbers[router.layer]
         here = [i for i, expert in enumerate(router.experts) if expert in numbers]
         return RouterRan(
@@ -45,9 +45,7 @@ class Share:
         )
 
     def prediction(self, prediction: Prediction) -> Prediction:
-        """What a prediction says of these experts, in its order. Its confidence is in all that it names: of a part
-        nothing is said.
-        """
+        """What a prediction says of these experts, in its order, without its confidence: that is in the whole."""
         layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
         numbers = self._numbers[layer]
         here = [
@@ -67,12 +65,11 @@ class Share:
 
 
 class Placement:
-    """A bijection between (layer, expert) and (device, layer, number there).
+    """A bijection between (layer, expert) and (device, layer, number on the device), the same on every machine.
 
-    The experts of a layer are put in the order of a hash of their dense ids and dealt out, each layer going on with the
-    device at which the one before ended: neither in a layer nor in all do two devices differ by more than one expert,
-    and neighbours in a layer are not together more often than others. The same on every machine. Raises ConfigError
-    where a layer has fewer experts than there are devices.
+    The experts of a layer are dealt out in the order of a hash of their dense ids, each layer starting at the device
+    after the last one's: two devices differ by at most one expert, in a layer and in all, and neighbours in a layer are
+    not together more often than others. Raises ConfigError where a layer has fewer experts than there are devices.
     """
 
     def __init__(self, geometry: Geometry, num_devices: int) -> None:

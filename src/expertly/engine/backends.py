@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
 from expertly.engine.backend import Backend
 from expertly.engine.backend_cpu import CpuBackend
 from expertly.engine.backend_tiered import TieredBackend

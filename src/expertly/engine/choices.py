@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from expertly.core.codecs import CODECS
+from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.policies.moepic.plan import SplitPlan

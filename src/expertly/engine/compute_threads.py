@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from expertly.core.codecs import computing_threads
-from expertly.core.cpus import granted_cpus
 from expertly.core.geometry import Geometry
+from expertly.core.resources import computing_threads, granted_cpus
 from expertly.engine.transfer import NUM_READERS
 
 LEAST_DECODED = 0.25

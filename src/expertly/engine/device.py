@@ -17,9 +17,9 @@ from expertly.engine.configuring import Configuring
 from expertly.engine.routing import Dispatch
 from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import choose_kernels
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 
@@ -34,7 +34,7 @@ class Device:
         self.kernels = choose_kernels(backend.device)
         self.scheduler = scheduler
         self.backend = backend
-        self.ahead: Ahead | None = None
+        self.ahead: Prefetcher | None = None
         self.configuring = Configuring(scheduler) if scheduler.allocation.is_configured else None
         self._layers: list[LayerCompute] = []
 
@@ -67,7 +67,7 @@ class Device:
 
     def predict_from(self, channel: Channel) -> None:
         """See Executor."""
-        self.ahead = Ahead(self.scheduler, self.backend, channel, now=time.perf_counter_ns)
+        self.ahead = Prefetcher(self.scheduler, self.backend, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
         """See Executor."""
@@ -83,10 +83,10 @@ class Device:
         if self.configuring is not None:
             self.configuring.begin_iteration()
 
-    def begin_iteration(self, began: Callable[[], Began]) -> None:
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         """See Executor."""
         assert self.ahead is not None
-        self.ahead.begin_iteration(began)
+        self.ahead.begin_iteration(began, layers)
 
     def end_iteration(self, ok: bool) -> None:
         """See Executor."""
@@ -100,26 +100,22 @@ class Device:
         backend = self.backend
         runner = _LayerRun(self._layers[work.router.layer], work, hidden)
 
-        def use(span: Span) -> None:
-            runner.compute(span)
-            backend.used(span)
-
-        times = None if self.configuring is None else self.configuring.times
-        transport = _TimedTransport(backend) if times is None else _MeasuredTransport(backend)
-
-        def use_together(spans: Sequence[Span]) -> None:
-            runner.compute_together(spans)
+        def use(spans: Sequence[Span]) -> None:
+            if len(spans) > 1 and runner.takes_several:
+                runner.compute_together(spans)
+            else:
+                for span in spans:
+                    runner.compute(span)
             for span in spans:
                 backend.used(span)
 
-        compute: Callable[[Span], None] = use
-        together = use_together if runner.takes_several else None
+        times = None if self.configuring is None else self.configuring.times
+        transport = _TimedTransport(backend) if times is None else _MeasuredTransport(backend)
+        compute: Callable[[Sequence[Span]], None] = use
+        together = runner.takes_several
         if times is not None and False not in work.router.is_decode:
-            compute, together = _timed(use, times), None
-        if self.ahead is None:
-            run_layer(self.scheduler, transport, work.router, compute, together=together)
-        else:
-            run_layer(self.scheduler, transport, work.router, compute, self.ahead, routed, together)
+            compute, together = _timed(use, times), False
+        run_layer(self.scheduler, transport, work.router, compute, self.ahead, routed, together=together)
         device_ns = backend.stall_ns()
         if times is not None and isinstance(transport, _MeasuredTransport) and transport.num_segments:
             layer, elapsed_ns = work.router.layer, transport.elapsed_ns + device_ns
@@ -155,12 +151,13 @@ class Device:
         self.backend.close()
 
 
-def _timed(use: Callable[[Span], None], times: StepTimes) -> Callable[[Span], None]:
+def _timed(use: Callable[[Sequence[Span]], None], times: StepTimes) -> Callable[[Sequence[Span]], None]:
     """The same, and how long it took."""
 
-    def measured(span: Span) -> None:
+    def measured(spans: Sequence[Span]) -> None:
+        (span,) = spans
         start = time.perf_counter_ns()
-        use(span)
+        use(spans)
         times.computed(span.layer, span.num_segments, time.perf_counter_ns() - start)
 
     return measured

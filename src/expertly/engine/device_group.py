@@ -21,8 +21,8 @@ from expertly.engine.device import Device
 from expertly.engine.routing import Dispatch, Part, part_of
 from expertly.engine.taps import Taps
 from expertly.engine.workers import Workers
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 
 
 class Handover(Protocol):
@@ -103,9 +103,9 @@ class DeviceGroup:
         for device in self.devices:
             device.begin()
 
-    def begin_iteration(self, began: Callable[[], Began]) -> None:
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         """See Executor."""
-        self._run([partial(device.begin_iteration, began) for device in self.devices])
+        self._run([partial(device.begin_iteration, began, layers) for device in self.devices])
 
     def end_iteration(self, ok: bool) -> None:
         """See Executor."""

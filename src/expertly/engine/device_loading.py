@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.placement import Placement, Share
+from expertly.core.resources import parse_memory
 from expertly.engine.backend import Backend
 from expertly.engine.backends import available_nbytes
 from expertly.engine.device import Device
@@ -19,7 +19,7 @@ from expertly.engine.memory import WORKING_NBYTES, AutoBudget, available_host_nb
 from expertly.engine.reads import ExtentSource
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.scheduler import Scheduler
-from expertly.store.frame_index import FrameIndex
+from expertly.store.frames import FrameIndex
 
 MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int"], Backend]
 

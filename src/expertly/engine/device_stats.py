@@ -24,7 +24,7 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
             total.add(device.layer_counters(layer).of(phase))
     resident = sum(
         mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
-        for eid, mask in enumerate(scheduler.residency.resident)
+        for eid, mask in enumerate(scheduler.slots.resident)
     )
     node = device.backend.node
     return {
@@ -39,7 +39,7 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         **{phase.value: _of_phase(one) for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(scheduler),
-        "gate": None if scheduler.gate is None else scheduler.gate.facts(),
+        "gate": None if scheduler.filter is None else scheduler.filter.facts(),
         "numa": None if node is None else node.facts(),
     }
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
 from expertly.engine.device_loading import choose_amounts, shares_of, split_over
 from expertly.engine.memory import WORKING_NBYTES, kv_cache_nbytes, working_nbytes
 from expertly.scheduler.budget import Budget, split_budget

@@ -12,8 +12,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.engine.routing import Dispatch
-from expertly.scheduler.channel import Channel
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 
 if TYPE_CHECKING:
     from expertly.engine.device import Device
@@ -46,7 +46,7 @@ class Executor(Protocol):
     def begin(self) -> None:
         """A forward pass begins. Raises ModelUseError where a device is in a state in which none can run."""
 
-    def begin_iteration(self, began: Callable[[], Began]) -> None:
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
 
     def end_iteration(self, ok: bool) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.engine.reads import ExtentSource
-from expertly.store.frame_index import FrameIndex, padded
-from expertly.store.frames import FrameDecoder
+from expertly.store.frames import FrameDecoder, FrameIndex, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +51,7 @@ class FrameRange:
         size = self.index.frame_nbytes
         done = 0
         for frame in range(self.first, self.first + self.count):
-            offset, nbytes = self.index.frame_extent(self.expert, frame)
+            offset, nbytes = self.index.extent(self.expert, frame)
             offset -= self.cover_begin
             skip = max(0, self.first_byte - frame * size)
             num = min(size - skip, self.num_bytes - done)

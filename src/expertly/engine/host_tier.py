@@ -15,8 +15,8 @@ from expertly.engine.reads import ExtentSource
 from expertly.engine.transfer import Readers
 from expertly.policies.eviction.lru import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
-from expertly.scheduler.cache import KeptCache
-from expertly.scheduler.slot_table import SlotTable
+from expertly.scheduler.cache import Partition
+from expertly.scheduler.slots import SlotTable
 
 
 class HostTier:
@@ -44,8 +44,8 @@ class HostTier:
         self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
         """Of all its slots."""
         self._geometry = geometry
-        self._residency = SlotTable(geometry, slots)
-        self._caches = [KeptCache(num_slots, LRU()) for num_slots in slots]
+        self._slots = SlotTable(geometry, slots)
+        self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
         self.pool = pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
         self.readers = Readers(
             store, geometry, lambda span: pool.buffer(span.layer, span.slot, span.num_segments), node=node
@@ -61,18 +61,18 @@ class HostTier:
         `is_ahead`: read behind all others, and have room only where nothing must be waited for and no expert of
         `spared` (ids) goes.
         """
-        geometry, residency = self._geometry, self._residency
+        geometry, slots = self._geometry, self._slots
         eid, mask = self._segments(wanted)
         cache = self._caches[geometry.size_classes[wanted.layer]]
-        here, missing = mask & residency.resident[eid], mask & ~residency.resident[eid]
-        assert not missing & residency.loading[eid], "a device span is asked for once"
+        here, missing = mask & slots.resident[eid], mask & ~slots.resident[eid]
+        assert not missing & slots.in_flight[eid], "a device span is asked for once"
         if missing:
             if not self._make_room(cache, missing.bit_count(), eid, is_ahead, spared):
                 return None
             cache.keep(eid, missing)
         cache.policy.used([eid], [1], 1)
-        found = residency.spans(wanted.layer, wanted.expert, here) if here else []
-        reads = residency.allocate(wanted.layer, wanted.expert, missing) if missing else []
+        found = slots.spans(eid, here) if here else []
+        reads = slots.allocate(eid, missing, slots.awaited) if missing else []
         self._loading.update(dict.fromkeys(reads))
         (self.readers.submit_ahead if is_ahead else self.readers.submit)(reads)
         return found, reads
@@ -80,9 +80,9 @@ class HostTier:
     def find(self, wanted: Span) -> list[Span]:
         """The host spans of a device span that is here; none where a part of it is not."""
         eid, mask = self._segments(wanted)
-        if self._residency.resident[eid] & mask != mask:
+        if self._slots.resident[eid] & mask != mask:
             return []
-        return self._residency.spans(wanted.layer, wanted.expert, mask)
+        return self._slots.spans(eid, mask)
 
     def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
         """Give up the host spans of this layer, or of these experts of it, or of any, that were requested ahead and
@@ -97,7 +97,8 @@ class HostTier:
     def arrived(self, span: Span) -> None:
         """A host span has been read."""
         del self._loading[span]
-        self._residency.arrived(span)
+        eid, mask = self._segments(span)
+        self._slots.arrived(eid, mask, self._slots.awaited)
 
     def abandon(self) -> None:
         """Nothing is being read any more; what had not arrived is absent again."""
@@ -112,13 +113,13 @@ class HostTier:
         geometry = self._geometry
         return sum(
             mask.bit_count() * self._slot_nbytes[geometry.size_classes[geometry.layer_of_expert(eid)]]
-            for eid, mask in enumerate(self._residency.resident)
+            for eid, mask in enumerate(self._slots.resident)
         )
 
     def check(self) -> None:
         """Slots, masks and budget agree."""
-        residency = self._residency
-        residency.check()
+        slots = self._slots
+        slots.check()
         kept: dict[int, int] = {}
         for cache in self._caches:
             assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
@@ -127,8 +128,8 @@ class HostTier:
         for span in self._loading:
             eid, mask = self._segments(span)
             loading[eid] |= mask
-        assert loading == residency.loading
-        held = [here | coming for here, coming in zip(residency.resident, residency.loading, strict=True)]
+        assert loading == slots.in_flight
+        held = [here | coming for here, coming in zip(slots.resident, slots.in_flight, strict=True)]
         assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
 
     def _segments(self, span: Span) -> tuple[int, int]:
@@ -139,33 +140,32 @@ class HostTier:
     def _release(self, span: Span) -> None:
         eid, mask = self._segments(span)
         self._caches[self._geometry.size_classes[span.layer]].drop(eid, mask)
-        self._residency.release(span.layer, span.expert, mask)
+        self._slots.release(eid, mask)
 
     def _make_room(
-        self, cache: KeptCache, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
+        self, cache: Partition, num_segments: int, wanted: int, is_ahead: bool, spared: Container[int]
     ) -> bool:
         short = num_segments - cache.room
         if short <= 0:
             return True
-        victims = cache.evict(short, _Protected(wanted, self._residency, lambda e: e in spared or self._is_busy(e)))
+        victims = cache.evict(short, _Protected(wanted, self._slots, lambda e: e in spared or self._is_busy(e)))
         if victims is None:
             if is_ahead or self._loading:
                 return False
             self._wait_idle()
-            victims = cache.evict(short, _Protected(wanted, self._residency, lambda eid: False))
+            victims = cache.evict(short, _Protected(wanted, self._slots, lambda eid: False))
         assert victims is not None, "the host tier holds at least one token's experts"
         for eid, mask in victims:
-            layer = self._geometry.layer_of_expert(eid)
-            self._residency.release(layer, eid - self._geometry.first_expert_id(layer), mask)
+            self._slots.release(eid, mask)
         return True
 
 
 class _Protected:
     """The experts that may not be evicted now, as a container."""
 
-    def __init__(self, wanted: int, residency: SlotTable, is_busy: Callable[[int], bool]) -> None:
-        self._wanted, self._residency, self._is_busy = wanted, residency, is_busy
+    def __init__(self, wanted: int, slots: SlotTable, is_busy: Callable[[int], bool]) -> None:
+        self._wanted, self._slots, self._is_busy = wanted, slots, is_busy
 
     def __contains__(self, eid: object) -> bool:
         assert isinstance(eid, int)
-        return eid == self._wanted or bool(self._residency.loading[eid]) or self._is_busy(eid)
+        return eid == self._wanted or bool(self._slots.in_flight[eid]) or self._is_busy(eid)

@@ -12,8 +12,7 @@ from functools import partial
 
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog, Work
-from expertly.scheduler.channel import Seen
+from expertly.scheduler.observations import ObservationQueue, Seen, Work
 
 
 class ThreadChannel:
@@ -28,7 +27,7 @@ class ThreadChannel:
     def __init__(
         self,
         predictor: Predictor,
-        backlog: Backlog,
+        backlog: ObservationQueue,
         save: Callable[[], object] | None = None,
         save_every_s: float = 60.0,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,

@@ -17,9 +17,7 @@ from expertly.engine.matcher import ThreadChannel
 from expertly.engine.saved_maps import SavedMaps
 from expertly.engine.sharing import Sharing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog
-from expertly.scheduler.channel import Channel, InlineChannel
-from expertly.scheduler.stack import StackChannel
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.system import System
 
 Matcher = Literal["auto", "thread", "inline"]
@@ -72,15 +70,14 @@ class Prefetching:
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            backlog = Backlog.of_layers(executor.geometry.num_layers)
+            backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.write
             device = executor.devices[0].backend.device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
-        self._stack = StackChannel(channel, executor.geometry.num_layers)
         self._executor = executor
-        executor.predict_from(self._stack)
+        executor.predict_from(channel)
         collector.attach()
 
     @property
@@ -112,16 +109,13 @@ class Prefetching:
         """A forward pass begins. Raises what predicting raised."""
         began = self.collector.begin(info)
         if began is not None:
-            self._stack.run(info.layers)
-            self._executor.begin_iteration(began)
+            self._executor.begin_iteration(began, info.layers)
 
     def router_ran(
         self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
         """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
-        routed = self.collector.routed(demand, top_k_index, top_k_weights)
-        self._stack.is_listening = routed is not None
-        return routed
+        return self.collector.routed(demand, top_k_index, top_k_weights)
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""

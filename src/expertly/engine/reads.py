@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.core.messages import Span
-from expertly.store.frame_index import FrameIndex
+from expertly.store.frames import FrameIndex
 from expertly.store.reader import ExpertFile
 
 MIN_READ_NBYTES = 1 << 20

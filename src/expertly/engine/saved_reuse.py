@@ -65,7 +65,7 @@ def reuse_path(
 
 def reuse_models(executor: Executor) -> list[ReuseModel]:
     """What each device's control plane learns by; none where its eviction is another."""
-    policies = (device.scheduler.caches[0].policy for device in executor.devices)
+    policies = (device.scheduler.cache.partitions[0].policy for device in executor.devices)
     return [policy.model for policy in policies if isinstance(policy, Reuse)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement, Share
-from expertly.scheduler.channel import Channel, Seen
+from expertly.scheduler.observations import Channel, Seen
 
 
 class Taps:

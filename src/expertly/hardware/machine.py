@@ -14,8 +14,8 @@ from time import monotonic
 
 import torch
 
-from expertly.core.cpus import allowed_cpus
 from expertly.core.errors import ConfigError
+from expertly.core.resources import allowed_cpus
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.transfer import NUM_READERS

@@ -8,19 +8,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expertly.core.codecs import (
-    CodecChoice,
-    CodecRates,
-    choose_codec,
-    computing_threads,
-    decoding_threads,
-)
 from expertly.core.costs import CodecCosts, Link
-from expertly.core.cpus import allowed_cpus, granted_cpus
 from expertly.core.geometry import LayerGeometry
+from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
 from expertly.engine.transfer import NUM_READERS
 from expertly.hardware.profile import DecodeProfile, DecodeRate, MachineProfile
-from expertly.store.codec_rates import Sample, disk_latency_ns_of, disk_rate_of, read_sample
+from expertly.store.codec_choice import (
+    CodecChoice,
+    CodecRates,
+    Sample,
+    choose_codec,
+    disk_latency_ns_of,
+    disk_rate_of,
+    read_sample,
+)
 from expertly.store.packed import PackedStore
 
 READ_NBYTES = 1 << 20

@@ -225,7 +225,7 @@ class Measurement:
 
     def _resident(self) -> list[list[Span]]:
         """Of each layer that has at least two, the experts that lie whole in one frame."""
-        whole, geometry = self._scheduler.residency.whole, self._geometry
+        whole, geometry = self._scheduler.slots.whole, self._geometry
         layers = []
         for layer in range(geometry.num_layers):
             first = geometry.first_expert_id(layer)
@@ -314,7 +314,7 @@ class Measurement:
     def _free_frames(self) -> list[int]:
         """First slots of places for a whole expert that hold nothing."""
         num_segments = self._geometry.segments_per_expert
-        free = set(self._scheduler.residency.pools[0].free_slots())
+        free = set(self._scheduler.slots.pools[0].free_slots())
         starts = [slot for slot in sorted(free) if slot % num_segments == 0]
         frames = [slot for slot in starts if all(slot + i in free for i in range(num_segments))]
         if not frames:

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
-from expertly.store.dtypes import IS_FLOAT
+from expertly.store.manifest import IS_FLOAT
 
 QUANT_METHODS = ("fp8", "mxfp4")
 """Quantisations that packing undoes: those for which transformers has an operation that does."""

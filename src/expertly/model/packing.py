@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from expertly.core.codecs import CODECS, CodecChoice, check_codec
+from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
@@ -26,12 +26,18 @@ from expertly.model.conversion import (
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
-from expertly.store.codec_rates import Sample, choose_for, disk_rate_at, disk_rate_of, read_sample, sampled
-from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES, check_store_dtype
-from expertly.store.extras import copy_extras
-from expertly.store.manifest import Manifest
+from expertly.store.codec_choice import (
+    CodecChoice,
+    Sample,
+    choose_for,
+    disk_rate_at,
+    disk_rate_of,
+    read_sample,
+    sampled,
+)
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, STORE_DTYPES, Manifest, check_store_dtype
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
-from expertly.store.writer import Progress, StoreWriter, begun_codec
+from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
 
 DEMO_NAME = "demo"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch  # before the library is opened, which takes part in torch's OpenMP
 
-from expertly.core.cpus import granted_cpus
 from expertly.core.errors import ConfigError
+from expertly.core.resources import granted_cpus
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""

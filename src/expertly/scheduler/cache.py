@@ -1,15 +1,23 @@
-"""What is kept between layers: one cache a scope (a layer, or all layers of a size class), with a capacity."""
+"""What is kept between layers and what only passes through: who has the slots of a device, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable, Sequence
 
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import RouterRan, Span
 from expertly.policies.eviction import EvictionPolicy
-from expertly.scheduler.slot_table import bits
+from expertly.policies.eviction.base import ScoredPolicy
+from expertly.scheduler.budget import Budget, check_shares
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.slots import SlotTable, bits, highest_bits, lowest_bits
+
+_NONE_REFUSED = 1 << 62
 
 
-class KeptCache:
-    """Owns the accounting of kept segments; the policy only orders. Capacity and counts are in segments."""
+class Partition:
+    """The cache of one layer, or one over all layers of a size class. It counts segments; its policy orders experts."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.capacity = capacity
@@ -22,17 +30,17 @@ class KeptCache:
         return self.capacity - self.used
 
     def keep(self, expert: int, mask: int) -> None:
-        """Keep `mask` of the expert from now on. Needs room for it."""
+        """Keep segments that were not kept. Needs room for them."""
         before = self.kept.get(expert, 0)
         assert not before & mask
         self.used += mask.bit_count()
-        assert self.used <= self.capacity, "the kept budget is never exceeded"
+        assert self.used <= self.capacity, "a partition never exceeds its capacity"
         self.kept[expert] = before | mask
         if not before:
             self.policy.admitted(expert)
 
     def drop(self, expert: int, mask: int) -> None:
-        """No longer keep `mask` of the expert."""
+        """No longer keep these segments."""
         left = self.kept[expert] & ~mask
         self.used -= mask.bit_count()
         if left:
@@ -42,9 +50,8 @@ class KeptCache:
             self.policy.removed(expert)
 
     def evict(self, num_segments: int, protected: Container[int]) -> list[tuple[int, int]] | None:
-        """Drop `num_segments` segments of experts outside `protected`; (expert, mask) of each, or None and no change.
-
-        A victim loses its last segments first, so that what stays of it is its top.
+        """Drop so many segments of experts outside `protected`: (expert, mask) of each; None, and no change, where that
+        cannot be. A victim loses its last segments first, so that what stays of it is its top.
         """
         if num_segments > self.used:
             return None
@@ -56,9 +63,7 @@ class KeptCache:
         return victims
 
     def shrink(self, capacity: int, protected: Container[int]) -> list[tuple[int, int]]:
-        """Hold no more than `capacity` from now on, or as little more as experts outside `protected` allow; what went
-        for it, as `evict` has it.
-        """
+        """Take this capacity, or the least above it that `protected` allows. What was evicted, as in `evict`."""
         victims, missing = self._victims(max(0, self.used - capacity), protected)
         for expert, mask in victims:
             self.drop(expert, mask)
@@ -66,7 +71,7 @@ class KeptCache:
         return victims
 
     def _victims(self, num_segments: int, protected: Container[int]) -> tuple[list[tuple[int, int]], int]:
-        """What goes for so many segments, and how many are missing still. Changes nothing."""
+        """What would be evicted for so many segments, and how many it falls short of that."""
         victims: list[tuple[int, int]] = []
         if not num_segments:
             return victims, 0
@@ -82,3 +87,356 @@ class KeptCache:
             if not missing:
                 break
         return victims, missing
+
+
+class Cache:
+    """Owns the slot table and the partitions. A segment with a slot is kept (a partition counts it) or staged: it goes
+    once its layer has used it. Experts are dense ids, masks are of segments.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        budget: Budget,
+        make_policy: Callable[[int], EvictionPolicy],
+        scope: str,
+        counters: list[LayerCounters],
+        tops: Sequence[int] | None = None,
+    ) -> None:
+        """`tops`: of each layer, how many segments it keeps of an expert, from its top; None: whole experts."""
+        self._geometry = geometry
+        self._budget = budget
+        self._counters = counters
+        self._classes = geometry.size_classes
+        self.slots = SlotTable(geometry, budget.pool_slots(), in_parts=tops is not None)
+        self.is_split = tops is not None
+        """Whether layers keep parts of experts; what that leaves of their quotas is for staging."""
+        self.tops = [self.slots.full] * geometry.num_layers if tops is None else [top_mask(num) for num in tops]
+        """Of each layer, the segments that it keeps of a kept expert; the others are staged."""
+        self.quotas = list(budget.layer_shares)
+        """Of each layer, in segments: the capacity of its partition, where it has its own."""
+        if tops is not None:
+            assert scope == "layer", "a cache over all layers has no splits"
+            self.quotas = [
+                whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))
+            ]
+        self.staging = list(budget.ring_slots)
+        """Slots of each size class that no quota holds."""
+        self._find_staging()
+        if scope == "layer":
+            self.partitions = [
+                Partition(quota, make_policy(quota // top.bit_count()))
+                for quota, top in zip(self.quotas, self.tops, strict=True)
+            ]
+            """By layer."""
+        else:
+            num_segments = geometry.segments_per_expert
+            shared = [Partition(num, make_policy(num // num_segments)) for num in budget.kept_slots]
+            self.partitions = [shared[size_class] for size_class in self._classes]
+        self.distinct_partitions = list({id(one): one for one in self.partitions}.values())
+        self.targets: list[int] | None = None
+        """The quotas to come, where they differ from `quotas`."""
+        self.staged = [0] * geometry.num_size_classes
+        """Segments that have slots and are not kept."""
+        self._unfilled = list(self.quotas)  # of each layer, what its quota lacks: below 0 where others left it more
+        self._refused = _NONE_REFUSED  # as many segments, or more, cannot be evicted for this layer
+        self.is_decoding = True
+        """Whether the running layer, or the last, serves decode: evictions are counted in its phase."""
+
+    def begin(self, is_decoding: bool) -> None:
+        """Another layer decides."""
+        self.is_decoding = is_decoding
+        self._refused = _NONE_REFUSED
+
+    def not_kept(self, layer: int, eid: int) -> int:
+        """Segments that are not kept, with a slot or without."""
+        return self.slots.full & ~self.partitions[layer].kept.get(eid, 0)
+
+    def staged_of(self, layer: int, eid: int) -> int:
+        """Segments with a slot that are not kept."""
+        held = self.slots.resident[eid] | self.slots.in_flight[eid]
+        return held & ~self.partitions[layer].kept.get(eid, 0)
+
+    def num_staged(self, layer: int) -> int:
+        """Segments that are staged, of the layer's size class."""
+        return self.staged[self._classes[layer]]
+
+    def staging_room(self, layer: int) -> int:
+        """Segments that may be staged beside those that are."""
+        size_class = self._classes[layer]
+        return max(0, self.staging[size_class] - self.staged[size_class])
+
+    # -- keeping and evicting ----------------------------------------------------------------------------------
+
+    def keep(self, layer: int, eid: int, mask: int) -> None:
+        """Keep segments from now on, staged ones among them; there is room."""
+        if self.staged[self._classes[layer]]:
+            self.staged[self._classes[layer]] -= (self.staged_of(layer, eid) & mask).bit_count()
+        self.partitions[layer].keep(eid, mask)
+        self._unfilled[layer] -= mask.bit_count()
+
+    def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
+        """The part of `mask` (which is not kept) that is kept from now on, of the top that the layer keeps. Decode
+        evicts what is not `protected`; a prompt (None) only fills what is free of the layer's quota.
+        """
+        mask &= self.tops[layer]
+        count = mask.bit_count()
+        if protected is None:
+            room = max(0, min(self.partitions[layer].room, self._unfilled[layer]))
+        else:
+            room = self.make_room(layer, count, protected)
+        if room < count:
+            mask = lowest_bits(mask, room)
+        if mask:
+            self.keep(layer, eid, mask)
+        return mask
+
+    def make_room(self, layer: int, count: int, protected: Container[int]) -> int:
+        """Evict so that `count` segments fit, or nothing where that cannot be; the room there is."""
+        partition = self.partitions[layer]
+        missing = count - partition.room
+        if 0 < missing < self._refused:
+            victims = partition.evict(missing, protected)
+            if victims is None:
+                self._refused = missing
+                return partition.room
+            for victim, gone in victims:
+                self._evicted(victim, gone)
+        return partition.room
+
+    def admit_best(self, router: RouterRan, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
+        """Of what is kept and what the layer needs, keep what its policy values most (admission "best"); of each needed
+        expert the mask that is kept. The rest is staged: what was kept of it stays in its slots until it is computed,
+        and no more of that than there are staging slots. Nothing of `guessed` is evicted.
+        """
+        layer = router.layer
+        partition, top = self.partitions[layer], self.tops[layer]
+        policy, kept = partition.policy, partition.kept
+        assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
+        policy.needed(needed, router)
+        wanted = {eid: top | kept.get(eid, 0) for eid in needed}  # of other tops before there may be more
+        excess = sum((top & ~kept.get(eid, 0)).bit_count() for eid in needed) - partition.room
+        if excess > 0:
+            others = policy.scored_victims({*needed, *guessed})
+            other = next(others, None)
+            own = sorted([(policy.score(eid), eid) for eid in needed], reverse=True)
+            can_stage = self.staging_room(layer)
+            while excess and (own or other):
+                if not own or (other and other <= own[-1]):
+                    assert other is not None
+                    eid = other[1]
+                    gone = highest_bits(kept[eid], excess)
+                    partition.drop(eid, gone)
+                    self._evicted(eid, gone)
+                    other = next(others, None)
+                else:
+                    eid = own.pop()[1]
+                    new = top & ~kept.get(eid, 0)
+                    gone = highest_bits(new | highest_bits(wanted[eid] & ~new, can_stage), excess)
+                    wanted[eid] &= ~gone
+                    can_stage -= (gone & ~new).bit_count()
+                excess -= gone.bit_count()
+            for eid, mask in wanted.items():
+                staged = kept.get(eid, 0) & ~mask
+                if staged:
+                    self._stage(layer, eid, staged)
+        for eid, mask in wanted.items():
+            new = mask & ~kept.get(eid, 0)
+            if new:
+                self.keep(layer, eid, new)
+        return wanted
+
+    def make_room_ahead(
+        self, layer: int, eid: int, mask: int, protected: Container[int] | None, *, is_next: bool = False
+    ) -> bool:
+        """Find places for `mask`, which is prefetched; False, and no change, where there are none. What the layer keeps
+        of an expert is kept, evicting for it what is not `protected`; the rest is staged. With None all is staged, or
+        only that rest where the partition has room.
+
+        An expert's worth of staging slots stays free: a load never waits for a prefetch. Where layers keep parts of
+        experts and this one `is_next` to run, one slot does: wrong prefetches for it go as soon as its router ran.
+        """
+        count = mask.bit_count()
+        num_free, partition = self.slots.num_free(layer), self.partitions[layer]
+        size_class = self._classes[layer]
+        staging = self.staging[size_class] - (1 if self.is_split and is_next else self._geometry.segments_per_expert)
+        top = mask & self.tops[layer]
+        num_kept = top.bit_count()
+        can_stage_rest = num_kept == count or self.staged[size_class] + count - num_kept <= staging
+        if protected is None:
+            if self.staged[size_class] + count <= staging and num_free >= count:
+                return True
+            if not can_stage_rest or partition.room < num_kept or num_free < count:
+                return False
+        else:
+            room = partition.room if self.is_decoding else min(partition.room, self._unfilled[layer])
+            if not can_stage_rest:
+                return False
+            if room < num_kept:
+                missing = num_kept - partition.room
+                if not self.is_decoding or num_free + missing < count:
+                    return False
+                self._refused = _NONE_REFUSED
+                if self.make_room(layer, num_kept, protected) < num_kept:
+                    return False
+            if self.slots.num_free(layer) < count:
+                return False
+        if top:
+            self.keep(layer, eid, top)
+        return True
+
+    # -- quotas ------------------------------------------------------------------------------------------------
+
+    def resize(self, quotas: Sequence[int], tops: Sequence[int] | None = None) -> None:
+        """Layers shall have these quotas, in segments, and keep as many segments of an expert as `tops` says. Without
+        that, the sum in each size class is what they have now; with it, no more than the budget keeps: the rest is for
+        staging. `rearrange` gets there. Where there is one partition a layer.
+        """
+        assert len(self.distinct_partitions) == len(self.partitions), "a cache over all layers has no quotas"
+        sums, most = check_shares(self._geometry, quotas), self._budget.kept_slots
+        if tops is not None and any(num > accepted for num, accepted in zip(sums, most, strict=True)):
+            raise ConfigError(f"allocation: shares={list(quotas)}: must be at most {list(most)} in each size class")
+        if tops is None and sums != check_shares(self._geometry, self.targets or self.quotas):
+            raise ConfigError(
+                f"allocation: shares={list(quotas)}: must have the sum of {self.quotas} in each size class"
+            )
+        self.targets = list(quotas)
+        if tops is not None:
+            self.is_split = True
+            self.tops = [top_mask(num) for num in tops]
+
+    def rearrange(self, protected: Container[int]) -> None:
+        """Between layers, once or until `targets` is None: what is kept beyond the tops goes; layers that shrink evict
+        by their policies, but nothing that is `protected`; those that grow, the lowest first, get the room there is
+        then. An expert of which less is kept than the top is filled when it is needed next.
+        """
+        if self.targets is None:
+            return
+        self._refused = _NONE_REFUSED
+        is_cut = not self.is_split or self._cut(protected)
+        for layer, (partition, target) in enumerate(zip(self.partitions, self.targets, strict=True)):
+            if target < self.quotas[layer]:
+                for victim, gone in partition.shrink(target, protected):
+                    assert not self.slots.in_flight[victim] & gone, "what is in flight is protected"
+                    self._evicted(victim, gone)
+                self._set_quota(layer, partition.capacity)
+        num_segments = self._geometry.segments_per_expert
+        staged = [num and num + num_segments for num in self.staged]  # with room for a load beside it
+        every = zip(self.slots.pools, self._budget.ring_slots, staged, self._kept_slots(), strict=True)
+        room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
+        for layer, target in enumerate(self.targets):
+            size_class = self._classes[layer]
+            more = min(target - self.quotas[layer], room[size_class])
+            if more > 0:
+                room[size_class] -= more
+                self.partitions[layer].capacity += more
+                self._set_quota(layer, self.partitions[layer].capacity)
+        self._find_staging()
+        if is_cut and self.quotas == self.targets:
+            self.targets = None
+
+    def _cut(self, protected: Container[int]) -> bool:
+        """Evict what is kept beyond the tops; whether nothing is left of it."""
+        is_cut = True
+        for partition, top in zip(self.partitions, self.tops, strict=True):
+            for eid, mask in list(partition.kept.items()):
+                if mask & ~top and eid in protected:
+                    is_cut = False
+                elif mask & ~top:
+                    partition.drop(eid, mask & ~top)
+                    self._evicted(eid, mask & ~top)
+        return is_cut
+
+    def _kept_slots(self) -> list[int]:
+        """Of each size class, the sum of the quotas."""
+        kept = [0] * self._geometry.num_size_classes
+        for size_class, quota in zip(self._classes, self.quotas, strict=True):
+            kept[size_class] += quota
+        return kept
+
+    def _find_staging(self) -> None:
+        if self.is_split:
+            pools = zip(self.slots.pools, self._kept_slots(), strict=True)
+            self.staging = [pool.num_slots - kept for pool, kept in pools]
+
+    def _set_quota(self, layer: int, quota: int) -> None:
+        self._unfilled[layer] += quota - self.quotas[layer]
+        self.quotas[layer] = quota
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def allocate(self, layer: int, eid: int, mask: int, purpose: dict[int, int]) -> list[Span]:
+        """Slots for `mask`, see SlotTable; what is not kept of it is staged."""
+        staged = mask & ~self.partitions[layer].kept.get(eid, 0)
+        if staged:
+            self.staged[self._classes[layer]] += staged.bit_count()
+        return self.slots.allocate(eid, mask, purpose)
+
+    def free_staged(self, layer: int, eid: int, mask: int) -> None:
+        """Free the slots of what of `mask` is not kept."""
+        mask &= self.staged_of(layer, eid)
+        if mask:
+            self.staged[self._classes[layer]] -= mask.bit_count()
+            self.slots.release(eid, mask)
+
+    def forget(self, layer: int, eid: int, mask: int) -> None:
+        """Segments in flight will not come: neither kept nor in their slots any more."""
+        partition = self.partitions[layer]
+        kept = partition.kept.get(eid, 0) & mask
+        if kept:
+            partition.drop(eid, kept)
+            self._unfilled[layer] += kept.bit_count()
+        self.staged[self._classes[layer]] -= (mask & ~kept).bit_count()
+        self.slots.release(eid, mask)
+
+    def _stage(self, layer: int, eid: int, mask: int) -> None:
+        """No longer keep `mask`, but leave it in its slots until it is computed."""
+        self.partitions[layer].drop(eid, mask)
+        self.staged[self._classes[layer]] += mask.bit_count()
+        self._lost(layer, mask)
+
+    def _evicted(self, eid: int, mask: int) -> None:
+        self.slots.release(eid, mask)
+        self._lost(self._geometry.layer_of_expert(eid), mask)
+
+    def _lost(self, layer: int, mask: int) -> None:
+        """In the phase of the layer that needed the room, of the layer that lost it."""
+        self._unfilled[layer] += mask.bit_count()
+        counters = self._counters[layer]
+        phase = counters.decode if self.is_decoding else counters.prefill
+        phase.evicted_nbytes += mask.bit_count() * self._geometry.segment_nbytes(layer)
+
+    def check(self) -> None:
+        """Slots, masks, quotas and budget agree."""
+        slots, geometry = self.slots, self._geometry
+        slots.check()
+        kept: dict[int, int] = {}
+        for partition in self.distinct_partitions:
+            assert partition.used == sum(mask.bit_count() for mask in partition.kept.values()) <= partition.capacity
+            kept.update(partition.kept)
+        staged = [0] * geometry.num_size_classes
+        is_cut = self.targets is None
+        is_shared = len(self.distinct_partitions) < len(self.partitions)
+        assert is_shared or self.quotas == [partition.capacity for partition in self.partitions]
+        for layer, quota in enumerate(self.quotas):
+            ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
+            here = sum(kept.get(eid, 0).bit_count() for eid in ids)
+            assert self._unfilled[layer] == quota - here, "a prompt may fill what the quota lacks"
+            for eid in ids:
+                held = slots.resident[eid] | slots.in_flight[eid]
+                assert not (is_cut and kept.get(eid, 0) & ~self.tops[layer]), "only tops are kept"
+                assert not kept.get(eid, 0) & ~held, "what is kept has slots"
+                staged[self._classes[layer]] += (held & ~kept.get(eid, 0)).bit_count()
+        given = zip(self._kept_slots(), self._budget.kept_slots, strict=True)
+        assert all(num <= most for num, most in given), "no quota is lent"
+        assert staged == self.staged, "what is not kept is staged"
+
+
+def whole_tops(geometry: Geometry, layer: int, quota: int, top: int) -> int:
+    """Of a layer's quota, the segments that hold whole tops of so many segments each."""
+    return min(quota // top, geometry.layers[layer].num_experts) * top
+
+
+def top_mask(num_segments: int) -> int:
+    """The first so many segments of an expert."""
+    return (1 << num_segments) - 1

@@ -1,28 +1,35 @@
-"""A file of every decision an engine took, and its replay (control.journal): the proof that nothing else decides.
+"""A file of every decision that a scheduler took, and its replay: the proof that nothing else decides.
 
-Each line ends with a checksum of itself and of all lines before it, the last line says that it is the last: a file that
-was changed or cut is never taken for what an engine did.
+The first line says how the scheduler was made. Then a line a call: `[name, observation, decision]`, in JSON. Fed to a
+new scheduler, the observations must give the same decisions, byte for byte. Each line ends with a checksum of itself
+and of all lines before it, the last line says that it is the last: a file that was changed or cut is never taken for
+what an engine did.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.journal import JournaledScheduler, Replayed, read_header, replay
+from expertly.scheduler.prefetch_filter import Moment
 from expertly.scheduler.presets import get_system, paths_in
+from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System
 
+FORMAT = "expertly-decisions"
+VERSION = 2
 _SEALED = re.compile(r'(.*),(?:"crc32":)?"[0-9a-f]{8}"([\]}])\n', re.DOTALL)
 _END = '["end",null,null]'
 _MAX_SEGMENTS = 1 << 24
@@ -30,11 +37,172 @@ _MAX_SEGMENTS = 1 << 24
 _UNTIL_THERE = "all decisions up to there are the same"
 
 
+def record(scheduler: Scheduler, write: Callable[[str], object]) -> Scheduler:
+    """The scheduler, which hands `write` a line for each decision from now on, without its end. What `write` raises
+    reaches the driver: no decision goes unwritten.
+    """
+    return cast(Scheduler, _Recorder(scheduler, write))
+
+
+class _Recorder:
+    """Stands before a scheduler: everything goes through, and calls that decide are written down."""
+
+    def __init__(self, scheduler: Scheduler, write: Callable[[str], object]) -> None:
+        self._scheduler = scheduler
+        self._write = write
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._scheduler, name)
+        if name not in _CALLS:
+            return found
+
+        def call(*arguments: Any) -> Any:
+            answer = found(*arguments)
+            self._write(_line([name, _CALLS[name].told(*arguments), _plain(answer)]))
+            return answer
+
+        setattr(self, name, call)
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a scheduler that is recorded: its arguments as plain data, and from that."""
+
+    told: Callable[..., Any]
+    heard: Callable[[Geometry, Any], Sequence[Any]]
+
+
+def _router(router: RouterRan) -> list[Any]:
+    return [router.layer, router.experts, router.num_tokens, list(map(bool, router.is_decode)), router.batch_tokens]
+
+
+def _prediction(prediction: Prediction) -> list[Any]:
+    told: list[Any] = [prediction.layer, prediction.experts, prediction.scores, prediction.distance]
+    rest = [prediction.confidence, prediction.probabilities, prediction.outlook]
+    while rest and rest[-1] is None:
+        del rest[-1]
+    return [*told, *rest]
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, Plan):
+        spans = [answer.ready, answer.loads, answer.joined]
+        return [*spans, answer.requested] if answer.requested else spans
+    return answer
+
+
+def _spans(geometry: Geometry, values: Sequence[Sequence[int]]) -> list[Span]:
+    spans = [Span(*one) for one in values]
+    for span in spans:
+        if not 0 <= span.segment < span.segment + span.num_segments <= geometry.segments_per_expert:
+            raise ValueError(f"{span}: of an expert of {geometry.segments_per_expert} segments")
+    return spans
+
+
+_OF_SPANS = _Call(lambda spans: list(spans), lambda geometry, spans: (_spans(geometry, spans),))
+_OF_PREDICTION = _Call(_prediction, lambda geometry, prediction: (Prediction(*prediction),))
+_OF_NOTHING = _Call(lambda: None, lambda geometry, nothing: ())
+_CALLS = {
+    "begin_layer": _Call(
+        lambda router, cancelled=(): [_router(router), list(cancelled)],
+        lambda geometry, told: (RouterRan(*told[0]), _spans(geometry, told[1])),
+    ),
+    "loaded": _Call(lambda span: span, lambda geometry, span: _spans(geometry, [span])),
+    "computed": _OF_SPANS,
+    "promote": _OF_SPANS,
+    "end_layer": _Call(
+        lambda cancelled=(): list(cancelled) or None, lambda geometry, spans: (_spans(geometry, spans or ()),)
+    ),
+    "predict": _OF_PREDICTION,
+    "foresee": _OF_PREDICTION,
+    "prefetch": _OF_NOTHING,
+    "abandon": _OF_NOTHING,
+    "at": _Call(lambda moment, now_ns: [moment.value, now_ns], lambda geometry, told: (Moment(told[0]), told[1])),
+    "preload": _Call(lambda layer, expert: [layer, expert], lambda geometry, told: tuple(told)),
+    "configure": _Call(
+        lambda plan: [astuple(layer) for layer in plan.layers],
+        lambda geometry, layers: (SplitPlan(geometry, tuple(LayerSplit(*layer) for layer in layers)),),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How much was replayed; `difference` is the first line that came out otherwise, with what was recorded."""
+
+    num_layers: int
+    num_calls: int
+    nbytes: int
+    difference: tuple[int, str, str] | None = None  # line number from 1, recorded, replayed
+
+
+def replay(lines: Iterable[str], scheduler: Scheduler, where: str) -> Replayed:
+    """Say to `scheduler` what was said and compare what it answers. `lines` begin behind the header.
+
+    Stops at the first difference. Raises TraceError naming the line where one cannot be read.
+    """
+    num_calls = num_layers = nbytes = 0
+    made: list[str] = []
+    recorder = _Recorder(scheduler, made.append)
+    for number, line in enumerate(lines, start=2):
+        recorded = line.rstrip("\n")
+        made.clear()
+        replayed = _answer(recorder, recorded, made, f"{where}, line {number}")
+        if replayed != recorded:
+            return Replayed(num_layers, num_calls, nbytes, (number, recorded, replayed))
+        num_calls += 1
+        num_layers += recorded.startswith('["end_layer"')
+        nbytes += len(recorded) + 1
+    return Replayed(num_layers, num_calls, nbytes)
+
+
+def _answer(recorder: _Recorder, line: str, made: list[str], where: str) -> str:
+    """The line that this scheduler makes of the observation of a line."""
+    call = _parsed(line, where)
+    try:
+        name, told, _ = call
+        if name not in _CALLS:
+            raise TraceError(f"{where}: call {name!r:.80}: unknown; accepted: {', '.join(_CALLS)}")
+        getattr(recorder, name)(*_CALLS[name].heard(recorder.geometry, told))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{where}: {line:.80}: not a call of a scheduler ({error})") from None
+    except (AssertionError, LookupError) as error:
+        return _line([name, told, f"impossible: {type(error).__name__}: {error}"])
+    return made[0]
+
+
+def read_header(line: str, where: str) -> dict[str, Any]:
+    """How the scheduler was made. Raises TraceError naming the field."""
+    header = _parsed(line, f"{where}, line 1")
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise TraceError(f"{where}, line 1: field 'format': must be {FORMAT!r}")
+    if header.get("version") != VERSION:
+        raise TraceError(
+            f"{where}, line 1: field 'version': {header.get('version')!r}; accepted: {VERSION}. Another version of "
+            f"expertly recorded it: record it again, or replay it with that version"
+        )
+    return header
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON ({error})") from None
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 def header_of(
     system: System, geometry: Geometry, budget: Budget, order: str, plan: SplitPlan | None = None
 ) -> dict[str, Any]:
-    """How a scheduler is made, as the first line of its journal."""
+    """How a scheduler is made, as the first line of its file."""
     return {
+        "format": FORMAT,
+        "version": VERSION,
         "system": system.name,
         "order": order,
         "segments": geometry.segments_per_expert,
@@ -45,9 +213,9 @@ def header_of(
 
 
 class DecisionsFile:
-    """Takes the decisions of one engine. Raises ConfigError where the file cannot be written."""
+    """Takes the decisions of one engine; `header`: see `header_of`. Raises ConfigError where it cannot be written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
         self._crc = 0
         self._process = os.getpid()
@@ -55,9 +223,14 @@ class DecisionsFile:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise self._problem(error) from None
+        try:
+            self.write(_line(header))
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, line: str) -> None:
-        """One line of a journal, without its end."""
+        """One line, without its end."""
         self._crc, sealed = _sealed(line, self._crc)
         try:
             self._file.write(sealed + "\n")
@@ -109,7 +282,7 @@ def _sealed(line: str, crc: int) -> tuple[int, str]:
 
 
 def _unsealed(lines: Iterator[bytes], where: str) -> Iterator[str]:
-    """The lines of a journal, without checksums. Raises TraceError at the first line that is not as it was written."""
+    """The lines of a file, without checksums. Raises TraceError at the first line that is not as it was written."""
     crc, number = 0, 0
     for number, raw in enumerate(lines, start=1):
         try:
@@ -129,13 +302,13 @@ def _unsealed(lines: Iterator[bytes], where: str) -> Iterator[str]:
             )
         if line == _END:
             if next(lines, None) is not None:
-                raise TraceError(f"{where}, line {number + 1}: something follows the end of the journal")
+                raise TraceError(f"{where}, line {number + 1}: something follows the end of the recording")
             return
         yield line
     raise TraceError(f"{where}, line {number + 1}: missing: the file was cut, or its writer killed; {_UNTIL_THERE}")
 
 
-def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> JournaledScheduler:
+def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Scheduler:
     try:
         spec = header["system"]
         if not isinstance(spec, str):
@@ -168,7 +341,7 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Journ
         plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
         if plan is not None:
             plan.check_fits(geometry)
-        return system.journaled_scheduler(geometry, budget, Known(plan=plan), header["order"])
+        return system.scheduler(geometry, budget, Known(plan=plan), header["order"])
     except KeyError as error:
         raise TraceError(f"{where}: field {error}: missing") from None
     except (TypeError, ValueError, LookupError, OverflowError, ConfigError) as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
 from expertly.core.messages import Plan, RouterRan, Span
 from expertly.core.observation import Began, Routed
-from expertly.scheduler.channel import Channel, Seen
-from expertly.scheduler.gate import Moment
+from expertly.scheduler.observations import Channel, Seen
+from expertly.scheduler.prefetch_filter import Moment
 from expertly.scheduler.scheduler import Scheduler
 
 
@@ -18,7 +17,7 @@ class Transport(Protocol):
     """Brings spans into their slots: a disk and threads, a link and streams, or a model of them."""
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """Bring these, in this order, before anything that is loaded ahead."""
+        """Bring these, in this order, before anything that is prefetched."""
         ...
 
     def poll(self) -> Span | None:
@@ -30,32 +29,110 @@ class Transport(Protocol):
         ...
 
 
-class AheadTransport(Transport, Protocol):
+class PrefetchTransport(Transport, Protocol):
     """One that has a second priority, for what nobody waits for yet."""
 
     def submit_ahead(self, spans: Sequence[Span]) -> None:
-        """Bring these, in this order, when no demand waits."""
+        """Bring these, in this order, when no load waits."""
         ...
 
     def withdraw(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Span]:
-        """Spans of `layer`, or of these experts of it, submitted ahead and not begun; they will not come."""
+        """Cancel what was submitted ahead for `layer`, or these experts of it, and not begun; it will not come."""
         ...
 
 
-class Ahead:
-    """Loads what is predicted, as predictions come. One that comes when its layer's router has spoken loads nothing;
-    eviction is told its probabilities.
+def run_layer(
+    scheduler: Scheduler,
+    transport: Transport,
+    router: RouterRan,
+    compute: Callable[[Sequence[Span]], None],
+    prefetcher: Prefetcher | None = None,
+    routed: Callable[[], Routed] | None = None,
+    *,
+    together: bool = False,
+) -> None:
+    """Compute every needed segment once. What has arrived goes before what was here: it may be in staging slots.
+
+    `compute` queues everything that reads the slots of some spans: one at a time, or, `together`, all that are here.
+    `routed` is what the predictor may see of the router; None: the layer is no part of the pass that it follows.
+    """
+    cancelled = () if prefetcher is None else prefetcher.before_router(router.layer)
+    plan = scheduler.begin_layer(router, cancelled)
+    ready = plan.ready
+    num_coming = _submit(plan, transport, prefetcher)  # segments
+    if prefetcher is not None:
+        prefetcher.router_ran(routed)
+        arrived = prefetcher.wait(transport)
+        ready = arrived + ready
+        num_coming -= sum(span.num_segments for span in arrived)
+    next_ready = 0  # those before it were computed
+    while num_coming or next_ready < len(ready):
+        span = transport.poll() if num_coming else None
+        if span is None and next_ready == len(ready):
+            span = transport.wait()
+        spans: Sequence[Span]
+        if span is not None:
+            if not scheduler.loaded(span):
+                if prefetcher is not None:
+                    prefetcher.arrived()
+                continue
+            num_coming -= span.num_segments
+            if not num_coming and prefetcher is not None:
+                prefetcher.all_came()
+            spans = (span,)
+            if together and not num_coming:
+                spans = [span, *ready[next_ready:]]
+                next_ready = len(ready)
+        elif together:
+            spans = ready[next_ready:]
+            next_ready = len(ready)
+        else:
+            spans = ready[next_ready : next_ready + 1]
+            next_ready += 1
+        compute(spans)
+        following = scheduler.computed(spans)
+        if prefetcher is not None:
+            prefetcher.advance()
+        if following is not None:
+            ready += following.ready
+            num_coming += _submit(following, transport, prefetcher)
+    if prefetcher is None:
+        scheduler.end_layer()
+    else:
+        scheduler.end_layer(prefetcher.experts_ended(router.layer))
+        prefetcher.layer_ended(transport)
+
+
+def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> int:
+    """Ask for what a plan needs: prefetches that it waits for now, what is missing, what is requested. The segments
+    that the layer waits for.
+    """
+    spans: Sequence[Span] = plan.loads
+    if plan.requested:
+        spans = [*spans, *plan.requested]
+    if plan.joined and prefetcher is not None:
+        spans = [*prefetcher.promote(plan.joined), *spans]
+    if spans:
+        transport.submit(spans)
+    elif not plan.joined:
+        return 0
+    return sum([span.num_segments for span in plan.loads]) + sum([span.num_segments for span in plan.joined])
+
+
+class Prefetcher:
+    """Loads what is predicted, as predictions come. One that comes when its layer's router ran loads nothing; eviction
+    is told its probabilities.
 
     Where the scheduler is synchronous, experts do not begin before all that was published has been read and what was
-    predicted of it is there; what had no place by then is waited for when the layer has been computed. `catch_up`
+    predicted of it is there; what had no room by then is waited for when the layer has been computed. `catch_up`
     returns when all has been read; None: the channel reads at once. `now` is the time in nanoseconds, for a scheduler
-    with a gate.
+    with a filter.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        transport: AheadTransport,
+        transport: PrefetchTransport,
         channel: Channel,
         catch_up: Callable[[], None] | None = None,
         now: Callable[[], int] | None = None,
@@ -66,15 +143,18 @@ class Ahead:
         self._transport = transport
         self._channel = channel
         self._catch_up = catch_up
-        self._gate = scheduler.gate
-        self._now = now
-        assert self._gate is None or now is not None, "a gate goes by the time"
+        assert scheduler.filter is None or now is not None, "a filter goes by the time"
+        self._now = None if scheduler.filter is None else now
         self._num_layers = scheduler.geometry.num_layers
+        self._layers = range(self._num_layers)  # of the stack that runs
         self._iteration = -1
-        self._step = -1  # of the last router that has spoken
+        self._step = -1  # of the last router that ran: see Seen
 
-    def begin_iteration(self, began: Callable[[], Began]) -> None:
-        """A forward pass begins."""
+    # -- one forward pass --------------------------------------------------------------------------------------
+
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None = None) -> None:
+        """A forward pass begins, of the stack with these layers (an encoder and a decoder are two); None: all."""
+        self._layers = range(self._num_layers) if layers is None else layers
         self._iteration += 1
         self._step = self._iteration * self._num_layers - 1
         self._tell(Moment.PASS_BEGAN)
@@ -82,9 +162,15 @@ class Ahead:
         self._take()
         self.refill()
 
+    def end_iteration(self, ok: bool) -> None:
+        """The pass ended."""
+        self._channel.end_iteration(ok)
+
+    # -- one layer, in this order ------------------------------------------------------------------------------
+
     def before_router(self, layer: int) -> Sequence[Span]:
-        """Note what has arrived between layers, and take back what has not been begun of this one: where an expert that
-        is missing is found late, nothing yet.
+        """Note what has arrived between layers, and cancel what was not begun for this one: where a missing expert is
+        found late, nothing yet.
         """
         while (span := self._transport.poll()) is not None:
             is_awaited = self._scheduler.loaded(span)
@@ -94,51 +180,21 @@ class Ahead:
         self._tell(Moment.NOW)
         return () if self._scheduler.finds_late else self._transport.withdraw(layer)
 
-    def router_ran(self, routed: Callable[[], Routed]) -> None:
-        """A router has spoken and its demands are on their way."""
-        self._channel.router_ran(self._step, routed)
+    def router_ran(self, routed: Callable[[], Routed] | None) -> None:
+        """A router ran and its loads are on their way."""
+        if routed is not None:
+            self._channel.router_ran(self._step, routed)
         self._take()
         self.refill()
 
     def promote(self, joined: Sequence[Span]) -> Sequence[Span]:
-        """The layer waits for these: those that have not been begun are to be submitted as demands."""
-        if not joined or not self._scheduler.finds_late:
+        """The layer waits for these: those that were not begun are to be submitted as loads."""
+        if not self._scheduler.finds_late:
             return ()
-        gone = self._transport.withdraw(joined[0].layer, {span.expert for span in joined})
-        if gone:
-            self._scheduler.promote(gone)
-        return gone
-
-    def experts_ended(self, layer: int) -> Sequence[Span]:
-        """What the layer needed has been computed: take back what has not been begun of what it did not need."""
-        stale = self._scheduler.stale()
-        return self._transport.withdraw(layer, stale) if stale else ()
-
-    def end_iteration(self, ok: bool) -> None:
-        """The pass ended."""
-        self._channel.end_iteration(ok)
-
-    def all_came(self) -> None:
-        """What the running layer waited for is here."""
-        self._tell(Moment.ALL_CAME)
-
-    def layer_ended(self) -> None:
-        """A layer has been computed: take what is ready, load more."""
-        self._take()
-        self.refill()
-
-    def advance(self) -> None:
-        """Something has been computed. Take the predictions that are ready; if there are, or places were lacking, load
-        more where there is room.
-        """
-        scheduler = self._scheduler
-        if self._take() or (scheduler.is_short and not scheduler.is_synchronous):
-            self.refill()
-
-    def arrived(self) -> None:
-        """Something is there that nobody waited for: load more where there is room."""
-        if not self._scheduler.is_synchronous:
-            self.refill()
+        cancelled = self._transport.withdraw(joined[0].layer, {span.expert for span in joined})
+        if cancelled:
+            self._scheduler.promote(cancelled)
+        return cancelled
 
     def wait(self, transport: Transport) -> list[Span]:
         """With synchronous transfer: wait until all that was published has been read, and until nothing is in flight
@@ -152,7 +208,7 @@ class Ahead:
             self._catch_up()
         self._take()
         self.refill()
-        while self._scheduler.speculation.num_in_flight:
+        while self._scheduler.queue.num_in_flight:
             span = transport.wait()
             if self._scheduler.loaded(span):
                 awaited.append(span)
@@ -160,29 +216,60 @@ class Ahead:
                 self.refill()
         return awaited
 
+    def arrived(self) -> None:
+        """Something is there that nobody waited for: prefetch more where there is room."""
+        if not self._scheduler.is_synchronous:
+            self.refill()
+
+    def all_came(self) -> None:
+        """What the running layer waited for is here."""
+        self._tell(Moment.ALL_CAME)
+
+    def advance(self) -> None:
+        """Something was computed. Take the predictions that are ready; if there are, or slots were lacking, prefetch
+        more where there is room.
+        """
+        if self._take() or (self._scheduler.queue.needs_slots and not self._scheduler.is_synchronous):
+            self.refill()
+
+    def experts_ended(self, layer: int) -> Sequence[Span]:
+        """What the layer needed was computed: cancel what was not begun of what it did not need."""
+        experts = self._scheduler.cancellable()
+        return self._transport.withdraw(layer, experts) if experts else ()
+
+    def layer_ended(self, transport: Transport) -> None:
+        """A layer was computed: take what is ready, prefetch more."""
+        self._take()
+        self.refill()
+        awaited = self.wait(transport)
+        assert not awaited, "between layers nobody waits"
+
     def refill(self) -> None:
-        """Load more where there is room."""
+        """Prefetch more where there is room."""
         self._tell(Moment.NOW)
-        spans = self._scheduler.load_ahead()
+        spans = self._scheduler.prefetch()
         if spans:
             self._transport.submit_ahead(spans)
 
     def _tell(self, moment: Moment) -> None:
-        if self._gate is not None and self._now is not None:
+        if self._now is not None:
             self._scheduler.at(moment, self._now())
 
     def _take(self) -> bool:
-        has_new = False
+        """Take what the predictor has said; whether anything of it is in time."""
+        got_prediction = False
         while (seen := self._channel.take()) is not None:
             prediction = seen.prediction
+            if prediction.layer not in self._layers:
+                continue
             if self._due(seen) > self._step:
                 self._scheduler.predict(prediction)
-                has_new = True
+                got_prediction = True
             else:
                 self.num_late += 1
                 if prediction.probabilities is not None or prediction.outlook is not None:
                     self._scheduler.foresee(prediction)
-        return has_new
+        return got_prediction
 
     def _due(self, seen: Seen) -> int:
         """The step at which the predicted layer runs. A decoder's first layer is 1 ahead of its last, of the token
@@ -192,74 +279,6 @@ class Ahead:
         return step + (seen.prediction.layer - step) % self._num_layers
 
 
-def run_layer(
-    scheduler: Scheduler,
-    transport: Transport,
-    router: RouterRan,
-    compute: Callable[[Span], None],
-    ahead: Ahead | None = None,
-    routed: Callable[[], Routed] | None = None,
-    together: Callable[[Sequence[Span]], None] | None = None,
-) -> None:
-    """Compute every needed segment once. What has arrived is computed before what was here: its slot may be the ring's.
-
-    `compute` queues everything that reads the span's slots. `routed` is what `ahead` may see of the router, by default
-    only the demand. `together` computes several spans as `compute` does each: all that are here, when none is to come.
-    """
-    withdrawn = () if ahead is None else ahead.before_router(router.layer)
-    step = scheduler.begin_layer(router, withdrawn)
-    _submit(step, transport, ahead)
-    ready = deque(step.ready)
-    num_coming = len(step.loads) + len(step.joined)
-    if ahead is not None:
-        ahead.router_ran(routed or partial(Routed, router))
-        arrived = ahead.wait(transport)
-        ready.extendleft(reversed(arrived))
-        num_coming -= len(arrived)
-    while ready or num_coming:
-        span = transport.poll() if num_coming else None
-        if span is None and ready:
-            span = ready.popleft()
-        else:
-            if span is None:
-                span = transport.wait()
-            if not scheduler.loaded(span):
-                if ahead is not None:
-                    ahead.arrived()
-                continue
-            num_coming -= 1
-            if not num_coming and ahead is not None:
-                ahead.all_came()
-        spans = [span]
-        if together is not None and ready and not num_coming:
-            spans += ready
-            ready.clear()
-            together(spans)
-        else:
-            compute(span)
-        for span in spans:
-            following = scheduler.computed(span)
-            if ahead is not None:
-                ahead.advance()
-            if following is not None:
-                ready.extend(following.ready)
-                num_coming += len(following.loads) + len(following.joined)
-                _submit(following, transport, ahead)
-    if ahead is None:
-        scheduler.end_layer()
-        return
-    scheduler.end_layer(ahead.experts_ended(router.layer))
-    ahead.layer_ended()
-    awaited = ahead.wait(transport)
-    assert not awaited, "between layers nobody waits"
-
-
-def _submit(step: Plan, transport: Transport, ahead: Ahead | None) -> None:
-    """Ask for what a step needs, in one: what goes on from what was loaded ahead, what is missing, what is to come."""
-    spans: Sequence[Span] = step.loads
-    if step.asked:
-        spans = [*spans, *step.asked]
-    if ahead is not None and step.joined:
-        spans = [*ahead.promote(step.joined), *spans]
-    if spans:
-        transport.submit(spans)
+def only_demand(router: RouterRan) -> Callable[[], Routed]:
+    """For a predictor that wants to see no more of a router than its choice."""
+    return partial(Routed, router)

@@ -1,4 +1,4 @@
-"""The decisions of one device tier: what to compute now, what to load where, what to keep, what goes."""
+"""The decisions of one device: what to compute now, what to load into which slots, what to keep, what to evict."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.moepic.plan import SplitPlan
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.demands import Demands
-from expertly.scheduler.gate import Gate, Moment
-from expertly.scheduler.keeper import Keeper, mask_of, whole_tops
-from expertly.scheduler.load_ahead import LoadAhead
-from expertly.scheduler.sharing import Sharing
-from expertly.scheduler.speculation import Speculation
-from expertly.scheduler.turns import Turns
+from expertly.scheduler.cache import Cache, whole_tops
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.prefetch import PrefetchQueue, mask_of
+from expertly.scheduler.prefetch_filter import Moment, PrefetchFilter
+from expertly.scheduler.running import RunningLayer, TurnByTurn
 
 
 class Scheduler:
-    """Takes observations, returns `Plan`s. Pure: no clock, no thread, no file, no tensor.
+    """Takes observations, returns plans. Pure: no clock, no thread, no file, no tensor.
 
     A layer goes `begin_layer` -> (`loaded` -> `computed`)* -> `end_layer`. A driver computes what is ready in any
-    order, says `loaded` for each span that has arrived and `computed` for each such span once its bytes are no
-    longer needed; `computed` frees the ring and may return the next loads. `abandon` ends a layer that failed.
-    `predict` may come at any time; `load_ahead` then says what to load behind every demand. control.loop drives it.
+    order, says `loaded` for each span that has arrived and `computed` for spans whose bytes are no longer needed, which
+    frees staging slots and may return the next loads. `abandon` ends a layer that failed. `predict` may come at any
+    time; `prefetch` then says what to load behind every load. `loop.run_layer` drives it.
 
-    `order` and `preemption`: "resident" and "early" demand all that is missing when the router has spoken, and compute
-    what is here meanwhile; otherwise see Turns. `transfer`: see Ahead. `admission`: "always" keeps what a layer needs
-    and evicts for it; "best" keeps, of what was kept and what is needed, what the policy (a ScoredPolicy) values most,
-    and passes the rest through the ring. `ahead`: where what is loaded ahead goes: "cache" evicts for it, "ring" takes
-    free places and evicts nothing. `prefetch`: what of it goes first (policies.prefetch). `window`: segments in
-    flight ahead. `gate`: what of it is loaded ahead at all; None: everything.
+    `order` and `preemption`: "resident" and "early" load all that is missing when the router ran, and compute what is
+    here meanwhile; otherwise see TurnByTurn. `transfer`: with "synchronous" nothing is computed before what was
+    predicted by then is there. `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what
+    was kept and what is needed, what the policy (a ScoredPolicy) values most. `ahead`: what is prefetched goes to the
+    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first. `window`: segments
+    in flight for predictions; None: what one token's experts of a layer take.
     """
 
     def __init__(
@@ -53,224 +50,218 @@ class Scheduler:
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
         allocation: Allocation | None = None,
-        gate: Gate | None = None,
+        prefetch_filter: PrefetchFilter | None = None,
     ) -> None:
         self.geometry = geometry
         self.budget = budget
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
-        tops = self.allocation.tops(budget.layer_shares)
-        self.keeper = Keeper(geometry, budget, make_policy, scope, self.counters, tops)
-        self.residency, self.caches = self.keeper.residency, self.keeper.caches
-        self._sharing: Sharing | None = None
-        if self.allocation.is_online:
-            shares, is_gated = budget.layer_shares, gate is not None
-            self._sharing = Sharing(self.allocation, self.keeper, self.counters, shares, is_gated=is_gated)
-        self._keeps_best = admission == "best"
-        self._ahead_evicts = ahead == "cache"
-        if window is None:  # what one token's experts of a layer take
-            window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        self.speculation = Speculation(geometry, window, prefetch)
+        self.filter = prefetch_filter
         self.is_synchronous = transfer == "synchronous"
-        """Experts do not begin before what was predicted by then is there: whoever drives this waits."""
+        """Experts wait for what was predicted: whoever drives this waits."""
         self.finds_late = preemption == "late"
-        """Guesses for a layer go on when its router has spoken, until `stale` says which do not."""
-        self.gate = gate
-        self._demands = Demands(geometry, self.keeper, self.speculation, self.counters)
-        self._in_flight, self._deferred = self._demands.in_flight, self._demands.deferred
-        self._load_ahead = LoadAhead(
-            geometry, self.keeper, self.speculation, self._demands, self.counters, gate, evicts=self._ahead_evicts
+        """A missing expert is found when its turn has come; until then, prefetches for the layer go on."""
+        self.cache = Cache(
+            geometry, budget, make_policy, scope, self.counters, self.allocation.tops(budget.layer_shares)
         )
-        self._turns: Turns | None = None
-        if order == "id" or self.finds_late:
-            by_id, early = order == "id", not self.finds_late
-            self._turns = Turns(geometry, self.keeper, self.speculation, self._demands, by_id=by_id, is_early=early)
-        self._router: RouterRan | None = None
+        self.slots = self.cache.slots
+        if self.allocation.is_online:
+            self.allocation.begin(budget.layer_shares)
+        if window is None:
+            window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
+        self.queue = PrefetchQueue(
+            geometry,
+            self.cache,
+            self.counters,
+            window,
+            prefetch,
+            prefetch_filter,
+            evicts=ahead == "cache",
+        )
+        self._running: RunningLayer
+        self._takes_turns = order == "id" or self.finds_late
+        if self._takes_turns:
+            by_id, is_early = order == "id", not self.finds_late
+            self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
+        else:
+            best = admission == "best"
+            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
         self._needed: Container[int] = frozenset()  # by the running layer, where anything is predicted
-        self._open = 0  # spans said and not yet computed
+        self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
 
-    # -- observations ------------------------------------------------------------------------------------------
+    # -- one layer ---------------------------------------------------------------------------------------------
 
-    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Span] = ()) -> Plan:
-        """The router has spoken: count hits, admit and evict, and say what to compute and to load.
-
-        `withdrawn`: spans of this layer that were to be loaded ahead and have not been begun; they will not come.
+    def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
+        """The router ran: count hits, admit and evict, and say what to compute and to load. `cancelled`: prefetches for
+        this layer that were not begun; they will not come.
         """
-        assert self._router is None, "the layer before has not ended"
-        self._router = router
-        layer = router.layer
-        residency = self.residency
-        first = self.geometry.first_expert_id(layer)
-        self.keeper.begin(router.serves_decode)
-        self.speculation.now = layer
-        if self.gate is not None:
-            self.gate.router_ran(router)
-        if self.speculation.is_used:
-            self._settle(router, withdrawn)
-        resident, whole, full = residency.resident, residency.whole, residency.full
-        step = Plan()
-        ready = step.ready
-        missing: list[int] = []
+        assert self._running.router is None, "the layer before has not ended"
+        layer, cache, slots, queue = router.layer, self.cache, self.slots, self.queue
+        first = self._first_of[layer]
+        cache.begin(router.serves_decode)
+        queue.now = layer
+        if self.filter is not None:
+            self.filter.router_ran(router)
+        if queue.is_used:
+            self._settle_predictions(router, cancelled)
+        whole = slots.whole
+        ready: list[Span] = []
         partial: list[Span] = []
+        missing: list[int] = []
+        here: list[int] = []
         for position, expert in enumerate(router.experts):
             span = whole[first + expert]
             if span is not None:
                 ready.append(span)
                 continue
-            mask = resident[first + expert]
+            mask = slots.resident[first + expert]
             if mask:
-                partial += residency.spans(layer, expert, mask)
-            if mask != full:
+                partial += slots.spans(first + expert, mask)
+            if mask != slots.full:
                 missing.append(position)
+                here.append(mask.bit_count())
         ready += partial
-        here = [resident[first + router.experts[i]].bit_count() for i in missing]
         nbytes = self.geometry.layers[layer].expert_nbytes
         self.counters[layer].count_demand(router, missing, here, nbytes, self.geometry.segments_per_expert)
-        if self._turns is not None:
-            if router.experts:
-                step = self._turns.begin(router)
-        elif self._keeps_best:
-            self._demands.best(router, missing, step)
-        elif missing or self.keeper.passing[self.geometry.size_classes[layer]]:
-            self._demands.all(router, missing, step)
-        if self.gate is not None:
-            self.gate.asked(layer, self._in_flight)
-        self._open = len(step.ready) + len(step.loads) + len(step.joined)
-        return step
+        plan = self._running.begin(router, ready, missing)
+        if self.filter is not None:
+            self.filter.asked(layer, sum(mask.bit_count() for mask in slots.awaited.values()))
+        return plan
 
     def promote(self, spans: Sequence[Span]) -> None:
-        """Of what a Plan says is joined: these had not been begun, and are demanded now."""
-        router = self._router
+        """Of what a plan says is joined: these prefetches had not been begun, and are loads now."""
+        router = self._running.router
         assert router is not None and self.finds_late
-        first, nbytes = self.geometry.first_expert_id(router.layer), self.geometry.segment_nbytes(router.layer)
+        nbytes = self.geometry.segment_nbytes(router.layer)
+        counters = self.counters[router.layer]
         for span in spans:
-            is_decoding = self._in_flight[span]
-            assert is_decoding is not None, "a demand needs no promotion"
-            self._in_flight[span] = None
-            self.speculation.taken_back(first + span.expert, span.num_segments)
-            self._phase(router.layer, is_decoding).count_ahead(-span.num_segments, nbytes)
-            needs_decode = router.is_decode[router.experts.index(span.expert)]
-            self._phase(router.layer, needs_decode).loaded_nbytes += span.num_segments * nbytes
+            self.queue.promoted(self._first_of[router.layer] + span.expert, span)
+            is_decode = router.is_decode[router.experts.index(span.expert)]
+            phase = counters.decode if is_decode else counters.prefill
+            phase.loaded_nbytes += span.num_segments * nbytes
 
     def loaded(self, span: Span) -> bool:
-        """A span has arrived. True where the running layer waits for it, False where it was loaded ahead, or asked for
+        """A span has arrived. True where the running layer waits for it; False where it was prefetched, or requested
         and its turn has not come.
         """
-        self.residency.arrived(span)
-        if span in self._in_flight:
-            del self._in_flight[span]
+        eid = self._first_of[span.layer] + span.expert
+        mask = mask_of(span)
+        slots = self.slots
+        if slots.awaited.get(eid, 0) & mask:
+            slots.arrived(eid, mask, slots.awaited)
+            if self.queue.is_used:
+                self.queue.forget_phase(eid, mask)
             return True
-        eid = self.geometry.first_expert_id(span.layer) + span.expert
-        if self._turns is not None and self._turns.arrived(eid, span):
+        if slots.requested.get(eid, 0) & mask:
+            slots.arrived(eid, mask, slots.requested)
             return False
-        self.speculation.ended(eid, span)
-        if eid not in self.speculation.waiting and eid not in self._needed:  # its layer has run without it
-            self.keeper.free_passing(span.layer, eid, mask_of(span))
+        slots.arrived(eid, mask, slots.prefetching)
+        self.queue.forget_phase(eid, mask)
+        if eid not in self.queue.waiting and eid not in self._needed:  # its layer has run without it
+            self.cache.free_staged(span.layer, eid, mask)
         return False
 
-    def computed(self, span: Span) -> Plan | None:
-        """The bytes of this span have been used: the ring gets them back. What can be done next, if anything."""
-        self._open -= 1
-        layer = span.layer
-        if self.keeper.passing[self.geometry.size_classes[layer]]:
-            self.keeper.free_passing(layer, self.geometry.first_expert_id(layer) + span.expert, mask_of(span))
-        step = None
-        if self._deferred:
-            assert self._router is not None
-            step = Plan()
-            self._demands.load_deferred(self._router, step, is_idle=not self._open)
-            self._open += len(step.loads)
-        elif self._turns is not None and not self._open and self._turns.left:
-            step = self._turns.next()
-            self._open = len(step.ready) + len(step.loads) + len(step.joined)
-        return step
+    def computed(self, spans: Sequence[Span]) -> Plan | None:
+        """The bytes of these spans, of the running layer, have been used. What can be done next, if anything."""
+        return self._running.computed(spans)
 
-    def at(self, moment: Moment, now_ns: int) -> None:
-        """Where there is a `gate`: it is that late. Between layers, or while one runs, as the moment is."""
-        assert self.gate is not None
-        self.gate.at(moment, now_ns)
-
-    def stale(self) -> list[int]:
-        """Experts of the running layer that it does not need, but that are in flight for it."""
-        assert self._router is not None
-        if not self.finds_late:
-            return []  # they were withdrawn when the router had spoken
-        layer = self._router.layer
-        return [
-            expert
-            for expert in range(self.geometry.layers[layer].num_experts)
-            if self.speculation.is_stale(self.geometry.first_expert_id(layer) + expert)
-        ]
-
-    def end_layer(self, withdrawn: Sequence[Span] = ()) -> None:
-        """Everything the layer needed has been computed; the counters of the policy move now. `withdrawn`: of what is
-        `stale`, spans that have not been begun; they will not come.
+    def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
+        """Everything the layer needed has been computed; the counters of the policy move now. `cancelled`: of what is
+        `cancellable`, spans that were not begun; they will not come.
         """
-        router = self._router
-        assert router is not None and not self._open and not self._deferred
-        assert self._turns is None or not self._turns.left
-        assert self.finds_late or not withdrawn, "what is early was withdrawn when the router had spoken"
+        running = self._running
+        router = running.router
+        assert router is not None and running.is_done
+        assert self.finds_late or not cancelled, "what is early was cancelled when the router ran"
         if self.finds_late:
-            self._withdraw(router.layer, withdrawn)
-            self.speculation.layer_ended()
-        self._router = None
+            self._cancel(router.layer, cancelled)
+            self.queue.settle()
+        running.router = None
         self._needed = frozenset()
-        layer = router.layer
-        first = self.geometry.first_expert_id(layer)
-        self.caches[layer].policy.used([first + e for e in router.experts], router.num_tokens, router.batch_tokens)
-        if self._sharing is not None:
-            self._sharing.layer_ended(router, self.speculation.guessed)
-
-    def predict(self, prediction: Prediction) -> None:
-        """What a layer will need, from now until its router has spoken. Of the running layer: when it runs next."""
-        layer = prediction.layer
-        self.speculation.predict(prediction, self.geometry.layers[layer].top_k if self._ahead_evicts else 0)
-        if self._sharing is not None:
-            self.allocation.predicted(prediction)
-        Scheduler.foresee(self, prediction)  # it is one call: no subclass shall see two
-
-    def foresee(self, prediction: Prediction) -> None:
-        """From what came too late to load anything, eviction may still learn."""
-        layer, probabilities = prediction.layer, prediction.probabilities
-        if probabilities is not None:
-            self.caches[layer].policy.predicted(self.geometry.first_expert_id(layer), probabilities)
-        if prediction.outlook is not None:
-            for cache in self.keeper.distinct_caches:
-                cache.policy.expected(prediction.outlook)
-
-    def load_ahead(self) -> list[Span]:
-        """What to load behind every demand, in this order; single segments, so that a demand never waits for more."""
-        if self._deferred or (self._turns is not None and self._turns.is_waiting):
-            return self._load_ahead.none()  # demands wait for slots
-        return self._load_ahead.next(self._router, has_turns=self._turns is not None)
-
-    @property
-    def is_short(self) -> bool:
-        """More would have been loaded ahead if parts of experts that pass had left places. They may have since."""
-        return self._load_ahead.is_short
+        first = self._first_of[router.layer]
+        policy = self.cache.partitions[router.layer].policy
+        policy.used([first + expert for expert in router.experts], router.num_tokens, router.batch_tokens)
+        if self.allocation.is_online:
+            quotas = self.allocation.ran(router, self._recall)
+            if quotas is not None:
+                self.cache.resize(quotas)
+            if self.cache.targets is not None:
+                self.cache.rearrange(self.queue.guessed())
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
-        speculation = self.speculation
-        if self.gate is not None:
-            self.gate.abandon()
-        coming = [*self._in_flight, *(span for spans in speculation.in_flight.values() for span in spans)]
-        if self._turns is not None:
-            coming += self._turns.coming()
-            self._turns.clear()
-        for span in coming:
-            self.keeper.forget(span)
-        left = list(speculation.waiting)
-        speculation.clear()
-        self._demands.clear()
-        self._open = 0
+        if self.filter is not None:
+            self.filter.abandon()
+        left = list(self.queue.waiting)
+        router = self._running.router
+        for eid, mask in enumerate(self.slots.in_flight):
+            if mask:
+                self.cache.forget(self.geometry.layer_of_expert(eid), eid, mask)
+        self.queue.clear()
+        self._running.clear()
         self._needed = frozenset()
-        router, self._router = self._router, None
         if router is not None:
-            first = self.geometry.first_expert_id(router.layer)
-            left += [first + expert for expert in router.experts]
+            left += [self._first_of[router.layer] + expert for expert in router.experts]
         for eid in left:
-            self.keeper.free_passing(self.geometry.layer_of_expert(eid), eid, self.residency.full)
+            self.cache.free_staged(self.geometry.layer_of_expert(eid), eid, self.slots.full)
+
+    # -- what is predicted -------------------------------------------------------------------------------------
+
+    def predict(self, prediction: Prediction) -> None:
+        """What a layer will need, from now until its router ran. Of the running layer: when it runs next."""
+        self.queue.predict(prediction)
+        if self.allocation.is_online:
+            self.allocation.predicted(prediction)
+        self._tell_policies(prediction)
+
+    def foresee(self, prediction: Prediction) -> None:
+        """From what came too late to load anything, eviction may still learn."""
+        self._tell_policies(prediction)
+
+    def prefetch(self) -> list[Span]:
+        """What to load behind every load, in this order; single segments, so that a load never waits for more."""
+        if self._running.holds_prefetching:
+            self.queue.needs_slots = False
+            return []
+        return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)
+
+    def cancellable(self) -> list[int]:
+        """Experts of the running layer that it does not need, but that are in flight for it."""
+        if not self.finds_late:
+            return []  # they were cancelled when the router ran
+        assert self._running.router is not None
+        return self.queue.cancellable(self._running.router.layer)
+
+    def at(self, moment: Moment, now_ns: int) -> None:
+        """Where there is a filter: it is that late. Between layers, or while one runs, as the moment is."""
+        assert self.filter is not None
+        self.filter.at(moment, now_ns)
+
+    def _tell_policies(self, prediction: Prediction) -> None:
+        layer, probabilities = prediction.layer, prediction.probabilities
+        if probabilities is not None:
+            self.cache.partitions[layer].policy.predicted(self._first_of[layer], probabilities)
+        if prediction.outlook is not None:
+            for partition in self.cache.distinct_partitions:
+                partition.policy.expected(prediction.outlook)
+
+    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
+        """Count what was predicted of the layer whose router ran, and take back what was not begun."""
+        layer, first, queue = router.layer, self._first_of[router.layer], self.queue
+        self._cancel(layer, cancelled)
+        self._needed = frozenset([first + expert for expert in router.experts])
+        for eid in queue.router_ran(router, self.cache.is_decoding):
+            if eid not in self._needed:  # what is still in flight is freed when it has arrived
+                self.cache.free_staged(layer, eid, self.slots.resident[eid])
+        if not self.finds_late:
+            queue.settle()  # nothing of it is cancelled any more
+
+    def _cancel(self, layer: int, spans: Sequence[Span]) -> None:
+        for span in spans:
+            assert span.layer == layer, "only prefetches for this layer are cancelled"
+            self.queue.cancelled(self._first_of[layer] + span.expert, span)
+
+    # -- what layers keep --------------------------------------------------------------------------------------
 
     def configuration_due(self) -> Job | None:
         """Between layers: what to work out, beside the model, for `configure`; None: nothing, or nothing yet. A job is
@@ -279,76 +270,46 @@ class Scheduler:
         return self.allocation.due()
 
     def configure(self, plan: SplitPlan) -> None:
-        """Between layers: keep what the plan says from now on, as soon as what is loaded ahead allows. A layer whose
-        budget holds more tops than the plan counts on keeps them, too; what is left of one is the ring's.
+        """Between layers: keep what the plan says from now on, as soon as what is prefetched allows. A layer whose
+        budget holds more tops than the plan counts on keeps them, too; what is left of one is for staging.
 
         Raises ConfigError where it is of other experts, or keeps more than there is room for.
         """
-        assert self._router is None, "a layer runs"
+        assert self._running.router is None, "a layer runs"
         plan.check_fits(self.geometry)
         tops = [layer.kept_segments or self.geometry.segments_per_expert for layer in plan.layers]
-        shares = [
+        quotas = [
             whole_tops(self.geometry, number, layer.budget_segments, top)
             for number, (layer, top) in enumerate(zip(plan.layers, tops, strict=True))
         ]
-        self.keeper.resize(shares, tops)
+        self.cache.resize(quotas, tops)
         self.allocation.configured(plan)
-        self.keeper.rearrange(self.speculation.guessed())
+        self.cache.rearrange(self.queue.guessed())
 
     def preload(self, layer: int, expert: int) -> list[Span]:
         """Keep a whole expert before anything ran; the spans to load. For systems that keep everything."""
         eid = self.geometry.expert_id(layer, expert)
-        self.keeper.keep(layer, eid, self.residency.full)
-        spans = self.keeper.allocate(layer, eid, self.residency.full)
-        self._in_flight.update(dict.fromkeys(spans))
-        return spans
+        self.cache.keep(layer, eid, self.slots.full)
+        return self.cache.allocate(layer, eid, self.slots.full, self.slots.awaited)
+
+    def _recall(self, layer: int) -> float:
+        """The share of what a layer's decode needed that predictions named in time; with a filter, that prefetching
+        spared.
+        """
+        decode = self.counters[layer].decode
+        if self.filter is not None:
+            return decode.coverage or 0.0
+        return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)
 
     def check(self) -> None:
-        """Between layers: slots, masks and budgets agree, and only what is kept or loaded ahead has slots."""
-        self.keeper.check()
-        if self._router is not None:
+        """Slots, masks and budgets agree; between layers, only what is kept or prefetched has slots."""
+        self.cache.check()
+        if self._running.router is not None:
             return
-        assert not (self._in_flight or self._deferred or self._open)
-        residency, speculation = self.residency, self.speculation
-        coming = [span for spans in speculation.in_flight.values() for span in spans]
-        assert speculation.num_in_flight == sum(span.num_segments for span in coming)
-        assert len(coming) == sum(map(int.bit_count, residency.loading))
+        slots, queue = self.slots, self.queue
+        assert not (slots.awaited or slots.requested) and self._running.is_done
         for eid in range(self.geometry.num_experts):
-            if self.keeper.unkept(self.geometry.layer_of_expert(eid), eid):
-                assert eid in speculation.waiting or eid in speculation.in_flight
-        for pool, ring, num in zip(residency.pools, self.keeper.ring, self.keeper.passing, strict=True):
-            assert pool.num_free >= ring - num, "the ring is free between layers, but for what is loaded ahead"
-
-    # -- what is loaded ahead ----------------------------------------------------------------------------------
-
-    def _settle(self, router: RouterRan, withdrawn: Sequence[Span]) -> None:
-        """The layer's router has spoken: count what was predicted of it, and take back what was not begun."""
-        layer, first, speculation = router.layer, self.geometry.first_expert_id(router.layer), self.speculation
-        self._withdraw(layer, withdrawn)
-        experts = router.experts
-        if 0 in router.num_tokens:
-            experts = [e for e, num in zip(experts, router.num_tokens, strict=True) if num]
-        is_resident = [mask == self.residency.full for mask in self._of_layer(self.residency.resident, layer)]
-        self._needed = frozenset([first + expert for expert in router.experts])
-        for eid in speculation.settle(layer, experts, is_resident, self._phase(layer, self.keeper.is_decoding)):
-            if eid not in self._needed:  # what still comes is freed when it has
-                self.keeper.free_passing(layer, eid, self.residency.resident[eid])
-        if not self.finds_late:
-            speculation.layer_ended()  # nothing of it is withdrawn any more
-
-    def _withdraw(self, layer: int, spans: Sequence[Span]) -> None:
-        """What was to be loaded ahead for this layer will not come."""
-        first = self.geometry.first_expert_id(layer)
-        for span in spans:
-            assert span.layer == layer, "only what was to be loaded ahead for this layer is withdrawn"
-            phase = self._phase(layer, self.speculation.withdrawn(first + span.expert, span))
-            phase.count_ahead(-span.num_segments, self.geometry.segment_nbytes(layer))
-            self.keeper.forget(span)
-
-    def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
-        counters = self.counters[layer]
-        return counters.decode if is_decoding else counters.prefill
-
-    def _of_layer(self, masks: list[int], layer: int) -> list[int]:
-        first = self.geometry.first_expert_id(layer)
-        return masks[first : first + self.geometry.layers[layer].num_experts]
+            if self.cache.staged_of(self.geometry.layer_of_expert(eid), eid):
+                assert eid in queue.waiting or eid in slots.prefetching
+        for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
+            assert pool.num_free >= staging - num, "staging slots are free between layers, but for prefetches"

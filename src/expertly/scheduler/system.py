@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -17,13 +17,10 @@ from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.gate import GATES, Gate
-from expertly.scheduler.journal import JournaledScheduler
+from expertly.scheduler.prefetch_filter import FILTERS, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
 
 _NOTHING = Known()
-
-AnyController = TypeVar("AnyController", bound=Scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +34,12 @@ class System:
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
     prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
-    transfer: str = "demand"  # see Ahead where something is predicted; "at load" where everything is kept
+    transfer: str = "demand"  # see Prefetcher where something is predicted; "at load" where everything is kept
     preemption: str = "early"  # see Scheduler
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
-    gate: str = "none"  # see Gate
+    gate: str = "none"  # see PrefetchFilter
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -86,20 +83,9 @@ class System:
         """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
         be, and where `known` lacks what it needs.
         """
-        return self._make(Scheduler, geometry, budget, known, order)
-
-    def journaled_scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
-    ) -> JournaledScheduler:
-        """The same, able to write down what it decides."""
-        return self._make(JournaledScheduler, geometry, budget, known, order)
-
-    def _make(
-        self, kind: type[AnyController], geometry: Geometry, budget: Budget, known: Known, order: str | None
-    ) -> AnyController:
         order = self.ordered(order)
         make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
-        return kind(
+        return Scheduler(
             geometry,
             budget,
             make.of_model(geometry, known, self.options_of("eviction")),
@@ -112,13 +98,13 @@ class System:
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
             allocation=self._allocation(geometry, known),
-            gate=self._gate(geometry, budget),
+            prefetch_filter=self._filter(geometry, budget),
         )
 
-    def _gate(self, geometry: Geometry, budget: Budget) -> Gate | None:
+    def _filter(self, geometry: Geometry, budget: Budget) -> PrefetchFilter | None:
         if self.gate == "none" or self.prediction == "none":
             return None
-        return Gate(geometry, budget.layer_shares)
+        return PrefetchFilter(geometry, budget.layer_shares)
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
         """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
@@ -134,15 +120,15 @@ class System:
         """
         if self.allocation == "uniform" or self.keeps_everything:
             return None
-        num_segments, keeper = scheduler.geometry.segments_per_expert, scheduler.keeper
-        numbers = [share / num_segments for share in keeper.shares]
+        num_segments, cache = scheduler.geometry.segments_per_expert, scheduler.cache
+        numbers = [share / num_segments for share in cache.quotas]
         experts = [int(num) if num.is_integer() else num for num in numbers]
         said: dict[str, object] = {"name": self.allocation, "experts": experts}
         if ALLOCATIONS[self.allocation].splits:
-            tops = [top.bit_count() for top in keeper.tops]
+            tops = [top.bit_count() for top in cache.tops]
             said["split"] = [
                 {"kept_experts": share // top, "theta": top / num_segments}
-                for share, top in zip(keeper.shares, tops, strict=True)
+                for share, top in zip(cache.quotas, tops, strict=True)
             ]
         return said | scheduler.allocation.facts()
 
@@ -238,7 +224,7 @@ def unknown(where: str, key: str, value: str) -> ConfigError:
     accepted = ACCEPTED[key]
     if (key, value) == ("gate", "measured"):
         return ConfigError(
-            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(GATES)}"
+            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(FILTERS)}"
         )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
     return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
@@ -317,7 +303,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "ahead": ("cache", "ring"),
-    "gate": GATES,
+    "gate": FILTERS,
 }
 """Of each part that is chosen by name, what it may be."""
 

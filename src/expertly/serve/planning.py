@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertly.core.amounts import parse_memory
 from expertly.core.errors import ConfigError
+from expertly.core.resources import parse_memory
 from expertly.engine.backends import available_nbytes
 from expertly.engine.device_choice import choose_devices
 from expertly.model.packing import pack_cached

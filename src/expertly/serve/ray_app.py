@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp
 
-from expertly.core.codecs import check_codec, refuse_compressed
+from expertly.core.costs import check_codec, refuse_compressed
 from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report

@@ -94,7 +94,7 @@ class Readings:
         rows = [[0] * layer.num_experts for layer in executor.geometry.layers]
         for number, device in enumerate(executor.devices):
             geometry = device.scheduler.geometry
-            resident = list(device.scheduler.residency.resident)
+            resident = list(device.scheduler.slots.resident)
             for layer, row in enumerate(rows):
                 first = geometry.first_expert_id(layer)
                 for expert in range(geometry.layers[layer].num_experts):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from expertly.core.messages import Span
 from expertly.core.observation import Began, Routed, Want
 from expertly.policies.moepic.timing import Timing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.backlog import Backlog, Work
-from expertly.scheduler.channel import Channel, InlineChannel, Seen
-from expertly.scheduler.loop import Ahead, run_layer
+from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.stack import StackChannel
 from expertly.sim.compute import ComputeModel
 from expertly.sim.decoding import NEVER_NS
 from expertly.sim.future import TraceFuture
@@ -51,20 +49,16 @@ class Simulator:
         self._compute = compute
         self._clock = clock
         self._thread: VirtualPredictorThread | None = None
-        self._stack: StackChannel | None = None
-        self._ahead: Ahead | None = None
+        self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
-            num_layers = scheduler.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             catch_up = None
             if costs is not None:
-                observations = Backlog.of_layers(num_layers)
-                channel = self._thread = VirtualPredictorThread(predictor, clock, costs, observations, watcher)
+                waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
+                channel = self._thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
                 catch_up = self._thread.catch_up
-            if future is None:  # who knows the future looks beyond the pass
-                channel = self._stack = StackChannel(channel, num_layers)
-            self._ahead = Ahead(scheduler, link, channel, catch_up, lambda: clock.now_ns)
+            self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
@@ -78,7 +72,7 @@ class Simulator:
     @property
     def num_late(self) -> int:
         """Predictions that came when their layer's router had spoken."""
-        return 0 if self._ahead is None else self._ahead.num_late
+        return 0 if self._prefetcher is None else self._prefetcher.num_late
 
     @property
     def num_dropped(self) -> int:
@@ -103,16 +97,15 @@ class Simulator:
             self._thread.close()
 
     def _run_iteration(self, iteration: Iteration) -> None:
-        clock, ahead, compute = self._clock, self._ahead, self._compute
+        clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
         num_tokens = iteration.num_tokens
         clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
         if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
             self.scheduler.configure(job(self._times).plan)
         begin_ns, stalled_ns = clock.now_ns, self._stall_ns()
-        if self._stack is not None:
-            self._stack.run(iteration.stack)
-        if ahead is not None:
-            ahead.begin_iteration(partial(iteration.began, self._wants))
+        if prefetcher is not None:
+            stack = iteration.stack if self._future is None else None  # who knows the future looks beyond the pass
+            prefetcher.begin_iteration(partial(iteration.began, self._wants), stack)
         for router in iteration.layers:
             layer = router.layer
             if self._future is not None:
@@ -120,10 +113,10 @@ class Simulator:
             self._spend("dense", layer, compute.dense_ns(layer, num_tokens))
             if num_tokens > 1:
                 self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
-            routed = partial(iteration.routed, router, self._wants) if self._wants else None
-            run_layer(self.scheduler, self.link, router, self._use, ahead, routed)
-        if ahead is not None:
-            ahead.end_iteration(True)
+            routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
+            run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
+        if prefetcher is not None:
+            prefetcher.end_iteration(True)
         self._tokens = {}
         self._spend("head", -1, compute.head_ns(num_tokens))
         of_decode = [counters.decode for counters in self.scheduler.counters]
@@ -136,9 +129,9 @@ class Simulator:
         """Time waited for transfers so far, and for predictions where their transfer is synchronous."""
         return self.link.stall_ns + (0 if self._thread is None else self._thread.stall_ns)
 
-    def _use(self, span: Span) -> None:
+    def _use(self, spans: Sequence[Span]) -> None:
         clock = self._clock
-        layer, expert, _, num_segments, _ = span
+        ((layer, expert, _, num_segments, _),) = spans
         begin = clock.now_ns
         num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
         clock.now_ns = end = begin + self._span_ns(layer, num_tokens, num_segments)
@@ -177,7 +170,7 @@ class VirtualPredictorThread:
         predictor: Predictor,
         clock: Clock,
         costs: PredictorCosts,
-        observations: Backlog,
+        observations: ObservationQueue,
         watcher: SimulationWatcher | None = None,
     ) -> None:
         self.busy_ns = 0

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from expertly.core.amounts import parse_memory
-from expertly.core.codecs import CODECS
-from expertly.core.costs import CodecCosts
+from expertly.core.costs import CODECS, CodecCosts
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.core.resources import parse_memory
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedWeights
 from expertly.policies.moepic.plan import SplitPlan
@@ -309,7 +308,7 @@ class Study:
             row |= {
                 "history": self._training.history_of(simulator.predictor),
                 "predictor": simulator.predictor.facts(),
-                "gate": None if scheduler.gate is None else scheduler.gate.facts(),
+                "gate": None if scheduler.filter is None else scheduler.filter.facts(),
                 "predictions_late": simulator.num_late,
                 "contexts_dropped": simulator.num_dropped,
                 "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],

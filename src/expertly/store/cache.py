@@ -6,15 +6,28 @@ import fcntl
 import os
 import re
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.store.files import disk_errors
+from expertly.core.files import disk_errors
 from expertly.store.manifest import Manifest
 from expertly.store.packed import is_packed_store, stored_ratio
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
+
+LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
+"""What is learned about a model, a file each beside its store: expert maps, activation matrices, reuse weights, a
+predictor, and what `expertly tune` chose.
+"""
+
+_PLANES = "-planes"
+
+
+def store_errors(folder: Path, doing: str) -> AbstractContextManager[None]:
+    """Turn an OSError while writing below `folder` into a StoreError that says what the user can do."""
+    return disk_errors(folder, doing, StoreError, f" with --out or {CACHE_VARIABLE}")
 
 
 def cache_folder() -> Path:
@@ -33,9 +46,6 @@ def stores_folder(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_folder()) / "stores"
 
 
-_PLANES = "-planes"
-
-
 def entry_folder(
     model_type: str, identity: str, dtype: str, cache_dir: Path | None = None, codec: str = "none"
 ) -> Path:
@@ -44,16 +54,9 @@ def entry_folder(
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}{_PLANES if codec == 'planes' else ''}"
 
 
-LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
-"""What is learned about a model, beside its store, a file each: expert maps, activation matrices, what is used again, a
-predictor, what `expertly tune` chose.
-"""
-
-
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of what was learned about the model of a store, of a kind of LEARNED. It may not exist.
-
-    Stores of one model and dtype share it, whatever their codec.
+    """The file of one kind of LEARNED about the model of a store; it may not exist. Stores of one model and dtype share
+    it, whatever their codec.
     """
     assert kind in LEARNED
     folder = folder.absolute()
@@ -67,12 +70,12 @@ class CacheEntry:
     name: str
     folder: Path
     nbytes: int
-    source: str
-    model_type: str
-    dtype: str
-    codec: str
-    ratio: float  # stored bytes of experts / bytes that they are computed with
-    problem: str | None
+    problem: str | None = None
+    source: str = ""
+    model_type: str = ""
+    dtype: str = ""
+    codec: str = ""
+    ratio: float = 1.0  # stored bytes of experts / bytes that they are computed with
 
 
 def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
@@ -87,11 +90,11 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
-    """Remove the entry of that name, or the only one whose name or source starts or ends with it, and what was learned
-    about its model, unless a store of the model in another codec is left.
+    """Remove the entry of that name, or the only one whose name starts with it or whose source it is, and what was
+    learned about its model, unless a store of the model in another codec is left.
 
-    A store that a model has open goes on working until it is closed. Raises ConfigError where none or several
-    match, StoreError where another process is packing it or it cannot be removed.
+    A loaded model that has the store open goes on working. Raises ConfigError where none or several match, StoreError
+    where another process is packing it or it cannot be removed.
     """
     entries = list_entries(cache_dir)
     found = [entry for entry in entries if entry.name == name]
@@ -104,7 +107,7 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     entry = found[0]
     lock = _lock_of(entry.folder)
     try:
-        with disk_errors(entry.folder, "removing it"):
+        with store_errors(entry.folder, "removing it"):
             # Under another name first: a removal that is interrupted must not leave a store that seems whole.
             doomed = entry.folder.with_name(f"{entry.folder.name.removesuffix('.removed')}.removed")
             if doomed != entry.folder:
@@ -112,17 +115,14 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
                     shutil.rmtree(doomed)
                 entry.folder.rename(doomed)
             shutil.rmtree(doomed)
-            kept = entry.folder.with_name(_other_codec(entry.folder.name)).is_dir()
-            for kind in () if kept else LEARNED:
+            name = entry.folder.name
+            other_codec = name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
+            for kind in () if entry.folder.with_name(other_codec).is_dir() else LEARNED:
                 learned_beside(entry.folder, kind).unlink(missing_ok=True)
     finally:
         if lock >= 0:
             os.close(lock)
     return entry
-
-
-def _other_codec(name: str) -> str:
-    return name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
 
 
 def _is_source(entry: CacheEntry, name: str) -> bool:
@@ -132,16 +132,13 @@ def _is_source(entry: CacheEntry, name: str) -> bool:
 def _entry(path: Path) -> CacheEntry:
     nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     if not is_packed_store(path):
-        problem = (
-            "unfinished: packing the model again completes it" if path.suffix == ".partial" else "not a whole store"
-        )
-        return CacheEntry(path.name, path, nbytes, "", "", "", "", 1.0, problem)
+        unfinished = "unfinished: packing the model again completes it"
+        return CacheEntry(path.name, path, nbytes, unfinished if path.suffix == ".partial" else "not a whole store")
     try:
-        manifest = Manifest.read(path)
+        of = Manifest.read(path)
     except StoreError as error:
-        return CacheEntry(path.name, path, nbytes, "", "", "", "", 1.0, str(error))
-    about = (manifest.source, manifest.model_type, manifest.dtype, manifest.codec, stored_ratio(manifest))
-    return CacheEntry(path.name, path, nbytes, *about, None)
+        return CacheEntry(path.name, path, nbytes, str(error))
+    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.dtype, of.codec, stored_ratio(of))
 
 
 def _lock_of(folder: Path) -> int:

@@ -1,28 +1,203 @@
-"""Frames: a part of an expert as byte planes, each as it is or as a zstd frame, and back, bit for bit."""
+"""The lossless codec `planes`: experts as frames of byte planes, and back, bit for bit.
+
+An expert is cut into F equal frames of whole neurons, compressed independently, so that a segment is read and decoded
+without the rest. A frame holds one plane for each byte of a weight, the highest first: the bytes of exponents lie
+together and compress well. A plane that is stored in as many bytes as it decodes to is stored as it is; a shorter one
+is a zstd frame. The frames of a layer are one file (`planes_name`): expert after expert from offset 0, padded at the
+end to a multiple of 4096. Beside it lies their index (`index_name`): a safetensors file of `begin` U64 [E, F], `nbytes`
+U32 [E, F, planes] and `checksum` U64 [E, F]. Both are read as hostile input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+import ctypes
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from expertly.core.errors import TransferError
+from expertly.core.errors import StoreError, TransferError
+from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
+from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.checkpoint import Bytes
-from expertly.store.frame_index import FrameIndex
-from expertly.store.join import compiled_join
+from expertly.store.manifest import MANIFEST_NAME, FileEntry
 
-_T = TypeVar("_T", np.uint8, np.uint16)
+MAX_FRAMES = 16
+MIN_FRAME_NBYTES = 16 << 10
+MAX_INDEX_NBYTES = 256 << 20
+"""Of a layer: ten million frames. Nothing longer is read."""
 
 MIN_MATCH = 7
 HASH_LOG = 6
-"""Of zstd at level 1: Huffman codes, and hardly a match. A plane of exponents repeats by chance only: what level 1
-finds in it by itself is short, saves nothing and halves the speed of decompressing. Constant planes are still one long
-match.
+"""With these, zstd at level 1 is Huffman codes and hardly a match. A plane of exponents repeats by chance only: the
+short matches that level 1 finds by itself save nothing and halve the speed of decompressing. A constant plane is still
+one long match.
 """
+
+JOIN_VERSION = 1
+"""Of the interface of store/join.c, which says the same number."""
+
+Plane = NDArray[np.uint8]
+Join = Callable[[Sequence[Plane], memoryview], None]
+"""(planes of n bytes each, the highest first; out): writes n words of as many bytes as there are planes."""
+
+
+def planes_name(layer: int) -> str:
+    """File of a layer's frames."""
+    return f"experts-{layer:05d}.planes"
+
+
+def index_name(layer: int) -> str:
+    """File of the index of a layer's frames."""
+    return f"experts-{layer:05d}.frames.safetensors"
+
+
+def frames_per_expert(layer: LayerGeometry) -> int:
+    """F: the most equal frames of whole neurons, up to 16, that decode to at least 16 KiB each; else 1."""
+    counts = (n for n in range(MAX_FRAMES, 1, -1) if not layer.intermediate_size % n)
+    return next((n for n in counts if layer.expert_nbytes // n >= MIN_FRAME_NBYTES), 1)
+
+
+def padded(nbytes: int) -> int:
+    """Up to a multiple of 4096, so that a direct read may cover the last frame."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrameIndex:
+    """Where the frames of one layer's experts lie."""
+
+    path: Path  # of the frames
+    num_experts: int  # E
+    num_frames: int  # F, of an expert
+    num_planes: int  # bytes of a weight
+    frame_nbytes: int  # decoded
+    begin: NDArray[np.uint64]  # [E * F + 1] offsets in the file; the last is the end of the last frame
+    plane_nbytes: NDArray[np.uint32]  # [E * F, planes], as stored
+    checksum: NDArray[np.uint64]  # [E * F] xxh3_64 of a frame's stored bytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Of all frames."""
+        return int(self.begin[-1])
+
+    @property
+    def file_nbytes(self) -> int:
+        """Of the frames and the padding after them."""
+        return padded(self.stored_nbytes)
+
+    def extent(self, expert: int, first: int, count: int = 1) -> tuple[int, int]:
+        """(offset in the file, stored bytes) of the `count` frames of an expert that begin at frame `first`."""
+        assert 0 <= expert < self.num_experts and first >= 0 and count >= 0 and first + count <= self.num_frames
+        frame = expert * self.num_frames + first
+        begin = int(self.begin[frame])
+        return begin, int(self.begin[frame + count]) - begin
+
+    def planes_of(self, expert: int, frame: int) -> tuple[list[int], int]:
+        """(stored bytes of each plane, checksum) of a frame."""
+        row = expert * self.num_frames + frame
+        return self.plane_nbytes[row].tolist(), int(self.checksum[row])
+
+
+def index_bytes(
+    layer: LayerGeometry, num_frames: int, plane_nbytes: Sequence[Sequence[int]], checksums: Sequence[int]
+) -> bytes:
+    """The file of an index, of frames in their order."""
+    lengths = np.asarray(plane_nbytes, "<u4")
+    arrays = (_ends(lengths)[:-1].astype("<u8"), lengths, np.asarray(checksums, "<u8"))
+    return safetensors_header(_specs(layer, num_frames)) + b"".join(array.tobytes() for array in arrays)
+
+
+def open_index(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> FrameIndex:
+    """The index of the layer of that number; `entry` is the manifest's. Raises StoreError naming what is damaged."""
+    path, frames_path = folder / index_name(number), folder / planes_name(number)
+    try:
+        if entry.nbytes > MAX_INDEX_NBYTES:
+            raise StoreError(f"{path}: {entry.nbytes} bytes, more than the {MAX_INDEX_NBYTES} accepted")
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
+        if len(raw) != entry.nbytes or zlib.crc32(raw) != entry.checksum:
+            raise StoreError(f"{path}: checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}")
+        found = parse_index(path, raw, frames_path, layer)
+        if frames_path.stat().st_size != found.file_nbytes:
+            raise StoreError(f"{path}: describes {found.file_nbytes} bytes, but {frames_path.name} has another length")
+        return found
+    except StoreError as error:
+        raise StoreError(f"{error}: remove the store and pack again") from None
+
+
+def parse_index(path: Path, raw: bytes, frames_path: Path, layer: LayerGeometry) -> FrameIndex:
+    """The index in `raw`, which was read from `path`, of the frames in `frames_path`.
+
+    Raises StoreError naming the file, the field, its value and what is accepted where the index does not describe
+    frames that lie one after another without gap or overlap and hold all of the layer's experts.
+    """
+    header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+    infos = parse_safetensors_header(path, header, StoreError, len(raw))
+    shape = infos["begin"].shape if "begin" in infos else ()
+    num_frames = shape[1] if len(shape) == 2 else 0
+    if not 1 <= num_frames <= MAX_FRAMES or layer.intermediate_size % num_frames:
+        raise StoreError(
+            f"{path}: begin: shape {list(shape)}: must be {layer.num_experts} experts x frames of an expert, from 1 to "
+            f"{MAX_FRAMES} that divide {layer.intermediate_size} neurons"
+        )
+    for spec in _specs(layer, num_frames):
+        info = infos.get(spec.name)
+        if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
+            found = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
+            raise StoreError(f"{path}: tensor {spec.name!r}: {found}; must be {spec.dtype} {list(spec.shape)}")
+    frame_nbytes = layer.expert_nbytes // num_frames
+    num, itemsize = layer.num_experts * num_frames, layer.itemsize
+    begin = np.frombuffer(raw, np.uint64, num, infos["begin"].begin)
+    lengths = np.frombuffer(raw, np.uint32, num * itemsize, infos["nbytes"].begin).reshape(num, -1)
+    checksum = np.frombuffer(raw, np.uint64, num, infos["checksum"].begin)
+    ends = _checked_ends(path, begin, lengths, frame_nbytes // itemsize)
+    return FrameIndex(frames_path, layer.num_experts, num_frames, itemsize, frame_nbytes, ends, lengths, checksum)
+
+
+def _checked_ends(
+    path: Path, begin: NDArray[np.uint64], lengths: NDArray[np.uint32], plane_nbytes: int
+) -> NDArray[np.uint64]:
+    is_wrong = (lengths < 1) | (lengths > plane_nbytes)
+    if is_wrong.any():
+        frame, plane = map(int, np.argwhere(is_wrong)[0])
+        raise StoreError(
+            f"{path}: nbytes of frame {frame}, plane {plane}: {int(lengths[frame, plane])}: must be from 1 to "
+            f"{plane_nbytes}"
+        )
+    ends = _ends(lengths)
+    if (begin != ends[:-1]).any():
+        frame = int(np.flatnonzero(begin != ends[:-1])[0])
+        what = "overlaps" if begin[frame] < ends[frame] else "leaves a gap after"
+        raise StoreError(
+            f"{path}: begin of frame {frame}: {int(begin[frame])}: {what} the frame before, which ends at "
+            f"{int(ends[frame])}"
+        )
+    return ends
+
+
+def _ends(lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """[E * F + 1] where frames of these planes begin, and the last ends. Cannot overflow: MAX_INDEX_NBYTES."""
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths.sum(axis=1, dtype=np.uint64), dtype=np.uint64)])
+
+
+def _specs(layer: LayerGeometry, num_frames: int) -> list[TensorSpec]:
+    frames = (layer.num_experts, num_frames)
+    return [
+        TensorSpec("begin", "U64", frames),
+        TensorSpec("nbytes", "U32", (*frames, layer.itemsize)),
+        TensorSpec("checksum", "U64", frames),
+    ]
 
 
 class EncodedFrame(NamedTuple):
@@ -79,7 +254,7 @@ class FrameEncoder:
     def _encode(self, frame: NDArray[np.uint8]) -> EncodedFrame:
         weights = frame.reshape(-1, self._itemsize)  # little-endian: the highest byte is the last
         planes = tuple(self._plane(weights[:, byte].tobytes()) for byte in reversed(range(self._itemsize)))
-        return EncodedFrame(planes, _checksum(planes))
+        return EncodedFrame(planes, xxhash.xxh3_64_intdigest(b"".join(planes)))
 
     def _plane(self, raw: bytes) -> bytes:
         """Compressed where that saves a sixteenth: less is not worth the time that decompressing takes."""
@@ -88,126 +263,132 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Makes weights of frames again. It has buffers of its own: one a thread, never shared between threads.
+    """Makes weights of frames again. One a thread: it has buffers of its own.
 
-    zstd, NumPy and what is compiled let go of the interpreter lock while they work.
+    zstd, NumPy and compiled code let go of the interpreter lock while they work.
     """
 
     def __init__(self, is_compiled: bool = True) -> None:
-        """`is_compiled`: planes are joined by what was compiled, where that is there; else by NumPy."""
+        """`is_compiled`: planes are joined by compiled code where there is some; else by NumPy."""
         self._decompressor = zstandard.ZstdDecompressor()
-        self._planes: list[NDArray[np.uint8]] = []  # decompressed into, and used again: new memory costs a third more
-        self._halves: list[NDArray[np.uint16]] = []  # of weights of four bytes, where NumPy joins them
-        self._compiled = compiled_join() if is_compiled else None
-
-    @staticmethod
-    def scratch_nbytes(frame_nbytes: int, num_planes: int) -> int:
-        """Of memory that one decoder holds in the end, at most."""
-        return frame_nbytes * (2 if num_planes == 4 else 1)
+        self._planes: list[Plane] = []  # decompressed into, and used again: new memory costs a third more
+        self._join = (compiled_join() if is_compiled else None) or numpy_join
 
     def decode(
         self, index: FrameIndex, expert: int, frame: int, stored: memoryview, out: memoryview, skip: int = 0
     ) -> None:
         """Write bytes `skip` to `skip + len(out)` of the decoded frame to `out`, both multiples of a weight's bytes.
 
-        `stored`: the bytes of `index.frame_extent(expert, frame)`. Length, checksum and the sizes that zstd frames
-        state are verified, and all planes decompressed, before a byte is written to `out`. Raises TransferError naming
-        file, expert and frame, and then has written nothing.
+        `stored`: the bytes of `index.extent(expert, frame)`. Length, checksum and the sizes that zstd frames state are
+        verified, and all planes decompressed, before a byte is written to `out`. Raises TransferError naming file,
+        expert and frame, and then has written nothing.
         """
-        itemsize = index.num_planes
+        itemsize, plane_nbytes = index.num_planes, index.frame_nbytes // index.num_planes
         assert not skip % itemsize and not len(out) % itemsize and 0 <= skip <= skip + len(out) <= index.frame_nbytes
         first, count = skip // itemsize, len(out) // itemsize
-        planes = []
-        begin = 0
-        for number, length in enumerate(_check_frame(index, expert, frame, stored)):
-            try:
-                plane = self._plane(number, stored[begin : begin + length], index.frame_nbytes // itemsize)
-            except (zstandard.ZstdError, ValueError) as error:
-                raise _damaged(index, expert, frame, str(error)) from None
-            planes.append(plane[first : first + count])
-            begin += length
+        lengths, checksum = index.planes_of(expert, frame)
+        try:
+            if len(stored) != sum(lengths):
+                raise ValueError(f"{len(stored)} bytes, but {sum(lengths)} are in the index")
+            found = xxhash.xxh3_64_intdigest(stored)
+            if found != checksum:
+                raise ValueError(f"checksum {found:016x}, but {checksum:016x} is in the index")
+            planes, begin = [], 0
+            for number, length in enumerate(lengths):
+                plane = self._plane(number, stored[begin : begin + length], plane_nbytes)
+                planes.append(plane[first : first + count])
+                begin += length
+        except (zstandard.ZstdError, ValueError) as error:
+            where = f"{index.path}: frame {frame} of expert {expert}"
+            raise TransferError(f"{where}: {error}: damaged; remove the store and pack again") from None
         self._join(planes, out)
 
-    def _plane(self, number: int, stored: memoryview, nbytes: int) -> NDArray[np.uint8]:
+    def _plane(self, number: int, stored: memoryview, nbytes: int) -> Plane:
         if len(stored) == nbytes:
             return np.frombuffer(stored, np.uint8)
-        plane = _at_least(self._planes, number, nbytes, np.uint8)
+        stated = zstandard.get_frame_parameters(stored)
+        # A window no larger than the plane: decompressing allocates it.
+        if stated.content_size != nbytes or stated.window_size > max(nbytes, 1 << 10) or stated.dict_id:
+            raise ValueError(
+                f"a zstd frame of {stated.content_size} bytes (window {stated.window_size}, dictionary "
+                f"{stated.dict_id}); must be of {nbytes}"
+            )
+        while len(self._planes) <= number:
+            self._planes.append(np.empty(0, np.uint8))
+        if len(self._planes[number]) < nbytes:
+            self._planes[number] = np.empty(nbytes, np.uint8)
+        plane = self._planes[number][:nbytes]
         count = self._decompressor.stream_reader(stored).readinto(plane)
         if count != nbytes:
             raise ValueError(f"a zstd frame of {nbytes} bytes ends after {count}")
         return plane
 
-    def _join(self, planes: list[NDArray[np.uint8]], out: memoryview) -> None:
-        """Whole words are written: storing each byte on its own takes twice as long."""
-        if self._compiled is not None:
-            self._compiled(planes, out)
-            return
-        if len(planes) == 2:
-            _join_words(planes[0], planes[1], np.frombuffer(out, np.uint16))
-            return
-        assert len(planes) == 4, f"weights of {len(planes)} bytes"
-        high, low = (_at_least(self._halves, number, len(planes[0]), np.uint16) for number in range(2))
-        _join_words(planes[0], planes[1], high)
-        _join_words(planes[2], planes[3], low)
-        words = np.frombuffer(out, np.uint32)
-        np.multiply(high, 1 << 16, out=words, dtype=np.uint32, casting="unsafe")
-        np.add(words, low, out=words)
+
+def numpy_join(planes: Sequence[Plane], out: memoryview) -> None:
+    """Word by word: storing each byte on its own takes twice as long."""
+    words = np.frombuffer(out, f"u{len(planes)}")
+    np.left_shift(planes[0], 8, out=words, dtype=words.dtype, casting="unsafe")
+    for plane in planes[1:-1]:
+        np.add(words, plane, out=words)
+        np.left_shift(words, 8, out=words)
+    np.add(words, planes[-1], out=words)
 
 
-def _check_frame(index: FrameIndex, expert: int, frame: int, stored: memoryview) -> list[int]:
-    """The stored bytes of each plane of a frame; `stored` is all of them. Raises TransferError naming file, expert and
-    frame where length, checksum or what zstd frames state is not what it must be.
+@cache
+def compiled_join(folder: Path = Path(__file__).parent) -> Join | None:
+    """The same in one pass, for 2 or 4 planes; several threads may call it at a time. None where there was no C
+    compiler when expertly was installed, or an older expertly was.
     """
-    lengths, checksum = index.planes_of(expert, frame)
-    if len(stored) != sum(lengths):
-        raise _damaged(index, expert, frame, f"{len(stored)} bytes, but {sum(lengths)} are in the index")
-    found = xxhash.xxh3_64_intdigest(stored)
-    if found != checksum:
-        raise _damaged(index, expert, frame, f"checksum {found:016x}, but {checksum:016x} is in the index")
-    begin = 0
-    for length in lengths:
+    for path in sorted(folder.glob("_join*.so")):
         try:
-            _check_plane(stored[begin : begin + length], index.frame_nbytes // index.num_planes)
-        except (zstandard.ZstdError, ValueError) as error:
-            raise _damaged(index, expert, frame, str(error)) from None
-        begin += length
-    return lengths
+            library = ctypes.CDLL(str(path))
+            if library.expertly_join_version() != JOIN_VERSION:
+                continue
+            functions = {2: library.expertly_join_two, 4: library.expertly_join_four}
+        except (OSError, AttributeError):
+            continue
+        for num_planes, function in functions.items():
+            function.argtypes = (*(num_planes + 1) * (ctypes.c_void_p,), ctypes.c_size_t)
+            function.restype = None
+        return partial(_call_join, functions)
+    return None
 
 
-def _check_plane(stored: memoryview, nbytes: int) -> None:
-    """That a compressed plane states its size, and a window that is no larger: that is what decompressing allocates."""
-    if len(stored) == nbytes:
-        return
-    stated = zstandard.get_frame_parameters(stored)
-    if stated.content_size != nbytes or stated.window_size > max(nbytes, 1 << 10) or stated.dict_id:
-        raise ValueError(
-            f"a zstd frame of {stated.content_size} bytes (window {stated.window_size}, dictionary "
-            f"{stated.dict_id}); must be of {nbytes}"
-        )
+def _call_join(functions: Mapping[int, Callable[..., None]], planes: Sequence[Plane], out: memoryview) -> None:
+    words = np.frombuffer(out, np.uint8)
+    count = len(words) // len(planes)
+    assert all(plane.flags.c_contiguous and len(plane) == count for plane in planes)
+    functions[len(planes)](*(plane.ctypes.data for plane in planes), words.ctypes.data, count)
 
 
-def _at_least(arrays: list[NDArray[_T]], number: int, size: int, kind: type[_T]) -> NDArray[_T]:
-    """`size` elements of the array of that number, which grows where it is too small."""
-    while len(arrays) <= number:
-        arrays.append(np.empty(0, kind))
-    if len(arrays[number]) < size:
-        arrays[number] = np.empty(size, kind)
-    return arrays[number][:size]
+def checked_chunks(index: FrameIndex) -> Iterator[memoryview]:
+    """All bytes of the file of frames, in order; each frame has been decoded. Raises StoreError naming the first that
+    cannot be.
+    """
+    decoder = FrameDecoder()
+    out = memoryview(bytearray(index.frame_nbytes))
+    try:
+        with index.path.open("rb", buffering=0) as file:
+            for expert in range(index.num_experts):
+                for frame in range(index.num_frames):
+                    stored = _read(file.fileno(), index.path, index.extent(expert, frame)[1])
+                    try:
+                        decoder.decode(index, expert, frame, stored, out)
+                    except TransferError as error:
+                        raise StoreError(str(error)) from None
+                    yield stored
+            yield _read(file.fileno(), index.path, index.file_nbytes - index.stored_nbytes)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise StoreError(f"{index.path}: cannot be read ({error.strerror})") from None
 
 
-def _join_words(high: NDArray[np.uint8], low: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    np.multiply(high, 1 << 8, out=out, dtype=np.uint16, casting="unsafe")
-    np.add(out, low, out=out)
-
-
-def _checksum(parts: Iterable[bytes]) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
-
-
-def _damaged(index: FrameIndex, expert: int, frame: int, what: str) -> TransferError:
-    return TransferError(
-        f"{index.path}: frame {frame} of expert {expert}: {what}: damaged; remove the store and pack again"
-    )
+def _read(fd: int, path: Path, nbytes: int) -> memoryview:
+    data = bytearray()
+    while len(data) < nbytes:
+        part = os.read(fd, nbytes - len(data))
+        if not part:
+            raise StoreError(f"{path}: truncated: remove the store and pack again")
+        data += part
+    return memoryview(data)

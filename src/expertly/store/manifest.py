@@ -1,4 +1,4 @@
-"""What a packed store says of itself: `manifest.json`, written last, read as hostile input."""
+"""What a packed store says of itself: its dtype, and `manifest.json`, written last and read as hostile input."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.core.codecs import CODECS
+from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry
-from expertly.store.dtypes import ITEMSIZE, STORE_DTYPES
+from expertly.core.headers import BITS
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
+STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""What experts may be stored as: torch's name to safetensors' name."""
+
+ITEMSIZE = {name: BITS[code] // 8 for name, code in STORE_DTYPES.items()}
+
+IS_FLOAT = frozenset({"F16", "BF16", "F32", "F64"})
+"""Dtypes of tensors that loading casts to the model's dtype."""
+
 _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerGeometry))
+
+
+def check_store_dtype(name: object, field: str = "dtype") -> str:
+    """`name` where it is one that experts may be stored as. Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in STORE_DTYPES:
+        raise ConfigError(f"{field}={name!r}: not a dtype that experts can have; accepted: {', '.join(STORE_DTYPES)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,7 @@ class Manifest:
             "model_type": self.model_type,
             "dtype": self.dtype,
             "codec": self.codec,
-            "layers": [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in self.layers],
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
             "sites": list(self.sites),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
         }
@@ -70,14 +85,14 @@ class Manifest:
             return StoreError(f"{path}: {field}={raw.get(field)!r:.80}: {accepted}")
 
         version = raw.get("format_version")
-        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
+        if type(version) is not int or version != FORMAT_VERSION:
             raise fail("format_version", f"this version of expertly reads {FORMAT_VERSION}; pack again")
         for field in ("identity", "source", "model_type"):
             if not isinstance(raw.get(field), str):
                 raise fail(field, "must be a string")
         if not isinstance(raw.get("dtype"), str) or raw["dtype"] not in STORE_DTYPES:
             raise fail("dtype", f"accepted: {', '.join(STORE_DTYPES)}")
-        codec = raw.get("codec", "none")  # stores that were made before there were any do not say
+        codec = raw.get("codec", "none")  # stores made before there were codecs do not say
         if not isinstance(codec, str) or codec not in CODECS:
             raise fail("codec", f"this version of expertly reads {', '.join(CODECS)}; pack again")
         layers, sites, files = raw.get("layers"), raw.get("sites"), raw.get("files")
@@ -103,7 +118,7 @@ def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
     where = f"{path}: layers[{index}]={raw!r:.80}"
     if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
         raise StoreError(f"{where}: must be an object of {', '.join(_LAYER_FIELDS)}")
-    if not all(isinstance(value, int) and not isinstance(value, bool) and value < 1 << 40 for value in raw.values()):
+    if not all(type(value) is int and value < 1 << 40 for value in raw.values()):
         raise StoreError(f"{where}: must be whole numbers")
     try:
         layer = LayerGeometry(**raw)
@@ -117,9 +132,7 @@ def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
 def _entry(path: Path, name: str, raw: object) -> FileEntry:
     if not is_plain_name(name):
         raise StoreError(f"{path}: files[{name!r}]: must be a file name in the same folder")
-    values = [raw.get(field) if isinstance(raw, dict) else None for field in ("nbytes", "checksum")]
-    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
+    entry = FileEntry(raw.get("nbytes", -1), raw.get("checksum", -1)) if isinstance(raw, dict) else None
+    if entry is None or not all(type(value) is int and value >= 0 for value in (entry.nbytes, entry.checksum)):
         raise StoreError(f"{path}: files[{name!r}]={raw!r:.80}: must hold nbytes and checksum, whole numbers from 0")
-    nbytes, checksum = values
-    assert isinstance(nbytes, int) and isinstance(checksum, int)
-    return FileEntry(nbytes, checksum)
+    return entry

@@ -16,10 +16,8 @@ from expertly.core.files import read_json_object
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, read_safetensors_header
 from expertly.store.checkpoint import INDEX_NAME
-from expertly.store.dtypes import IS_FLOAT, ITEMSIZE, STORE_DTYPES
-from expertly.store.frame_index import FrameIndex
-from expertly.store.manifest import MANIFEST_NAME, Manifest
-from expertly.store.planes import checked_chunks, index_name, open_index, planes_name
+from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, Manifest
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
@@ -115,7 +113,7 @@ class PackedStore:
 
     @property
     def codec(self) -> str:
-        """How experts are stored: one of `core.codecs.CODECS`."""
+        """How experts are stored: one of `core.costs.CODECS`."""
         return self.manifest.codec
 
     @property

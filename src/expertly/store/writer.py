@@ -17,18 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from expertly.core.codecs import CODECS
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.costs import CODECS
+from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
+from expertly.store.cache import store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
-from expertly.store.dtypes import STORE_DTYPES
-from expertly.store.extras import copy_extras
-from expertly.store.files import disk_errors
-from expertly.store.frame_index import frames_per_expert, index_bytes, padded
-from expertly.store.frames import FrameEncoder
-from expertly.store.manifest import FileEntry, Manifest
+from expertly.store.frames import FrameEncoder, frames_per_expert, index_bytes, index_name, padded, planes_name
+from expertly.store.manifest import STORE_DTYPES, FileEntry, Manifest
 from expertly.store.packed import (
     DENSE_NAME,
     EXPERTS_KEY,
@@ -39,13 +36,17 @@ from expertly.store.packed import (
     experts_shape,
     is_packed_store,
 )
-from expertly.store.planes import index_name, planes_name
 
 Progress = Callable[[int, int], None]
 """`progress(done_nbytes, total_nbytes)`."""
 
 _JOURNAL_NAME = "progress.json"
 _LOCK_NAME = "lock"
+
+_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_EXTRA_NAMES = ("LICENSE", "NOTICE")
+_NOT_EXTRA = ("config.json", "manifest.json", "progress.json")
+_MAX_EXTRA_NBYTES = 64 << 20
 
 
 def partial_folder(folder: Path) -> Path:
@@ -90,7 +91,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._written = 0
         self._done: dict[str, FileEntry] = {}
         _check_place(folder, self._partial)
-        with disk_errors(self._partial, "making the folder"):
+        with store_errors(self._partial, "making the folder"):
             self._lock = _acquire(self._partial)
         try:
             self._resume()
@@ -129,7 +130,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file: config, tokenizer."""
-        with disk_errors(self._partial, f"writing {name}"):
+        with store_errors(self._partial, f"writing {name}"):
             write_atomic(self._partial / name, data)
         self._mark({name: FileEntry(len(data), zlib.crc32(data))})
 
@@ -141,7 +142,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """Write index and manifest, and give the store its name."""
         names = [spec.name for spec in self._dense]
         self.write_file(INDEX_NAME, dense_index(names, sum(spec.nbytes for spec in self._dense)))
-        with disk_errors(self._partial, "finishing the store"):
+        with store_errors(self._partial, "finishing the store"):
             replace(self._plan, files=dict(sorted(self._done.items()))).write(self._partial)
             (self._partial / _JOURNAL_NAME).unlink()
             sync_folder(self._partial)
@@ -188,7 +189,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         entry = self._write(planes_name(layer), parts())
         assert len(lengths) == geometry.num_experts * num_frames, f"{len(lengths)} frames written"
         index = index_bytes(geometry, num_frames, lengths, checksums)
-        with disk_errors(self._partial, f"writing {index_name(layer)}"):
+        with store_errors(self._partial, f"writing {index_name(layer)}"):
             write_atomic(self._partial / index_name(layer), index)
         self._mark({planes_name(layer): entry, index_name(layer): FileEntry(len(index), zlib.crc32(index))})
 
@@ -196,7 +197,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """Write a large file of `parts`, each with the bytes of weights that it is."""
         path = self._partial / name
         checksum = nbytes = 0
-        with disk_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
+        with store_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
             for part, weights_nbytes in parts:
                 checksum = zlib.crc32(part, checksum)
                 nbytes += _write_all(file.fileno(), part)
@@ -210,7 +211,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def _mark(self, entries: Mapping[str, FileEntry]) -> None:
         """Files that are done, all of them or, after a crash, none."""
         self._done.update(entries)
-        with disk_errors(self._partial, "recording progress"):
+        with store_errors(self._partial, "recording progress"):
             write_atomic(self._partial / _JOURNAL_NAME, json_bytes(self._journal(self._done)))
 
     def _journal(self, done: Mapping[str, FileEntry]) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             with contextlib.suppress(StoreError):
                 files = Manifest.from_dict(path, found).files
                 self._done = {name: e for name, e in files.items() if _size(self._partial / name) == e.nbytes}
-        with disk_errors(self._partial, "clearing the folder"):
+        with store_errors(self._partial, "clearing the folder"):
             for stale in self._partial.iterdir():
                 if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
                     stale.unlink()
@@ -241,7 +242,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         layers = enumerate(self._plan.layers)
         needed = round(self._ratio * sum(one.nbytes for layer, one in layers if not self.is_layer_done(layer)))
         needed += 0 if self.is_done(DENSE_NAME) else sum(spec.nbytes for spec in self._dense)
-        with disk_errors(self._partial, "asking for free space"):
+        with store_errors(self._partial, "asking for free space"):
             free = shutil.disk_usage(existing_parent(self._partial)).free
         if needed > free:
             raise StoreError(
@@ -255,9 +256,36 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._progress(self._written, self._total)
 
 
+def find_extras(folder: Path) -> list[Path]:
+    """Files of a checkpoint folder that belong into its store as they are."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if (path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES)
+        and path.name not in _NOT_EXTRA
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+        and path.is_file()
+        and path.stat().st_size <= _MAX_EXTRA_NBYTES
+    ]
+
+
+def copy_extras(source: Path, folder: Path) -> None:
+    """Bring those of `folder` up to date; what has not changed is not written."""
+    for path in find_extras(source):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        with store_errors(folder, f"writing {path.name}"):
+            target = folder / path.name
+            if not target.is_file() or target.read_bytes() != data:
+                write_atomic(target, data)
+
+
 def _check_place(folder: Path, partial: Path) -> None:
     """Refuse to write over what is not ours."""
-    with disk_errors(folder, "looking at it"):
+    with store_errors(folder, "looking at it"):
         if folder.exists() and not folder.is_dir():
             raise StoreError(f"{folder}: a file is in the way; must be a new or empty folder")
         if folder.is_dir() and any(folder.iterdir()) and not is_packed_store(folder):

@@ -1,4 +1,4 @@
-"""`manifest.json` of a trace: replaced whole at every shard, read as hostile input."""
+"""`manifest.json` of a trace: written anew at every shard, read as hostile input."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _as_dict(manifest: Manifest) -> dict[str, Any]:
+    fields = {}
+    for name, field in manifest.fields.items():
+        fields[name] = {"dtype": field.dtype, "shape": list(field.shape), "real": field.is_real, "note": field.note}
+        if field.generator is not None:
+            fields[name]["generator"] = field.generator
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -61,15 +66,10 @@ def _as_dict(manifest: Manifest) -> dict[str, Any]:
         "geometry": {"layers": [dataclasses.asdict(layer) for layer in manifest.layers]},
         "dense": None if manifest.dense is None else dataclasses.asdict(manifest.dense),
         "scoring": manifest.scoring,
-        "fields": {name: _field_as_dict(field) for name, field in manifest.fields.items()},
+        "fields": fields,
         "shards": [dataclasses.asdict(shard) for shard in manifest.shards],
         "requests": REQUESTS_NAME,
     }
-
-
-def _field_as_dict(field: FieldInfo) -> dict[str, Any]:
-    known = {"dtype": field.dtype, "shape": list(field.shape), "real": field.is_real, "note": field.note}
-    return known if field.generator is None else {**known, "generator": field.generator}
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
@@ -107,9 +107,8 @@ def _layer(where: str, raw: object) -> TraceLayer:
     for name, value in raw.items():
         may_be_unknown = name not in ("num_experts", "top_k")
         if not (_is_count(value, 1) or (may_be_unknown and value is None)):
-            raise TraceError(
-                f"{where}.{name}={value!r:.80}: must be a whole number from 1{' or null' * may_be_unknown}"
-            )
+            accepted = "a whole number from 1" + " or null" * may_be_unknown
+            raise TraceError(f"{where}.{name}={value!r:.80}: must be {accepted}")
     return TraceLayer(**raw)
 
 
@@ -173,12 +172,11 @@ def _shards(raw: object) -> tuple[ShardInfo, ...]:
             if not _is_count(entry.get(name)):
                 raise TraceError(f"{where}.{name}={entry.get(name)!r:.80}: must be a whole number from 0")
         shard = ShardInfo(entry["file"], **{name: entry[name] for name in _SHARD_FIELDS})
-        for name, found, needed in (
-            ("first_row", shard.first_row, row),
-            ("first_iteration", shard.first_iteration, iteration),
-        ):
-            if found != needed:
-                raise TraceError(f"{where}.{name}={found}: must be {needed}, as many as the shards before it hold")
+        for name, needed in (("first_row", row), ("first_iteration", iteration)):
+            if entry[name] != needed:
+                raise TraceError(
+                    f"{where}.{name}={entry[name]}: must be {needed}, as many as the shards before it hold"
+                )
         if not 1 <= shard.num_iterations <= shard.num_rows:
             raise TraceError(f"{where}.num_iterations={shard.num_iterations}: must be from 1 to its number of rows")
         row, iteration = row + shard.num_rows, iteration + shard.num_iterations

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from expertly import api
-from expertly.core.codecs import CODECS
+from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, write_atomic
 from expertly.engine.choices import Choice, Gain, Machine, save_choice

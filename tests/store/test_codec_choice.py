@@ -1,4 +1,4 @@
-"""What is measured for choosing a codec: of this disk, of these weights, and nothing left behind."""
+"""Choosing a codec: from rates alone, and from what is measured of this disk and these weights."""
 
 from __future__ import annotations
 
@@ -6,31 +6,87 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from expertly.core.codecs import MIN_MEASURED_NBYTES
-from expertly.core.errors import StoreError
+from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.store import codec_rates
-from expertly.store.codec_rates import (
+from expertly.store import codec_choice
+from expertly.store.codec_choice import (
+    MIN_MEASURED_NBYTES,
+    CodecRates,
     Sample,
+    choose_codec,
     choose_for,
     disk_latency_ns_of,
     disk_rate_at,
     disk_rate_of,
+    expected_gain,
     measure_rates,
     read_sample,
     sampled,
+    too_small,
 )
+from tests.store.builders import FRAMED, PLANES, weights, write_store
 from tests.store.mounts import tiny_disk
-from tests.store.planes import LAYER, PLAN, weights, write_planes
+
+SLOW_DISK = CodecRates(ratio=0.7, disk_nbytes_per_s=1e9, decode_nbytes_per_s=2e9, num_threads=2)
+
+
+def test_a_slow_disk_is_worth_decoding_for() -> None:
+    assert expected_gain(SLOW_DISK) == pytest.approx(1 / 0.7)
+    choice = choose_codec(SLOW_DISK)
+    assert choice.codec == "planes"
+    assert choice.why == (
+        "weights take 0.70 of their size in planes, the disk reads 1.00 GB/s, 2 threads decode 4.00 GB/s of weights: "
+        "loads take 0.70 of the time"
+    )
+
+
+def test_the_slower_of_disk_and_decoding_counts() -> None:
+    fast_disk = replace(SLOW_DISK, disk_nbytes_per_s=4e9)
+    assert expected_gain(fast_disk) == pytest.approx(2 / 4)
+    assert choose_codec(fast_disk).codec == "none"
+    assert choose_codec(replace(fast_disk, num_threads=8)).codec == "planes"  # 14 GB/s: the disk is the slower again
+
+
+def test_decoding_may_not_take_more_of_the_processors_than_reading_saves() -> None:
+    """Of a gigabyte 0.3 s of reading are saved; two threads that decode 3.2 GB/s take 0.31 s of both of them."""
+    busy = replace(SLOW_DISK, decode_nbytes_per_s=1.6e9)
+    choice = choose_codec(busy)
+    assert expected_gain(busy) == pytest.approx(1 / 0.7) and choice.codec == "none"
+    assert choice.why.endswith("loads with planes take 0.70 of the time, but more of the processors than reading saves")
+    assert choose_codec(replace(busy, disk_nbytes_per_s=0.9e9)).codec == "planes"
+    assert choose_codec(replace(busy, num_threads=4)).codec == "planes"
+
+
+@pytest.mark.parametrize(("ratio", "codec"), [(0.90, "planes"), (0.92, "none"), (1.0, "none"), (1.01, "none")])
+def test_a_gain_must_be_a_tenth(ratio: float, codec: str) -> None:
+    choice = choose_codec(replace(SLOW_DISK, ratio=ratio, num_threads=64))
+    assert choice.codec == codec
+    assert ("must take 0.91 at the most" in choice.why) == (codec == "none")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["ratio", "disk_nbytes_per_s", "decode_nbytes_per_s"])
+def test_what_is_no_rate_is_named(field: str, value: float) -> None:
+    changed: dict[str, Any] = {field: value}
+    with pytest.raises(ConfigError, match=f"{field}={value}: must be a number above 0"):
+        choose_codec(replace(SLOW_DISK, **changed))
+
+
+def test_few_bytes_are_not_measured_for() -> None:
+    small = too_small(MIN_MEASURED_NBYTES - 1)
+    assert small is not None and small.codec == "none" and "64.0 MiB of experts are too few" in small.why
+    assert too_small(MIN_MEASURED_NBYTES) is None
+
 
 LARGE = LayerGeometry(128, 2, hidden_size=512, intermediate_size=176, num_matrices=3, itemsize=2)  # of 528 KiB
 
 
-def sample(kind: str = "normal", layer: LayerGeometry = LAYER) -> Sample:
+def sample(kind: str = "normal", layer: LayerGeometry = FRAMED) -> Sample:
     return Sample(layer, ([weights(kind, "bfloat16", layer.expert_nbytes // 2, seed)] for seed in range(4)))
 
 
@@ -41,7 +97,7 @@ def test_a_sample_has_the_ratio_of_what_it_is_of() -> None:
 
 
 def test_a_sample_takes_no_more_than_it_needs() -> None:
-    layer = replace(LAYER, hidden_size=4096)  # an expert of 4.1 MiB
+    layer = replace(FRAMED, hidden_size=4096)  # an expert of 4.1 MiB
     taken = []
 
     def chunks() -> object:
@@ -55,22 +111,22 @@ def test_a_sample_takes_no_more_than_it_needs() -> None:
 
 
 def test_a_sample_is_of_the_whole_model() -> None:
-    layers = [LAYER, replace(LAYER, num_experts=9, hidden_size=8), *[LAYER] * 3]
+    layers = [FRAMED, replace(FRAMED, num_experts=9, hidden_size=8), *[FRAMED] * 3]
     assert sampled(layers) == [(0, 0), (2, 0), (3, 0), (4, 0)]
-    assert sampled([replace(LAYER, num_experts=8)]) == [(0, 0), (0, 2), (0, 4), (0, 6)]
-    assert sampled([replace(LAYER, num_experts=1, top_k=1)] * 2) == [(0, 0), (1, 0)]
+    assert sampled([replace(FRAMED, num_experts=8)]) == [(0, 0), (0, 2), (0, 4), (0, 6)]
+    assert sampled([replace(FRAMED, num_experts=1, top_k=1)] * 2) == [(0, 0), (1, 0)]
 
 
 def test_a_store_s_sample_is_its_own(tmp_path: Path) -> None:
-    store = write_planes(tmp_path / "store")
+    store = write_store(tmp_path / "store", PLANES)
     index = store.frames[0]
-    found = read_sample(PLAN.layers, store.frames)
-    assert found.ratio == pytest.approx(index.stored_nbytes / PLAN.layers[0].nbytes, abs=1e-9)  # all four of layer 0
+    found = read_sample(PLANES.layers, store.frames)
+    assert found.ratio == pytest.approx(index.stored_nbytes / PLANES.layers[0].nbytes, abs=1e-9)  # all four of layer 0
     content = bytearray(index.path.read_bytes())
     content[0] ^= 1
     index.path.write_bytes(content)
     with pytest.raises(StoreError, match="frame 0 of expert 0: checksum"):
-        read_sample(PLAN.layers, store.frames)
+        read_sample(PLANES.layers, store.frames)
 
 
 def test_rates_are_those_of_this_machine() -> None:
@@ -78,7 +134,7 @@ def test_rates_are_those_of_this_machine() -> None:
     rates = measure_rates(sample(), 1e9)
     assert time.perf_counter() - start < 5
     assert rates.disk_nbytes_per_s == 1e9 and rates.ratio == sample().ratio
-    assert 1e6 < rates.decode_nbytes_per_s < 1e11 and 1 <= rates.num_threads <= codec_rates.NUM_READERS
+    assert 1e6 < rates.decode_nbytes_per_s < 1e11 and 1 <= rates.num_threads <= codec_choice.NUM_READERS
 
 
 def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
@@ -123,7 +179,7 @@ def test_what_decoding_loses_beside_reads_is_what_reading_takes(
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     monkeypatch.setattr(
-        codec_rates, "_rates", lambda work, num, seconds: [4.0, 4.0] if num == 2 else [3.0, 3.0, *[9.0] * (num - 2)]
+        codec_choice, "_rates", lambda work, num, seconds: [4.0, 4.0] if num == 2 else [3.0, 3.0, *[9.0] * (num - 2)]
     )
     assert sample().read_processors(2, [path]) == 0.5
 
@@ -147,7 +203,7 @@ def test_the_disk_decides(disk: float, codec: str) -> None:
 
 
 def test_a_small_model_is_not_measured() -> None:
-    choice = choose_for(PLAN.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
+    choice = choose_for(PLANES.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
     assert choice.codec == "none" and "too few" in choice.why
 
 
@@ -157,7 +213,7 @@ def test_a_damaged_frame_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(codec_rates.FrameDecoder, "decode", broken)
+    monkeypatch.setattr(codec_choice.FrameDecoder, "decode", broken)
     with pytest.raises(RuntimeError, match="broken"):
         sample().decode_nbytes_per_s(2, 0.01)
     assert np.isfinite(sample().ratio)

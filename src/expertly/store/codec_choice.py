@@ -1,27 +1,27 @@
-"""What choosing a codec takes, measured in a second: of the disk that a store is on or goes to, and of its experts."""
+"""Choosing a codec by measuring, in a second, the disk that a store is on or goes to and a sample of its experts."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from expertly.core.codecs import CodecChoice, CodecRates, choose_codec, decoding_threads, too_small
-from expertly.core.cpus import allowed_cpus
-from expertly.core.errors import StoreError, TransferError
+from expertly.core.errors import ConfigError, StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
+from expertly.core.resources import allowed_cpus, decoding_threads
+from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
-from expertly.store.files import disk_errors
-from expertly.store.frame_index import FrameIndex, frames_per_expert
-from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder
+from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, FrameIndex, frames_per_expert
 from expertly.store.reader import ExpertFile
 
 NUM_READERS = 4
@@ -35,6 +35,71 @@ _PART_NBYTES = 2 << 20
 _NUM_PARTS = 4
 _NUM_PAGES = 32
 _PLACES_NBYTES = 16 << 20
+
+LEAST_GAIN = 1.10
+"""How much faster than `none` loads must be for `planes` to be chosen: what is measured in a second is not exact."""
+
+MIN_MEASURED_NBYTES = 64 << 20
+"""Of experts. Fewer are not worth measuring for: that takes longer than reading them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRates:
+    """What choosing between codecs takes, on one machine and for one model."""
+
+    ratio: float  # stored bytes / decoded bytes of experts in `planes`
+    disk_nbytes_per_s: float
+    decode_nbytes_per_s: float  # of weights, by one thread while all threads decode
+    num_threads: int  # that decode at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """A codec, and one sentence without a full stop that says why."""
+
+    codec: str
+    why: str
+
+
+def expected_gain(rates: CodecRates) -> float:
+    """Seconds that loading a byte of weights takes with `none`, over those with `planes`, where reading and decoding
+    overlap: the slower of the two counts. Of several threads one is left out: on a CPU computing takes its core.
+    """
+    decode_s = 1 / (rates.decode_nbytes_per_s * max(1, rates.num_threads - 1))
+    return (1 / rates.disk_nbytes_per_s) / max(rates.ratio / rates.disk_nbytes_per_s, decode_s)
+
+
+def choose_codec(rates: CodecRates) -> CodecChoice:
+    """`planes` where loads are expected to be at least a tenth faster with it than with `none`, and decoding takes no
+    more of the processors than reading saves: where reads hide behind computing, that is what computing loses.
+    """
+    for name in ("ratio", "disk_nbytes_per_s", "decode_nbytes_per_s", "num_threads"):
+        value = getattr(rates, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name}={value}: must be a number above 0")
+    gain = expected_gain(rates)
+    saved_s = (1 - rates.ratio) / rates.disk_nbytes_per_s
+    is_cheap = saved_s * rates.decode_nbytes_per_s * rates.num_threads >= 1
+    codec = "planes" if gain >= LEAST_GAIN and is_cheap else "none"
+    threads = "1 thread decodes" if rates.num_threads == 1 else f"{rates.num_threads} threads decode"
+    facts = (
+        f"weights take {rates.ratio:.2f} of their size in planes, the disk reads "
+        f"{rates.disk_nbytes_per_s / 1e9:.2f} GB/s, {threads} "
+        f"{rates.decode_nbytes_per_s * rates.num_threads / 1e9:.2f} GB/s of weights"
+    )
+    if codec == "planes":
+        return CodecChoice(codec, f"{facts}: loads take {1 / gain:.2f} of the time")
+    verdict = f"loads with planes take {1 / gain:.2f} of the time, and must take {1 / LEAST_GAIN:.2f} at the most"
+    if gain >= LEAST_GAIN:
+        verdict = f"loads with planes take {1 / gain:.2f} of the time, but more of the processors than reading saves"
+    return CodecChoice(codec, f"{facts}: {verdict}")
+
+
+def too_small(nbytes: int) -> CodecChoice | None:
+    """`none` for a model of so few bytes of experts that measuring would take longer than reading them; else None."""
+    if nbytes >= MIN_MEASURED_NBYTES:
+        return None
+    return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
 
 
 class Sample:
@@ -136,7 +201,7 @@ def decoded_expert(index: FrameIndex, expert: int) -> Iterator[Bytes]:
     file, decoder = ExpertFile(index.path), FrameDecoder()
     try:
         for frame in range(index.num_frames):
-            offset, nbytes = index.frame_extent(expert, frame)
+            offset, nbytes = index.extent(expert, frame)
             stored, out = memoryview(bytearray(nbytes)), np.empty(index.frame_nbytes, np.uint8)
             file.read_into(offset, [stored])
             decoder.decode(index, expert, frame, stored, out.data)
@@ -154,7 +219,7 @@ def disk_rate_at(folder: Path) -> float:
     place = existing_parent(folder)
     path = place / f".expertly-{os.getpid()}-{threading.get_ident()}.scratch"
     try:
-        with disk_errors(place, "writing a file to measure the disk with"):
+        with store_errors(place, "writing a file to measure the disk with"):
             _write_scratch(path)
         file = ExpertFile(path)
     finally:

@@ -1,5 +1,5 @@
-"""What has been published to a predictor that takes its time and that it has not read, and what goes when it is too
-much (fMoE, section 4.3).
+"""Between a forward pass and its predictor: what the pass shows goes in, predictions come out when they are ready
+(publish and subscribe: fMoE, section 4.3).
 """
 
 from __future__ import annotations
@@ -8,14 +8,66 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed
 from expertly.policies.predictor.base import Predictor
 
 PASSES_WAITING = 4
-"""Forward passes whose contexts may wait."""
+"""Forward passes whose observations may wait for a predictor that takes its time."""
+
+
+class Seen(NamedTuple):
+    """A prediction, and the step that it was made of. A step is one layer of one iteration, counted from the start;
+    that at which an iteration begins is the last one of the iteration before."""
+
+    step: int
+    prediction: Prediction
+
+
+class Channel(Protocol):
+    """Nothing here makes the forward pass wait. Observations are functions, called once at most,
+    where they are used.
+    """
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        """Publish that a forward pass begins."""
+        ...
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        """Publish what a router has said."""
+        ...
+
+    def end_iteration(self, ok: bool) -> None:
+        """Publish that the pass ended."""
+        ...
+
+    def take(self) -> Seen | None:
+        """The next prediction that is ready, in the order in which they were made. Raises what making one raised."""
+        ...
+
+
+class InlineChannel:
+    """Predicts where it is told, at once: the same run gives the same predictions at the same moments."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._ready: deque[Seen] = deque()
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        for prediction in self._predictor.begin_iteration(began()):
+            self._ready.append(Seen(step, prediction))
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        for prediction in self._predictor.router_ran(routed()):
+            self._ready.append(Seen(step, prediction))
+
+    def end_iteration(self, ok: bool) -> None:
+        self._predictor.end_iteration(ok)
+
+    def take(self) -> Seen | None:
+        return self._ready.popleft() if self._ready else None
 
 
 class Work(NamedTuple):
@@ -49,7 +101,7 @@ class _Pass:
         return len(self.routed) + (self.began is not None)
 
 
-class Backlog:
+class ObservationQueue:
     """Contexts in the order in which they were published, `max_waiting` at most. Pure: it knows times as it is told.
 
     Of more, the oldest go, passes as a whole: all that have ended and were not begun to be read. What they would
@@ -67,7 +119,7 @@ class Backlog:
         self._passes: deque[_Pass] = deque()
 
     @classmethod
-    def of_layers(cls, num_layers: int) -> Backlog:
+    def of_layers(cls, num_layers: int) -> ObservationQueue:
         """With room for the contexts of PASSES_WAITING passes over so many layers."""
         return cls(PASSES_WAITING * (num_layers + 1))
 

@@ -1,0 +1,64 @@
+"""Memory as users state it, and the processors that a process has and how they are divided."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from expertly.core.errors import BudgetError, ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_CGROUP = Path("/sys/fs/cgroup")
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory(memory: str | int, expert_nbytes: int) -> int | None:
+    """Bytes of "25%" (of the experts), "1.5GiB" or a number of bytes; None for "auto". Raises ConfigError."""
+    if memory == "auto":
+        return None
+    match = _AMOUNT.fullmatch(str(memory))
+    unit = match.group(2).lower() if match else None
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise ConfigError(f'memory={memory!r}: accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"')
+    amount = float(match.group(1))
+    nbytes = int(expert_nbytes * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
+    if nbytes < 1:
+        raise BudgetError(f"memory={memory!r}: no memory at all; state at least one expert's bytes")
+    return nbytes
+
+
+def allowed_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def granted_cpus(cgroup: Path = _CGROUP) -> int:
+    """Processors that this process may really use, at least 1: also within its container's quota (of the cgroup at the
+    root that it sees). One and a half count as one: of two threads both would be held back.
+    """
+    quota = _quota(cgroup)
+    return allowed_cpus() if quota is None else max(1, min(allowed_cpus(), int(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Processors, None where there is no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us, period_us = (int((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return None if quota_us <= 0 else quota_us / period_us
+    return None
+
+
+def decoding_threads(num_cpus: int, num_readers: int) -> int:
+    """How many readers decode at a time while a forward pass waits for them and computes nothing."""
+    return max(1, min(num_cpus, num_readers))
+
+
+def computing_threads(num_cpus: int, num_readers: int) -> int:
+    """How many threads compute while readers decode: half of the processors, or if more, all but one a reader."""
+    return max(1, num_cpus // 2, num_cpus - num_readers)

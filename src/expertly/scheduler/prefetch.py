@@ -1,0 +1,320 @@
+"""What is predicted, what of it is loaded before its layer's router runs, and what came of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction, RouterRan, Span
+from expertly.policies.prefetch import PrefetchOrder
+from expertly.scheduler.cache import Cache
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from expertly.scheduler.prefetch_filter import Guess, PrefetchFilter
+
+_FEW = 64
+"""Heads of the queue among which void ones are not looked for."""
+
+
+@dataclass(slots=True)
+class _Prefetched:
+    """What was prefetched of an expert whose router ran."""
+
+    num_segments: int
+    is_needed: bool
+    is_in_time: bool
+
+
+_Queued = tuple[float, int, int]  # (-score, order of arrival, expert)
+_Head = tuple[float, int, int]  # (-priority, order of arrival, layer)
+
+
+class PrefetchQueue:
+    """Predicted experts by falling priority, and the segments that are in flight for them. Experts are dense ids.
+
+    `window` bounds the segments in flight. `evicts`: what is prefetched goes to the cache, which evicts for it; else it
+    takes free places. The newest prediction of a layer replaces the one before, until the layer's router ran.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        cache: Cache,
+        counters: Sequence[LayerCounters],
+        window: int,
+        order: PrefetchOrder,
+        prefetch_filter: PrefetchFilter | None,
+        *,
+        evicts: bool,
+    ) -> None:
+        self.window = window
+        self.now = geometry.num_layers - 1
+        """The layer whose router ran last; a pass begins behind the last layer."""
+        self.is_used = False
+        """Whether anything was ever predicted."""
+        self.needs_slots = False
+        """More would have been prefetched if staged segments had left slots. They may have since."""
+        self.waiting: dict[int, int] = {}
+        """Experts prefetched for layers that have not run -> segments of that."""
+        self._geometry = geometry
+        self._cache = cache
+        self._slots = cache.slots
+        self._counters = counters
+        self._filter = prefetch_filter
+        self._evicts = evicts
+        self._priority = order.priority
+        self._is_steady = not order.follows_distance  # the same whatever runs
+        self._queued: dict[int, list[_Queued]] = {}  # layer -> in the order of need, the first at the end
+        self._queued_of: dict[int, tuple[int, int]] = {}  # layer -> the order of its first arrival, its distance
+        self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
+        self._heads_of = self.now  # the layer that had run when their priorities were taken
+        self._order = 0
+        self._likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
+        self._for_decode: dict[int, int] = {}  # of what is in flight and was prefetched: what decode asked for
+        self._predicted: list[dict[int, Prediction]] = [{} for _ in geometry.layers]  # layer: distance -> the newest
+        self._prefetched: tuple[int, PhaseCounters, dict[int, _Prefetched]] | None = None  # for the layer that ran last
+
+    # -- the queue ---------------------------------------------------------------------------------------------
+
+    def predict(self, prediction: Prediction) -> None:
+        """Queue these experts instead of what was queued of the layer. What is here of the surest top-k, and of those
+        that come up while it is here, is not evicted for other prefetches.
+        """
+        self.is_used = True
+        layer, experts, order = prediction.layer, prediction.experts, self._order
+        self._predicted[layer][prediction.distance] = prediction
+        first = self._geometry.first_expert_id(layer)
+        num_likely = self._geometry.layers[layer].top_k if self._evicts else 0
+        self._queued_of[layer] = order, prediction.distance
+        self._likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
+        self._order += len(experts)
+        arrivals = range(order, self._order)
+        queued = [
+            (-score, arrival, first + expert)
+            for score, arrival, expert in zip(prediction.scores, arrivals, experts, strict=True)
+        ]
+        queued.sort(reverse=True)
+        self._queued[layer] = queued
+        if not queued:
+            return
+        if len(self._heads) < _FEW + len(self._queued):
+            heappush(self._heads, self._head(layer))
+        else:  # priorities so low that they are never reached would pile up
+            self._rank()
+
+    def _first(self) -> int | None:
+        """The expert that goes first, or None. It stays queued until `_pop`."""
+        if self._heads_of != self.now:
+            self._heads_of = self.now
+            if not self._is_steady:
+                self._rank()
+        heads = self._heads
+        while heads:
+            _, order, layer = heads[0]
+            queued = self._queued.get(layer)
+            if queued and queued[-1][1] == order:
+                return queued[-1][2]
+            heappop(heads)
+        return None
+
+    def _pop(self) -> None:
+        layer = self._heads[0][2]
+        queued = self._queued[layer]
+        queued.pop()
+        if queued:
+            heapreplace(self._heads, self._head(layer))
+        else:
+            heappop(self._heads)
+
+    def _rank(self) -> None:
+        self._heads = [self._head(layer) for layer, queued in self._queued.items() if queued]
+        heapify(self._heads)
+
+    def _head(self, layer: int) -> _Head:
+        lowered, order, _ = self._queued[layer][-1]
+        num_layers = self._geometry.num_layers
+        return -self._priority(-lowered, (layer - self._heads_of) % num_layers or num_layers), order, layer
+
+    def begin(
+        self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool
+    ) -> list[Span]:
+        """What to load next behind every load, as places and the filter allow: single segments, so that a load never
+        waits for more. `router`: of the layer that runs, if one does; `waits`: what is predicted of it is not begun
+        before it has run. `protected`: what must not be evicted.
+        """
+        begun: list[Span] = []
+        self.needs_slots = False
+        geometry, cache, slots = self._geometry, self._cache, self._slots
+        running = router.layer if waits and router is not None else None
+        following = (self.now + 1) % geometry.num_layers
+        safe: set[int] | None = None  # from the first expert that needs room
+        num_in_flight = self.num_in_flight
+        while (room := self.window - num_in_flight) > 0 and (eid := self._first()) is not None:
+            layer = geometry.layer_of_expert(eid)
+            if layer == running:
+                break
+            mask = slots.absent(eid)
+            has_room = True
+            if mask:
+                count = mask.bit_count()
+                if count > room and num_in_flight:
+                    break
+                if self._filter is not None and not self._pays(self._filter, layer, eid, count, num_in_flight):
+                    self._pop()
+                    continue
+                if self._evicts and safe is None:
+                    safe = protected(router)
+                has_room = cache.make_room_ahead(layer, eid, mask, safe, is_next=layer == following)
+                if not has_room and (not self._evicts or mask & ~cache.tops[layer]):
+                    self.needs_slots = cache.is_split
+                    break  # until a slot is free
+            self._pop()
+            if not mask:  # it is here or in flight: so it should be when its layer runs
+                if self._likely[layer]:
+                    self._likely[layer][eid] = None
+                if eid in slots.prefetching:
+                    self.waiting.setdefault(eid, 0)
+            elif has_room:
+                begun += _single_segments(cache.allocate(layer, eid, mask, slots.prefetching))
+                num_in_flight += count
+                self.waiting[eid] = self.waiting.get(eid, 0) + count
+                if cache.is_decoding:
+                    self._for_decode[eid] = self._for_decode.get(eid, 0) | mask
+                self._phase(layer, cache.is_decoding).count_prefetch(count, geometry.segment_nbytes(layer))
+            if safe is not None:
+                safe.add(eid)
+        return begun
+
+    def _pays(self, prefetch_filter: PrefetchFilter, layer: int, eid: int, count: int, num_in_flight: int) -> bool:
+        """Is the first expert, of which `count` segments are absent, worth prefetching?"""
+        cache = self._cache
+        evicts = self._evicts and cache.is_decoding and cache.partitions[layer].room < count
+        lowered, arrival, _ = self._queued[layer][-1]
+        order, distance = self._queued_of[layer]
+        guess = Guess(arrival - order, -lowered, distance)
+        return prefetch_filter.lets(layer, eid, guess, self.now, count, num_in_flight, evicts=evicts)
+
+    # -- in flight ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Segments."""
+        return sum([mask.bit_count() for mask in self._slots.prefetching.values()])
+
+    def guessed(self) -> set[int]:
+        """What is prefetched and was not used yet, or is here and predicted to be needed."""
+        if not self.is_used:
+            return set()
+        return {*self.waiting, *self._slots.prefetching}.union(*self._likely.values())
+
+    def cancelled(self, eid: int, span: Span) -> None:
+        """A prefetch that was not begun will not come."""
+        mask = mask_of(span)
+        if eid in self.waiting:
+            self.waiting[eid] -= span.num_segments
+        else:
+            self._uncount(eid, span.num_segments)
+        self._take_back(eid, mask, span)
+        self._cache.forget(span.layer, eid, mask)
+
+    def promoted(self, eid: int, span: Span) -> None:
+        """A prefetch that was not begun is a load of the running layer now."""
+        self._uncount(eid, span.num_segments)
+        self._take_back(eid, mask_of(span), span)
+
+    def cancellable(self, layer: int) -> list[int]:
+        """Experts of a layer whose router ran that are in flight for it, and that it does not need."""
+        first = self._geometry.first_expert_id(layer)
+        end = first + self._geometry.layers[layer].num_experts
+        return sorted(eid - first for eid in self._slots.prefetching if first <= eid < end and eid not in self.waiting)
+
+    def _uncount(self, eid: int, num_segments: int) -> None:
+        if self._prefetched is not None and eid in self._prefetched[2]:
+            self._prefetched[2][eid].num_segments -= num_segments
+
+    def _take_back(self, eid: int, mask: int, span: Span) -> None:
+        is_decode = bool(self._for_decode.get(eid, 0) & mask)
+        nbytes = self._geometry.segment_nbytes(span.layer)
+        self._phase(span.layer, is_decode).count_prefetch(-span.num_segments, nbytes)
+        self.forget_phase(eid, mask)
+
+    def forget_phase(self, eid: int, mask: int) -> None:
+        """Segments that were prefetched are here, or will not come: nobody asks any more which phase wanted them."""
+        if eid in self._for_decode:
+            self._for_decode[eid] &= ~mask
+            if not self._for_decode[eid]:
+                del self._for_decode[eid]
+
+    # -- what came of it ---------------------------------------------------------------------------------------
+
+    def router_ran(self, router: RouterRan, is_decoding: bool) -> list[int]:
+        """Were the predictions of the layer right (ProMoE, section 4), did prefetching help? Nothing is queued of the
+        layer any more; the experts that were prefetched for it. Experts that only pad tokens chose do not count.
+        """
+        layer, experts, geometry = router.layer, router.experts, self._geometry
+        if 0 in router.num_tokens:
+            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
+        shape, first = geometry.layers[layer], geometry.first_expert_id(layer)
+        end = first + shape.num_experts
+        full, phase = self._slots.full, self._phase(layer, is_decoding)
+        is_resident = [mask == full for mask in self._slots.resident[first:end]]
+        needed = set(experts)
+        for prediction in self._predicted[layer].values():
+            phase.count_prediction(prediction, needed, is_resident, shape.top_k)
+        self._predicted[layer].clear()
+        self._queued.pop(layer, None)
+        self._likely.pop(layer, None)
+        ended = [eid for eid in self.waiting if first <= eid < end]
+        if ended:
+            outcomes = {
+                eid: _Prefetched(self.waiting.pop(eid), eid - first in needed, is_resident[eid - first])
+                for eid in ended
+            }
+            self._prefetched = geometry.segment_nbytes(layer), phase, outcomes
+        return ended
+
+    def settle(self) -> None:
+        """Nothing that was prefetched for the layer that ran last is taken back any more: count it."""
+        if self._prefetched is None:
+            return
+        segment_nbytes, phase, outcomes = self._prefetched
+        self._prefetched = None
+        for one in outcomes.values():
+            if one.num_segments:
+                phase.prefetched += 1
+                if one.is_needed:
+                    phase.prefetched_needed += 1
+                    phase.prefetched_in_time += one.is_in_time
+                else:
+                    phase.wasted_nbytes += one.num_segments * segment_nbytes
+
+    def clear(self) -> None:
+        """Nothing is predicted or in flight."""
+        self._queued.clear()
+        self._heads.clear()
+        self.now = self._geometry.num_layers - 1
+        self.waiting.clear()
+        self._likely.clear()
+        self._for_decode.clear()
+        self._prefetched = None
+        for predicted in self._predicted:
+            predicted.clear()
+
+    def _phase(self, layer: int, is_decoding: bool) -> PhaseCounters:
+        counters = self._counters[layer]
+        return counters.decode if is_decoding else counters.prefill
+
+
+def mask_of(span: Span) -> int:
+    """The segments of a span."""
+    return ((1 << span.num_segments) - 1) << span.segment
+
+
+def _single_segments(spans: list[Span]) -> list[Span]:
+    """The same, a span a segment."""
+    return [
+        span if span.num_segments == 1 else Span(span.layer, span.expert, span.segment + i, 1, span.slot + i)
+        for span in spans
+        for i in range(span.num_segments)
+    ]

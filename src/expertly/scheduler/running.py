@@ -1,0 +1,337 @@
+"""The layer that runs: which of its missing experts are kept, loaded now, or wait for slots, and in which order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Plan, RouterRan, Span
+from expertly.scheduler.cache import Cache
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.prefetch import PrefetchQueue
+from expertly.scheduler.slots import lowest_bits
+
+
+class RunningLayer:
+    """All that is missing is asked for when the router ran, and what is here is computed meanwhile. Positions are those
+    of the router's list, masks are of segments.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        cache: Cache,
+        queue: PrefetchQueue,
+        counters: Sequence[LayerCounters],
+        *,
+        keeps_best: bool = False,
+    ) -> None:
+        """`keeps_best`: admission "best", see Scheduler."""
+        self.router: RouterRan | None = None
+        self.num_open = 0
+        """Segments that a Plan named and that were not computed yet."""
+        self.deferred: deque[tuple[int, int]] = deque()
+        """(position, mask) that wait for staging slots."""
+        self._geometry = geometry
+        self._cache = cache
+        self._slots = cache.slots
+        self._queue = queue
+        self._counters = counters
+        self._keeps_best = keeps_best
+
+    @property
+    def holds_prefetching(self) -> bool:
+        """Loads wait for slots: nothing is to be prefetched."""
+        return bool(self.deferred)
+
+    @property
+    def is_done(self) -> bool:
+        """Everything that the layer needs was computed."""
+        return not (self.num_open or self.deferred)
+
+    def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
+        """The router ran: `ready` is here, `missing` are positions of experts that are not wholly here."""
+        self.router = router
+        plan = Plan(ready)
+        if missing or self._cache.num_staged(router.layer) or self._keeps_best:
+            self._admit(router, missing, plan)
+        self._opened(plan)
+        return plan
+
+    def computed(self, spans: Sequence[Span]) -> Plan | None:
+        """These were computed: staging slots get them back. What can be done next, if anything."""
+        cache, layer = self._cache, spans[0].layer
+        if not (self.deferred or cache.num_staged(layer)):
+            for span in spans:
+                self.num_open -= span.num_segments
+            return self._next(None)
+        first = self._geometry.first_expert_id(layer)
+        plan: Plan | None = None
+        for span in spans:
+            self.num_open -= span.num_segments
+            cache.free_staged(layer, first + span.expert, ((1 << span.num_segments) - 1) << span.segment)
+            if self.deferred:
+                loaded = Plan()
+                self._load_deferred(loaded, is_idle=not self.num_open)
+                self._opened(loaded)
+                if plan is None:
+                    plan = loaded
+                else:
+                    plan.loads.extend(loaded.loads)
+        return self._next(plan)
+
+    def protected(self, router: RouterRan | None) -> set[int]:
+        """What must not be evicted: what the running layer needs, and what is predicted or prefetched."""
+        protected = self._queue.guessed()
+        if router is not None:
+            first = self._geometry.first_expert_id(router.layer)
+            protected.update([first + expert for expert in router.experts])
+        return protected
+
+    def clear(self) -> None:
+        """No layer runs."""
+        self.router = None
+        self.deferred.clear()
+        self.num_open = 0
+
+    def _next(self, plan: Plan | None) -> Plan | None:
+        return plan
+
+    def _opened(self, plan: Plan) -> None:
+        for spans in (plan.ready, plan.loads, plan.joined):
+            for span in spans:
+                self.num_open += span.num_segments
+
+    def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
+        """Decide what is kept, and load: first what is kept, then as much as there are staging slots for."""
+        cache, slots = self._cache, self._slots
+        first = self._geometry.first_expert_id(router.layer)
+        if missing and self._queue.is_used:
+            for position in missing:
+                plan.joined.extend(slots.join(first + router.experts[position]))
+        if self._keeps_best:
+            needed = [first + expert for expert in router.experts]
+            kept = cache.admit_best(router, needed, self._queue.guessed())
+            for position in missing:
+                eid = first + router.experts[position]
+                absent = slots.absent(eid)
+                if absent & kept[eid]:
+                    self._load(position, absent & kept[eid], plan.loads)
+                if absent & ~kept[eid]:
+                    self.deferred.append((position, absent & ~kept[eid]))
+        else:
+            self._admit_always(router, missing, plan)
+        if self.deferred:
+            self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+
+    def _admit_always(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
+        cache, slots, layer, experts = self._cache, self._slots, router.layer, router.experts
+        first = self._geometry.first_expert_id(layer)
+        is_predicted = self._queue.is_used  # else what is not kept has no slot either
+        if is_predicted:
+            missing = [i for i, expert in enumerate(experts) if cache.not_kept(layer, first + expert)]
+        protected = self.protected(router)
+        evicting, filling = _in_order(router, missing)
+        if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
+            top = cache.tops[layer]
+            lacking = [self._lacking(layer, first + experts[i], is_predicted) & top for i in evicting]
+            cache.make_room(layer, sum(mask.bit_count() for mask in lacking), protected)
+        admitted: list[tuple[int, int]] = []
+        for may_evict, positions in ((True, evicting), (False, filling)):
+            for position in positions:
+                eid = first + experts[position]
+                mask = self._lacking(layer, eid, is_predicted)
+                absent = slots.absent(eid)
+                kept = cache.admit(layer, eid, mask, protected if may_evict else None) & absent
+                if kept:
+                    admitted.append((position, kept))
+                if kept != absent:
+                    self.deferred.append((position, absent & ~kept))
+        for position, mask in admitted:
+            self._load(position, mask, plan.loads)
+
+    def _lacking(self, layer: int, eid: int, is_predicted: bool) -> int:
+        return self._cache.not_kept(layer, eid) if is_predicted else self._slots.absent(eid)
+
+    def _load(self, position: int, mask: int, loads: list[Span], purpose: dict[int, int] | None = None) -> None:
+        """Add to `loads` the segments `mask` of an expert, which have room. The layer awaits them, or `purpose`."""
+        router = self.router
+        assert router is not None
+        layer = router.layer
+        counters = self._counters[layer]
+        phase = counters.decode if router.is_decode[position] else counters.prefill
+        phase.loaded_nbytes += mask.bit_count() * self._geometry.segment_nbytes(layer)
+        eid = self._geometry.first_expert_id(layer) + router.experts[position]
+        loads.extend(self._cache.allocate(layer, eid, mask, self._slots.awaited if purpose is None else purpose))
+
+    def _load_deferred(self, plan: Plan, *, is_idle: bool) -> None:
+        """Load what waits for staging slots: whole experts where these can hold one, else what fits, and also where
+        the layer `is_idle`: nothing else of it will leave a slot.
+        """
+        assert self.router is not None
+        layer = self.router.layer
+        staging = self._cache.staging[self._geometry.size_classes[layer]]
+        deferred = self.deferred
+        while deferred and (num_free := self._slots.num_free(layer)):
+            position, mask = deferred[0]
+            count = mask.bit_count()
+            if num_free >= count:
+                deferred.popleft()
+            elif staging >= count and not is_idle:
+                return
+            else:
+                now = lowest_bits(mask, num_free)
+                deferred[0] = (position, mask & ~now)
+                mask = now
+            self._load(position, mask, plan.loads)
+            is_idle = False
+
+
+class TurnByTurn(RunningLayer):
+    """A layer whose experts take turns: the baselines of ProMoE's ablation (section 5).
+
+    `by_id`: experts go by rising id, and only the running one and what was requested is protected; else what is here
+    goes first, then what is in flight, then the absent ones, and all that the layer needs is protected. `is_early`
+    (where they go by id): what is missing when the router ran is requested at once, as slots allow; else a missing
+    expert is found when its turn has come.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        cache: Cache,
+        queue: PrefetchQueue,
+        counters: Sequence[LayerCounters],
+        *,
+        by_id: bool,
+        is_early: bool,
+    ) -> None:
+        assert by_id or not is_early, "what is not by id and early needs no turns"
+        super().__init__(geometry, cache, queue, counters)
+        self._by_id = by_id
+        self._is_early = is_early
+        self._left: dict[int, int] = {}  # experts whose turn has not come -> their positions
+        self._missed: deque[int] = deque()  # experts to request as soon as there are slots
+        self._requested: dict[int, None] = {}  # experts that were, and whose turn has not come
+
+    @property
+    def holds_prefetching(self) -> bool:
+        return bool(self.deferred or self._missed)
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.num_open or self.deferred or self._left)
+
+    def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
+        self.router = router
+        if not router.experts:
+            return Plan()
+        first, experts = self._geometry.first_expert_id(router.layer), router.experts
+        positions = list(range(len(experts)))
+        if self._by_id:
+            positions.sort(key=experts.__getitem__)
+        else:
+            evicting, filling = _in_order(router, positions)
+            positions = evicting + filling
+        self._left = {first + experts[i]: i for i in positions}
+        if self._is_early:
+            self._missed.extend([eid for eid in self._left if self._slots.absent(eid)])
+        return self._turn()
+
+    def clear(self) -> None:
+        super().clear()
+        self._left.clear()
+        self._missed.clear()
+        self._requested.clear()
+
+    def _next(self, plan: Plan | None) -> Plan | None:
+        if plan is None and not self.num_open and not self.deferred and self._left:
+            return self._turn()
+        return plan
+
+    def _turn(self) -> Plan:
+        """The next turn: of one expert, or of all that are here where they need not go by id."""
+        plan, slots = Plan(), self._slots
+        if self._by_id:
+            running = next(iter(self._left))
+            self._reach(running, plan)
+            if self._is_early:
+                plan.requested.extend(self._request(running))
+        else:
+            here = [eid for eid in self._left if slots.resident[eid] == slots.full]
+            if not here:
+                in_flight = [eid for eid in slots.prefetching if eid in self._left]
+                here = in_flight[:1] or [next(iter(self._left))]
+            for eid in here:
+                self._reach(eid, plan)
+        self._opened(plan)
+        return plan
+
+    def _reach(self, eid: int, plan: Plan) -> None:
+        """The turn of an expert: compute what is here of it, wait for what is in flight, load the rest."""
+        router, cache, slots = self.router, self._cache, self._slots
+        assert router is not None
+        layer, position = router.layer, self._left.pop(eid)
+        self._requested.pop(eid, None)
+        if slots.resident[eid]:
+            plan.ready.extend(slots.spans(eid, slots.resident[eid]))
+        plan.joined.extend(slots.join(eid))
+        mask = cache.not_kept(layer, eid)
+        if mask:
+            cache.begin(cache.is_decoding)  # other experts are protected than before
+            absent = slots.absent(eid)
+            kept = cache.admit(layer, eid, mask, self._protected_from(position, eid)) & absent
+            if kept:
+                self._load(position, kept, plan.loads)
+            if kept != absent:
+                self.deferred.append((position, absent & ~kept))
+                self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+
+    def _request(self, running: int) -> list[Span]:
+        """Ask for what was missing, the lowest id first: it is kept, or staged if an expert's worth of staging slots
+        stays free for the running one. The first for which there is no slot waits, and all behind it.
+        """
+        router, cache, slots = self.router, self._cache, self._slots
+        assert router is not None
+        spans: list[Span] = []
+        layer, num_segments = router.layer, self._geometry.segments_per_expert
+        staging = cache.staging[self._geometry.size_classes[layer]]
+        while self._missed and cache.num_staged(layer) <= staging:
+            eid = self._missed[0]
+            absent = slots.absent(eid)
+            if eid in self._left and absent:
+                position = self._left[eid]
+                cache.begin(cache.is_decoding)
+                protected = self._protected_from(position, eid, running)
+                mask = cache.admit(layer, eid, cache.not_kept(layer, eid), protected) & absent
+                left = absent & ~mask
+                if left and cache.staging_room(layer) >= left.bit_count() + num_segments:
+                    mask = absent
+                if mask:
+                    self._requested[eid] = None
+                    self._load(position, mask, spans, slots.requested)
+                if mask != absent:
+                    break
+            self._missed.popleft()
+        return spans
+
+    def _protected_from(self, position: int, *eids: int) -> set[int] | None:
+        """What must not be evicted for an expert; None: it evicts nothing."""
+        router = self.router
+        assert router is not None
+        if self._by_id:
+            return {*eids, *self._requested, *self._queue.guessed()}
+        is_evicting = router.is_decode[position] and router.num_tokens[position]
+        return self.protected(router) if is_evicting else None
+
+
+def _in_order(router: RouterRan, missing: list[int]) -> tuple[list[int], list[int]]:
+    """Positions that may evict, in router order: decode's; and those that only fill what is free: a prompt's and pads',
+    by falling number of tokens, ties on the lowest id.
+    """
+    is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
+    evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
+    filling = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
+    filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
+    return evicting, filling
