@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -122,9 +121,6 @@ class VirtualLink:
         arrivals = self._arrivals
         while not arrivals:
             assert self._begin_next(), "nothing is in flight that could arrive"
-        if self._link is self.decoder:  # what begins later may be there as soon
-            while self._link.next_ns <= arrivals[0][0]:
-                self._bring()
         arrival = arrivals[0][0]
         if arrival > self._clock.now_ns:
             self.stall_ns += arrival - self._clock.now_ns
@@ -193,11 +189,8 @@ class VirtualLink:
         if begun is None:  # a step of decoding
             return
         span, _, begin, end = begun
-        if self._link is self.decoder:
-            insort(self._arrivals, (end, span))
-            return
         self._arrivals.append((end, span))
-        if self._watcher is not None:
+        if self._watcher is not None and self._link is not self.decoder:
             self._watcher.moved("link", span, begin, end)
 
     def _read(self, host: HostMemory) -> None:
