@@ -10,7 +10,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.lab.routing_rates import RoutingRates, rates_of_trace
-from expertly.policies.moepic.statistics import LayerStatistics
+from expertly.policies.allocation.moepic import LayerStatistics
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field

@@ -87,8 +87,8 @@ def run_layer(
     step = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
     ready, loading = list(step.ready), list(step.loads)
     ran.hits = [p.expert for p in ready if p.num_segments == control.geometry.segments_per_expert]
-    ran.loads += [*step.loads, *step.asked]
-    asked = list(step.asked)  # computed when a later step says so
+    ran.loads += [*step.loads, *step.requested]
+    asked = list(step.requested)  # computed when a later step says so
     while ready or loading:
         take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
         source = loading if take_load else ready

@@ -16,7 +16,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -115,7 +115,7 @@ def soak(
     control = CheckedController(
         shape,
         budget,
-        lambda capacity: EVICTIONS[eviction](shape, capacity, Known(future=future)),
+        lambda capacity: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
         scope=scope,
         order=order,
         preemption=preemption,
@@ -359,7 +359,7 @@ def test_what_was_decided_is_decided_again(ahead: str, admission: str, eviction:
     again = Again(
         control.geometry,
         control.budget,
-        lambda capacity: EVICTIONS[eviction](control.geometry, capacity, Known(future=future)),
+        lambda capacity: EVICTIONS[eviction].make(control.geometry, capacity, Known(future=future)),
         scope="global",
         admission=admission,
         ahead=ahead,

@@ -13,7 +13,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import ByProximity
 from expertly.scheduler.budget import Budget, split_budget

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.slots import bits
 from tests.policies.futures import KNOWN
@@ -54,7 +54,7 @@ def test_the_budget_is_never_exceeded() -> None:
 def test_counts_follow_any_history(eviction: str) -> None:
     """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
     dice = random.Random(4)
-    cache = Partition(13, EVICTIONS[eviction](SHAPE, 3, KNOWN))
+    cache = Partition(13, EVICTIONS[eviction].make(SHAPE, 3, KNOWN))
     truth: set[tuple[int, int]] = set()
     for _ in range(1500):
         expert, protected = dice.randrange(9), set(dice.sample(range(9), 2))

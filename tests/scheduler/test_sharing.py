@@ -81,7 +81,7 @@ def soak(
     control = CheckedController(
         shape,
         budget,
-        lambda capacity: EVICTIONS[eviction](shape, capacity, Known(future=future)),
+        lambda capacity: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
         admission=admission,
         ahead=ahead,
         allocation=allocation,
@@ -253,7 +253,7 @@ def test_late_predictions_name_nothing() -> None:
     watched = CheckedController(
         shape,
         control.budget,
-        lambda capacity: EVICTIONS["lru"](shape, capacity),
+        lambda capacity: EVICTIONS["lru"].make(shape, capacity),
         allocation=Watcher(shape, random.Random(0)),
     ).watch()
     link = RandomLink(random.Random(0), 1.0)
@@ -280,7 +280,7 @@ def test_with_nothing_kept_what_is_loaded_ahead_passes_the_ring(share: float, se
     control = CheckedController(
         shape,
         budget,
-        lambda capacity: EVICTIONS["lru"](shape, capacity),
+        lambda capacity: EVICTIONS["lru"].make(shape, capacity),
         ahead="ring",
     ).watch()
     link = RandomLink(dice, 0.7)

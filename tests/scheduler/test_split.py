@@ -10,9 +10,8 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan, Span
-from expertly.policies.allocation.moepic import MoEpic
+from expertly.policies.allocation.moepic import LayerSplit, MoEpic, SplitPlan
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import JournaledScheduler, replay
 from expertly.scheduler.loop import Prefetcher
@@ -63,7 +62,7 @@ def soak(
 
     def make(kind: type[JournaledScheduler]) -> JournaledScheduler:
         allocation = MoEpic(shape)
-        return kind(shape, budget, lambda num: EVICTIONS[eviction](shape, num), allocation=allocation, **way)
+        return kind(shape, budget, lambda num: EVICTIONS[eviction].make(shape, num), allocation=allocation, **way)
 
     control = make(CheckedController)
     assert isinstance(control, CheckedController)

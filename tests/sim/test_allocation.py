@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expertly.core.geometry import LayerGeometry, fitting_segments
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Link

@@ -10,7 +10,7 @@ from typing import Protocol
 from expertly.core.costs import Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import DenseShape, Geometry
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.sim.hardware import Hardware
 
 

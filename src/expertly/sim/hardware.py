@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["GEOMETRY_NAMES", "HARDWARE_NAMES", "Hardware", "Link", "ModelShape", "PredictorCosts", "read_geometry"]
+__all__ = ["GEOMETRY_NAMES", "HARDWARE_NAMES", "Hardware", "Link", "ModelSizes", "PredictorCosts", "read_geometry"]
 
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped machines."""
@@ -109,7 +109,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelSizes:
     """What a simulation needs to know of a model besides its routing, where the trace does not say it."""
 
     name: str
@@ -117,9 +117,9 @@ class ModelShape:
     dense: DenseShape | None
 
 
-def read_geometry(name_or_file: str) -> ModelShape:
+def read_geometry(name_or_file: str) -> ModelSizes:
     """A shipped geometry by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
-    return _read("geometry", "geometry", GEOMETRY_NAMES, name_or_file, _model_shape)
+    return _read("geometry", "geometry", GEOMETRY_NAMES, name_or_file, _model_sizes)
 
 
 def _read(folder: str, kind: str, names: Sequence[str], name_or_file: str, read: Callable[[TomlTable], _T]) -> _T:
@@ -193,12 +193,12 @@ def _compute(table: TomlTable) -> MeasuredCompute:
     )
 
 
-def _model_shape(table: TomlTable) -> ModelShape:
+def _model_sizes(table: TomlTable) -> ModelSizes:
     name, num_layers = table.text("name"), table.whole("num_layers", 1)
     if num_layers > MAX_LAYERS:
         raise table.fail("num_layers", f"must be at most {MAX_LAYERS}")
     layers = (table.table("layer", _layer),) * num_layers
-    return ModelShape(name, layers, table.table("dense", _dense) if table.has("dense") else None)
+    return ModelSizes(name, layers, table.table("dense", _dense) if table.has("dense") else None)
 
 
 def _layer(table: TomlTable) -> LayerGeometry:

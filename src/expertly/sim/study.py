@@ -12,12 +12,11 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
 from expertly.core.resources import parse_memory
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.plans import check_plan
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.compute import compute_model, step_times
@@ -255,7 +254,7 @@ class Study:
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
             num_segments = self._num_segments(system)
-            check_plan(self.plan, system, self._cut(num_segments), self._budget(memory, num_segments))
+            system.check_plan(self.plan, self._cut(num_segments), self._budget(memory, num_segments))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""

@@ -12,11 +12,10 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import History, Want
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.stack import StackDistances
-from expertly.policies.eviction import EVICTIONS
+from expertly.policies.allocation.adapmoe import StackDistances
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known, Usage
 from expertly.policies.predictor import Predictor
-from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.system import System
 from expertly.sim.schedule import first_rows
 from expertly.sim.workload import RowRange, TraceWorkload, read_rows
@@ -84,7 +83,7 @@ class TrainingPart:
 
     def reuse(self, system: System, geometry: Geometry) -> ReuseModel | None:
         """What is used again soon. None without a training part, or where the system's eviction makes nothing of it."""
-        if not self._spans or system.keeps_everything or not EVICTIONS[system.eviction].takes_reuse:
+        if not self._spans or system.keeps_everything or system.eviction_learns != ReuseModel.kind:
             return None
         if self._reuse is None:
             self._reuse = ReuseModel(geometry)

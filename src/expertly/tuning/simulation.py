@@ -7,9 +7,8 @@ from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.lab.routing_rates import rates_of_trace
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan, configure
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
