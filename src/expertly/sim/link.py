@@ -71,6 +71,8 @@ class VirtualLink:
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
         self._submit_ns = submit_ns
+        whole = geometry.segments_per_expert
+        self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
         self._taking_ns = taking_ns
         self._watcher = watcher
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
@@ -97,7 +99,8 @@ class VirtualLink:
 
     def submit(self, spans: Sequence[Span]) -> None:
         self._submit(spans, False)
-        self._spend("ask", self._submit_ns)
+        if self._submit_ns:
+            self._spend("ask", self._submit_ns)
 
     def submit_ahead(self, spans: Sequence[Span]) -> None:
         if spans:
@@ -154,7 +157,8 @@ class VirtualLink:
 
     def _take(self) -> Span:
         span = self._arrivals.popleft()[1]
-        self._spend("take", self._taking_ns(span.layer, span.num_segments))
+        if self._takes_time:
+            self._spend("take", self._taking_ns(span.layer, span.num_segments))
         return span
 
     def _spend(self, what: str, duration_ns: int) -> None:
@@ -244,7 +248,7 @@ class TransferQueue:
 
     def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:
         """Begin it: (what, whether it is a prefetch, its begin, its end). `nbytes` where it became less."""
-        queue, begin = self._next(), self.next_ns
+        queue, begin = self._next() if self._prefetches else self._loads, self.next_ns
         is_ahead = queue is self._prefetches
         _, _, span, takes_ns = heappop(queue)
         self._waiting_ns -= takes_ns
