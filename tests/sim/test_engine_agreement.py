@@ -210,7 +210,7 @@ def test_with_compressed_experts_they_count_the_same(
         settings["matcher"] = "inline"
     with loaded(stores["compressed"], system=system, segments=segments, **settings) as model:
         engine = handle(model).engine
-        make_instant(engine.backend)
+        make_instant(engine.device)
         run_engine(model, tmp_path / "trace", full=True)
         expected = counted(engine.scheduler.counters, COUNTED + OF_PREDICTIONS)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model, codec="planes")
