@@ -126,6 +126,9 @@ def dtype_name(dtype: Any) -> str | None:
     return name.removeprefix("torch.")
 
 
+LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions)}
+
+
 def command_line_options() -> list[Field[Any]]:
     """Those that the commands which run a model have."""
     return [one for one in fields(LoadOptions) if one.metadata["metavar"] is not None]
