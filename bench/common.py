@@ -71,7 +71,7 @@ def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, ti
 
 def child_arguments() -> dict[str, Any] | None:
     """The arguments of `child`, when this process is one."""
-    from expertly.engine.instructions import keep_off_trapped_instructions
+    from expertly.engine.process import keep_off_trapped_instructions
 
     keep_off_trapped_instructions()
     if "--child" not in sys.argv:

@@ -83,7 +83,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
 
 def codec_costs(arguments: dict[str, Any]) -> Any:
     """The disk under the compressed store, and what its frames cost; None where nothing is compressed."""
-    from expertly.hardware.measure_codec import store_costs
+    from expertly.hardware.measure import store_costs
     from expertly.model.packing import pack_cached
 
     if arguments["codec"] == "none":

@@ -27,7 +27,7 @@ from transformers.integrations.moe import _default_apply_gate
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute
-from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.process import keep_off_trapped_instructions
 from expertly.model.hooks import FewTokensLinear
 from expertly.native.kernels import ACCEPTED, choose_kernels
 

@@ -23,7 +23,7 @@ from report import print_report
 from transformers import AutoModelForCausalLM
 
 import expertly
-from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.process import keep_off_trapped_instructions
 from expertly.native.kernels import VARIABLE
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

@@ -65,21 +65,21 @@ class Bench:
 
     def __init__(self, folder: str | None, args: argparse.Namespace, **loading: Any) -> None:
         import expertly
-        from expertly.serve.memory import PAGE_TOKENS, Split
+        from expertly.serve.memory import PAGE_TOKENS, MemorySplit
         from expertly.serve.scheduler import Room
-        from expertly.serve.server import Server, assemble, bind
-        from expertly.serve.settings import Settings
+        from expertly.serve.server import ApiServer, assemble, bind
+        from expertly.serve.settings import ServerSettings
 
         self.args = args
         self.model, self.tokenizer = expertly.load(folder, device="cpu", **loading)
         self.model.generation_config.eos_token_id = None  # as many tokens as are asked for
         room = Room(256, PAGE_TOKENS, 32 * 9, 32, 64)
-        settings = Settings(name="model")
-        assembled = assemble(self.model, self.tokenizer, settings, room, Split(0, 0, 0, 0, room.num_pages))
+        settings = ServerSettings(name="model")
+        assembled = assemble(self.model, self.tokenizer, settings, room, MemorySplit(0, 0, 0, 0, room.num_pages))
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         is_up = threading.Event()
-        self._server = Server(assembled, settings, is_up.set)
+        self._server = ApiServer(assembled, settings, is_up.set)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
         assert is_up.wait(60)
@@ -94,7 +94,7 @@ class Bench:
 
     def generate(self, prompt: str) -> float:
         """TPOT as `expertly generate` measures it."""
-        from expertly.engine.streaming import TextStreamer
+        from expertly.cli.streaming import TextStreamer
 
         streamer = TextStreamer(lambda tokens: self.tokenizer.decode(tokens), lambda text: None)
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.process import keep_off_trapped_instructions
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -13,7 +13,7 @@ def load(settings: dict[str, Any]) -> Accelerate:
 
 class Accelerate(TorchPeer):
     def __init__(self, settings: dict[str, Any]) -> None:
-        from expertly.engine.instructions import keep_off_trapped_instructions
+        from expertly.engine.process import keep_off_trapped_instructions
 
         keep_off_trapped_instructions()
         import torch

@@ -16,17 +16,14 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.engine.backends import make_backend
-from expertly.engine.compute_threads import ComputeThreads
+from expertly.engine.choice import LoadSettings, find_choice
 from expertly.engine.device_choice import choose_devices
 from expertly.engine.device_loading import make_group
-from expertly.engine.division import Division, Request, divide
-from expertly.engine.footprint import give_back_unused, keep_few_primitives
-from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.division import Division, MemoryRequest, divide
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
-from expertly.engine.prediction import Matcher, choose_matcher
-from expertly.engine.prediction_loading import make_prefetching
-from expertly.engine.runtime import Engine, Executor
-from expertly.engine.saved_choice import Settings, find_choice
+from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
+from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
+from expertly.engine.runtime import ComputeThreads, Engine, Executor
 from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
@@ -122,8 +119,8 @@ def _choose(
     why_system = store = None
     if asked.system == AUTO_SYSTEM:
         store = pack(asked.codec)
-        settled = Settings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
-        request = Request(asked.memory, asked.ring, asked.context)
+        settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
+        request = MemoryRequest(asked.memory, asked.ring, asked.context)
         system, settled, why_system = find_choice(store, settled, request, targets)
         if settled.codec != asked.codec:
             store = None
@@ -145,7 +142,7 @@ def _choose(
     fitting = fitting_segments(store.manifest.layers, parts.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
     geometries = [share.geometry for share in placement.shares]
-    division = divide(store, geometries, parts, Request(asked.memory, asked.ring, asked.context), targets)
+    division = divide(store, geometries, parts, MemoryRequest(asked.memory, asked.ring, asked.context), targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)

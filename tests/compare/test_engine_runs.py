@@ -13,7 +13,7 @@ import pytest
 from expertly.compare import engine_runs, worker
 from expertly.compare.engine_runs import EngineRuns, can_be_together
 from expertly.compare.playing import PlayedRequest
-from expertly.compare.settings import Settings
+from expertly.compare.settings import ComparisonSettings
 from expertly.compare.worker import Worker, WorkerError
 
 REQUESTS = [PlayedRequest(number, [1, 2, 3], 2) for number in range(2)]
@@ -62,7 +62,7 @@ def run(
 ) -> tuple[Stage, engine_runs.Runs]:
     stage = Stage(failing or {})
     monkeypatch.setattr(engine_runs, "Worker", stage.worker)
-    settings = Settings(("lru", "lfu", "lcp"), ("25%", "50%"), rounds=2)
+    settings = ComparisonSettings(("lru", "lfu", "lcp"), ("25%", "50%"), rounds=2)
     engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
     engine.run(lambda _: together)
     return stage, engine.runs
@@ -128,7 +128,7 @@ def test_a_process_that_cannot_be_started_is_said_so(monkeypatch: pytest.MonkeyP
         with pytest.raises(WorkerError, match="its process could not be started: Resource temporarily unavailable"):
             one.ask("peak_nbytes")
     assert len(ends) == 4 and all(end.closed for end in ends) and not one.is_alive
-    settings = Settings(("lru",), ("25%",))
+    settings = ComparisonSettings(("lru",), ("25%",))
     engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
     engine.run(lambda _: True)
     (failure,) = engine.runs.failures
@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     engine = EngineRuns(
-        Settings(("lru",), ("25%",)), {"predictor": "auto", "plan": None}, REQUESTS, None, between=interrupted
+        ComparisonSettings(("lru",), ("25%",)), {"predictor": "auto", "plan": None}, REQUESTS, None, between=interrupted
     )
     with pytest.raises(KeyboardInterrupt):
         engine.run(lambda _: True)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from expertly.compare.charts import distribution
-from expertly.compare.engine_runs import Failure, Runs
+from expertly.compare.engine_runs import RunFailure, Runs
 from expertly.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
 from expertly.compare.headline import best_row, headline
-from expertly.compare.settings import BOUNDS, Settings, check_memories, check_systems
+from expertly.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems
 from expertly.compare.svg import element, round_ticks
 from expertly.compare.units import format_range, format_seconds, format_share
 from expertly.core.errors import ConfigError
@@ -127,14 +127,14 @@ def test_without_times_hits_decide() -> None:
 
 def test_a_system_that_failed_on_the_engine_has_no_engine_figures() -> None:
     runs = Runs(played={("25%", "lru"): rounds([0.1]), ("25%", "lcp"): [[]]})
-    rows = rows_of(Settings(("lru", "lcp"), ("25%",)), runs, {})
+    rows = rows_of(ComparisonSettings(("lru", "lcp"), ("25%",)), runs, {})
     assert [one["system"] for one in rows] == ["lru"]
 
 
 def test_a_system_that_failed_later_has_what_was_measured() -> None:
     runs = Runs(played={("25%", "lru"): rounds([0.1], [0.2]), ("25%", "lcp"): [*rounds([0.3]), []]})
-    runs.failures.append(Failure("engine", "25%", "lcp", "torn"))
-    rows = {one["system"]: one for one in rows_of(Settings(("lru", "lcp"), ("25%",)), runs, {})}
+    runs.failures.append(RunFailure("engine", "25%", "lcp", "torn"))
+    rows = {one["system"]: one for one in rows_of(ComparisonSettings(("lru", "lcp"), ("25%",)), runs, {})}
     assert rows["lcp"]["has_failed"] and not rows["lru"]["has_failed"]
     assert rows["lcp"]["engine"]["num_played"] == 1 == runs.num_measured("25%", "lcp")
     assert rows["lcp"]["engine"]["tpot_to_baseline"]["median"] == pytest.approx(3), "beside what ran then"
@@ -150,7 +150,7 @@ def test_bounds_are_of_the_parts_with_which_they_are_best() -> None:
 
     of_one_part, of_four = run(1, 300, 0.01), run(4, 200, 0.02)
     found = {("25%", name, one["segments"]): one for name in BOUNDS for one in (of_one_part, of_four)}
-    rows = {one["system"]: one["segments"] for one in rows_of(Settings(("lru",), ("25%",)), None, found)}
+    rows = {one["system"]: one["segments"] for one in rows_of(ComparisonSettings(("lru",), ("25%",)), None, found)}
     assert rows == {"belady": 4, "belady-global": 4, "oracle": 1, "resident": 1}
 
 

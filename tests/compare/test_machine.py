@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertly.compare.machine import Machine
+from expertly.compare.machine import MachineWorker
 from expertly.compare.worker import WorkerError
 from expertly.core.costs import Link
 
@@ -30,8 +30,8 @@ class Scripted:
         return (Link(5e8, 7, 3), None, None) if method == "profile" else None
 
 
-def machine(*refusing: tuple[str, Any]) -> tuple[Machine, Scripted]:
-    made = Machine()
+def machine(*refusing: tuple[str, Any]) -> tuple[MachineWorker, Scripted]:
+    made = MachineWorker()
     worker = made.worker = Scripted(*refusing)  # type: ignore[assignment]
     return made, worker
 

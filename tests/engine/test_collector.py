@@ -141,9 +141,7 @@ def test_embeddings_that_are_fed_are_what_it_sees(cases: Cases, monkeypatch: pyt
 
 def test_nothing_is_collected_that_is_not_wanted(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
-    monkeypatch.setattr(
-        "expertly.engine.prediction_loading.find_routers", lambda *args: pytest.fail("nobody asked for routers")
-    )
+    monkeypatch.setattr("expertly.engine.observe.find_routers", lambda *args: pytest.fail("nobody asked for routers"))
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts"))
     with loaded(case.store, system=system) as model:
         generate(model, case.prompts, 3)
@@ -161,7 +159,7 @@ def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, mon
         taps[1] = None
         return taps
 
-    monkeypatch.setattr("expertly.engine.prediction_loading.find_routers", partly)
+    monkeypatch.setattr("expertly.engine.observe.find_routers", partly)
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
     with loaded(case.store, system=system) as model:
         generate(model, case.prompts, 3)
@@ -176,7 +174,7 @@ def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, mon
 
 
 def test_a_model_that_cannot_look_ahead_says_so(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertly.engine.prediction_loading.find_routers", lambda model, layers: [None] * len(layers))
+    monkeypatch.setattr("expertly.engine.observe.find_routers", lambda model, layers: [None] * len(layers))
     with pytest.raises(ConfigError, match=r"routers of layers \[0, 1, 2\]"):
         expertly.load(str(cases["qwen3_moe"].store), system="lru:prediction=lookahead", memory="50%", device="cpu")
     assert not reader_threads()

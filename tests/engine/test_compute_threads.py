@@ -12,8 +12,8 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import TransferError
-from expertly.engine import compute_threads
-from expertly.engine.compute_threads import MAX_TOKENS_PER_EXPERT
+from expertly.engine import runtime as compute_threads
+from expertly.engine.runtime import MAX_TOKENS_PER_EXPERT
 from expertly.lab.model_profile import measure_model
 from expertly.model.hooks import experts_modules
 from expertly.store.reader import ExpertFile

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import expertly
-from expertly.engine.footprint import PRIMITIVES, VARIABLES, _code, keep_few_primitives
+from expertly.engine.process import PRIMITIVES, VARIABLES, _code, keep_few_primitives
 from tests.engine.observe import rss_nbytes, run_python
 from tests.families import generate
 
@@ -125,7 +125,7 @@ def test_little_memory_is_taken_beside_weights_and_cache() -> None:
 GIVE_BACK = """
 import torch
 torch.set_num_threads(1)
-from expertly.engine.footprint import give_back_unused
+from expertly.engine.process import give_back_unused
 from tests.engine.observe import rss_nbytes
 x = torch.arange(64.0).view(8, 8)
 before, product = rss_nbytes(), x @ x

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from expertly.engine import instructions
-from expertly.engine.instructions import VARIABLE, WITHOUT_AMX, keep_off_trapped_instructions
+from expertly.engine import process as instructions
+from expertly.engine.process import VARIABLE, WITHOUT_AMX, keep_off_trapped_instructions
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_processors_without_it_are_not_asked(tmp_path: Path, monkeypatch: pytest
 
 def test_bfloat16_products_run_on_this_machine() -> None:
     code = (
-        "from expertly.engine.instructions import keep_off_trapped_instructions as keep; keep()\n"
+        "from expertly.engine.process import keep_off_trapped_instructions as keep; keep()\n"
         "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
         "print(torch.nn.functional.linear(a, a)[0, 0].item())"
     )

@@ -16,7 +16,7 @@ import pytest
 
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.engine.matcher import ThreadChannel
+from expertly.engine.observe import ThreadChannel
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen
 

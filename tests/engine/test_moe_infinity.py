@@ -13,7 +13,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import StoreError
-from expertly.engine import prediction as prediction_module
+from expertly.engine import observe as prediction_module
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.eam.matrices import Matrices

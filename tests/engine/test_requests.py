@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from expertly.core.observation import IterationInfo
-from expertly.engine.requests import RequestNumbers
+from expertly.engine.observe import RequestNumbers
 
 
 def batch(num_sequences: int, length: int, is_prefill: bool) -> IterationInfo:

@@ -13,7 +13,7 @@ import pytest
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, StoreError
-from expertly.engine import prediction as prediction_module
+from expertly.engine import observe as prediction_module
 from expertly.policies.learned import ModelShape, read_learned, save_learned
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.store.cache import list_entries, remove_entry

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.hardware import measure_codec
-from expertly.hardware.measure_codec import machine_choice, machine_costs, measure_decoding, store_costs
+from expertly.hardware import measure as measure_codec
+from expertly.hardware.measure import machine_choice, machine_costs, measure_decoding, store_costs
 from expertly.hardware.profile import DecodeProfile, DecodeRate
 from tests.engine.frames import write_store
 from tests.hardware.test_profile import PROFILE

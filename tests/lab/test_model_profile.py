@@ -14,7 +14,7 @@ from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
-from expertly.hardware import machine, measure, measure_roofline
+from expertly.hardware import machine, measure
 from expertly.lab.link_profile import fit_link
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.packing import pack
@@ -122,7 +122,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
     monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
     monkeypatch.setattr(measure, "DEPTHS", (1, 4))
-    monkeypatch.setattr(measure_roofline, "_LEAST_NBYTES", MIB)
+    monkeypatch.setattr(measure, "_LEAST_NBYTES", MIB)
     monkeypatch.setattr("expertly.cli.doctor_hardware.MODEL_SECONDS", 0.1)
     monkeypatch.setattr("expertly.cli.doctor_hardware._EACH_S", 0.01)
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
@@ -156,7 +156,7 @@ def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, c
 def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = compressed_case(cases["mixtral"], tmp_path / "store")
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
-    monkeypatch.setattr("expertly.hardware.measure_codec.store_costs", lambda store: (disk, alone))
+    monkeypatch.setattr("expertly.hardware.measure.store_costs", lambda store: (disk, alone))
     path = tmp_path / "here.toml"
     assert main(["doctor", "--hardware-out", str(path), "--model", str(case.store), "--memory", "60%"]) == 0
     hardware = Hardware.read(str(path))

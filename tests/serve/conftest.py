@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import expertly
 from expertly.data import demo_folder
-from expertly.serve.memory import PAGE_TOKENS, Split
+from expertly.serve.memory import PAGE_TOKENS, MemorySplit
 from expertly.serve.scheduler import Room
-from expertly.serve.server import Assembled, Server, assemble, bind
-from expertly.serve.settings import Settings
+from expertly.serve.server import ApiServer, Assembled, assemble, bind
+from expertly.serve.settings import ServerSettings
 
 KEY = "a-key-that-nobody-guesses"
 
@@ -32,7 +32,7 @@ class Serving:
 
     url: str
     assembled: Assembled
-    server: Server
+    server: ApiServer
 
     def client(self) -> openai.OpenAI:
         return self._client
@@ -55,11 +55,11 @@ def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num
 
 
 @contextmanager
-def running(assembled: Assembled, settings: Settings) -> Iterator[Serving]:
+def running(assembled: Assembled, settings: ServerSettings) -> Iterator[Serving]:
     """Served until the block ends."""
     listener: socket.socket = bind("127.0.0.1", 0)
     is_up = threading.Event()
-    server = Server(assembled, settings, is_up.set)
+    server = ApiServer(assembled, settings, is_up.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -77,9 +77,9 @@ def served(
     model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """A model as `expertly serve` serves it."""
-    told = Settings(**({"name": "demo"} | settings))
+    told = ServerSettings(**({"name": "demo"} | settings))
     room = room or room_for()
-    assembled = assemble(model, tokenizer, told, room, Split(1, 1, 1, 1, room.num_pages), template)
+    assembled = assemble(model, tokenizer, told, room, MemorySplit(1, 1, 1, 1, room.num_pages), template)
     with running(assembled, told) as serving:
         yield serving
 

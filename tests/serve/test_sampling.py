@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.serve.sampling import Choice, Sampler, Sampling
+from expertly.serve.sampling import SampledToken, Sampler, Sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
 
@@ -53,7 +53,7 @@ def test_a_vocabulary_that_is_almost_flat_is_sorted_whole() -> None:
 
 def test_a_seed_is_the_same_in_any_company() -> None:
     alone = draw(Sampling(seed=9), 20)
-    told: list[tuple[str, Choice]] = []
+    told: list[tuple[str, SampledToken]] = []
     sampler = Sampler(told.extend)
     for name, seed in (("x", 1), ("mine", 9), ("y", None)):
         sampler.add(name, Sampling(seed=seed))
@@ -76,7 +76,7 @@ def test_greedy_tokens_are_left_to_the_model_and_others_are_not() -> None:
 
 
 def test_logprobs_are_before_any_setting() -> None:
-    told: list[tuple[str, Choice]] = []
+    told: list[tuple[str, SampledToken]] = []
     sampler = Sampler(told.extend)
     sampler.add("a", Sampling(temperature=0, bias={3: 50.0}, logprobs=2))
     sampler.choose(["a"], LOGITS)

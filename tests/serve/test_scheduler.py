@@ -12,8 +12,8 @@ import pytest
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry
 from expertly.serve.errors import ApiError
-from expertly.serve.request import Request
-from expertly.serve.sampling import Choice, Sampling
+from expertly.serve.request import ServedRequest
+from expertly.serve.sampling import SampledToken, Sampling
 from expertly.serve.scheduler import RequestScheduler, Room
 
 END = 0
@@ -43,11 +43,11 @@ class Heard:
     def __init__(self) -> None:
         self.outcomes: list[str] = []
 
-    def first_token(self, request: Request) -> None: ...
+    def first_token(self, request: ServedRequest) -> None: ...
 
-    def token(self, request: Request, seconds: float | None) -> None: ...
+    def token(self, request: ServedRequest, seconds: float | None) -> None: ...
 
-    def ended(self, request: Request, outcome: str) -> None:
+    def ended(self, request: ServedRequest, outcome: str) -> None:
         self.outcomes.append(outcome)
 
 
@@ -60,8 +60,8 @@ class Story:
         self.scheduler = RequestScheduler(Room(**told), self.heard)
         self.scheduler.start(lambda sampler, failed: self.steps)
 
-    def ask(self, prompt: int = 4, max_tokens: int = 4, texts: int = 1, stops: Sequence[str] = ()) -> Request:
-        request = Request(lambda tokens: "".join(map(chr, tokens)), lambda: 0.0)
+    def ask(self, prompt: int = 4, max_tokens: int = 4, texts: int = 1, stops: Sequence[str] = ()) -> ServedRequest:
+        request = ServedRequest(lambda tokens: "".join(map(chr, tokens)), lambda: 0.0)
         for _ in range(texts):
             request.add([1] * prompt, max_tokens, [END], Sampling(temperature=0), stops)
         self.scheduler.check_size(prompt, max_tokens, texts, "prompt")
@@ -75,7 +75,7 @@ class Story:
             text = self.scheduler.running[name]
             if token in text.ends or len(text.tokens) + 1 >= text.max_tokens:
                 del self.steps.running[name]
-        self.scheduler.told([(name, Choice(token)) for name in names])
+        self.scheduler.told([(name, SampledToken(token)) for name in names])
         await asyncio.sleep(0)
 
     def names(self) -> list[int]:
@@ -273,7 +273,7 @@ def test_a_loop_that_was_closed_ends_what_was_under_way(tells: str, is_meanwhile
     """The model's thread goes on, and nobody waits for what does not come any more."""
     loop = asyncio.new_event_loop()
 
-    async def begin() -> tuple[Story, list[Request]]:
+    async def begin() -> tuple[Story, list[ServedRequest]]:
         one = Story(max_running=1)
         requests = [one.ask(), one.ask()]
         await one.step()
@@ -286,12 +286,12 @@ def test_a_loop_that_was_closed_ends_what_was_under_way(tells: str, is_meanwhile
         loop.close()
     names = list(one.steps.running)
     tell = {
-        "token": lambda: one.scheduler.told([(name, Choice(ord("x"))) for name in names]),
+        "token": lambda: one.scheduler.told([(name, SampledToken(ord("x"))) for name in names]),
         "failure": lambda: one.scheduler.failed(names, [], RuntimeError("torn")),
     }[tells]
     assert in_a_thread(tell) == [] and in_a_thread(tell) == []
 
-    async def read(request: Request) -> str:
+    async def read(request: ServedRequest) -> str:
         told = ""
         with pytest.raises(ApiError, match="shutting down") as raised:
             async for delta in request:
@@ -320,7 +320,7 @@ def test_who_waits_in_a_closed_loop_troubles_nobody() -> None:
     one, reading = loop.run_until_complete(begin())
     loop.close()
     names = list(one.steps.running)
-    assert in_a_thread(lambda: one.scheduler.told([(name, Choice(ord("x"))) for name in names])) == []
+    assert in_a_thread(lambda: one.scheduler.told([(name, SampledToken(ord("x"))) for name in names])) == []
     assert one.heard.outcomes == ["failed"]
     reading._log_destroy_pending = False  # type: ignore[attr-defined]  # it is what is tried here
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from expertly.serve.memory import Split
+from expertly.serve.memory import MemorySplit
 from expertly.serve.prompts import Prompts
 from expertly.serve.schema import Message
 from expertly.serve.server import assemble
-from expertly.serve.settings import Settings
+from expertly.serve.settings import ServerSettings
 from tests.serve.conftest import Serving, room_for, running
 from tests.serve.scripted import scripted
 
@@ -37,8 +37,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 @contextmanager
 def saying(demo: tuple[Any, Any], text: str) -> Iterator[Serving]:
-    settings, room = Settings(name="demo"), room_for()
-    assembled = assemble(*demo, settings, room, Split(1, 1, 1, 1, room.num_pages), TEMPLATE)
+    settings, room = ServerSettings(name="demo"), room_for()
+    assembled = assemble(*demo, settings, room, MemorySplit(1, 1, 1, 1, room.num_pages), TEMPLATE)
     with running(scripted(assembled, text, demo[1]), settings) as serving:
         yield serving
 

@@ -14,13 +14,12 @@ import torch
 import expertly
 from expertly.cli.loading import add_loading_arguments, load_model
 from expertly.cli.main import main
-from expertly.engine.choices import Choice, Gain, read_choices, save_choice
-from expertly.engine.saved_choice import choices_path, this_machine
+from expertly.engine.choice import Gain, TunedChoice, choices_path, read_choices, save_choice, this_machine
 from expertly.model.packing import pack_cached
 from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
-from expertly.serve.planning import Wishes, plan
+from expertly.serve.planning import ServeWishes, plan
 from expertly.store.packed import PackedStore
 from tests.families import make_checkpoint
 
@@ -39,14 +38,14 @@ def store(model: Path) -> Iterator[PackedStore]:
     choices_path(packed).unlink(missing_ok=True)
 
 
-def choice(store: PackedStore, system: str, share: float, **changes: Any) -> Choice:
+def choice(store: PackedStore, system: str, share: float, **changes: Any) -> TunedChoice:
     nbytes = int(share * store.experts_nbytes)
     gains = (Gain("lru", 0.8, 0.7, 0.9, 0.8, 9),)
-    made = Choice(system, 1, nbytes, nbytes, "none", HERE, gains=gains, about={"requests": 4})
+    made = TunedChoice(system, 1, nbytes, nbytes, "none", HERE, gains=gains, about={"requests": 4})
     return replace(made, **changes)
 
 
-def save(store: PackedStore, *choices: Choice) -> None:
+def save(store: PackedStore, *choices: TunedChoice) -> None:
     for one in choices:
         save_choice(choices_path(store), store.manifest.identity, store.manifest.dtype, one)
 
@@ -177,7 +176,7 @@ def test_commands_say_what_it_came_to(model: Path, store: PackedStore, capsys: p
 
 
 def test_a_server_divides_its_memory_before_it_knows_the_system(model: Path, store: PackedStore) -> None:
-    wishes = Wishes(
+    wishes = ServeWishes(
         model=str(model),
         dtype=None,
         device="cpu",

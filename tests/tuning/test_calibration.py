@@ -6,7 +6,7 @@ import pytest
 
 from expertly.tuning.calibration import calibrate, representatives
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.workload import Request
+from expertly.tuning.workload import RecordedRequest
 from tests.tuning.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")
@@ -86,5 +86,7 @@ def test_with_little_time_it_is_the_predictor_that_is_measured() -> None:
 def test_a_request_without_a_step_tells_nothing() -> None:
     clock = FakeClock()
     player = FakePlayer(clock, lambda one, count: 1.0)
-    found = calibrate(player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, Request((1, 2), 2), Deadline.after(clock, 1e6))
+    found = calibrate(
+        player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, RecordedRequest((1, 2), 2), Deadline.after(clock, 1e6)
+    )
     assert found.overheads_s == {} and player.played == []

@@ -12,12 +12,12 @@ import pytest
 
 from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.engine.choices import Choice, Gain, Machine, read_choices, save_choice
+from expertly.engine.choice import Gain, TunedChoice, TunedOn, read_choices, save_choice
 from expertly.policies.allocation.moepic import uniform_plan
 
-MACHINE = Machine("cpu", "a processor", "a processor", 2, 2)
+MACHINE = TunedOn("cpu", "a processor", "a processor", 2, 2)
 PLAN = uniform_plan(Geometry((LayerGeometry(8, 2, 32, 16, 3, 4),) * 3, 4), [48])
-CHOICE = Choice(
+CHOICE = TunedChoice(
     system="moepic:distance=2",
     segments=4,
     memory_nbytes=1000,
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.choices"
 
 
-def save(path: Path, *choices: Choice) -> list[Choice]:
+def save(path: Path, *choices: TunedChoice) -> list[TunedChoice]:
     for choice in choices:
         save_choice(path, "abc", "bfloat16", choice)
     return read_choices(path, "abc", "bfloat16")
@@ -65,7 +65,7 @@ def test_there_is_one_for_each_memory_and_kind_of_device(path: Path) -> None:
 
 
 def test_the_oldest_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertly.engine.choices.MAX_CHOICES", 3)
+    monkeypatch.setattr("expertly.engine.choice.MAX_CHOICES", 3)
     every = [replace(CHOICE, memory_nbytes=1000 + number, plan=None) for number in range(5)]
     assert save(path, *every) == every[2:]
 

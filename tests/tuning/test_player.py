@@ -18,7 +18,7 @@ from expertly.tuning import player as players
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.player import EnginePlayer
-from expertly.tuning.workload import Workload, record_workload
+from expertly.tuning.workload import TunedWorkload, record_workload
 from tests.families import make_checkpoint
 
 PROMPTS = ["Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,"]
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
+def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TunedWorkload:
     """Two requests to learn from, two to try."""
     loaded, tokenizer = expertly.load(str(model), memory="50%", maps=None)
     folder, deadline = tmp_path_factory.mktemp("workload") / "trace", Deadline.after(time.monotonic, 100.0)
@@ -44,13 +44,13 @@ def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 
 @pytest.fixture
-def player(model: Path, workload: Workload, tmp_path: Path) -> Iterator[EnginePlayer]:
+def player(model: Path, workload: TunedWorkload, tmp_path: Path) -> Iterator[EnginePlayer]:
     load = partial(api.load, str(model), predictor="off")
     with EnginePlayer(workload, lambda _: None, load, tmp_path) as made:
         yield made
 
 
-def candidate(workload: Workload, name: str) -> Candidate:
+def candidate(workload: TunedWorkload, name: str) -> Candidate:
     nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
     return Candidate(get_system(name), nbytes, "none")
 
@@ -60,12 +60,12 @@ def num_maps(player: EnginePlayer, one: Candidate) -> int:
     return int(prediction["predictor"]["maps"])
 
 
-def test_half_of_the_requests_is_learned_from(workload: Workload) -> None:
+def test_half_of_the_requests_is_learned_from(workload: TunedWorkload) -> None:
     assert (workload.num_requests, len(workload.requests), len(workload.schedule.training)) == (4, 2, 2)
     assert all(len(request.tokens) - request.num_prompt == STEPS for request in workload.requests)
 
 
-def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, workload: Workload) -> None:
+def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, workload: TunedWorkload) -> None:
     fmoe, ours = candidate(workload, "fmoe"), candidate(workload, "expertly")
     for one in (fmoe, ours):
         played = player.play(one, workload.requests[0])
@@ -77,7 +77,7 @@ def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, wo
 
 
 def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learned(
-    player: EnginePlayer, workload: Workload, monkeypatch: pytest.MonkeyPatch
+    player: EnginePlayer, workload: TunedWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(players, "available_nbytes", lambda device: 0)
     fmoe, lru = candidate(workload, "fmoe"), candidate(workload, "lru")
@@ -89,7 +89,7 @@ def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learne
     assert list(player._models) == [fmoe] and num_maps(player, fmoe) > learned
 
 
-def test_where_it_is_there_they_stay(player: EnginePlayer, workload: Workload) -> None:
+def test_where_it_is_there_they_stay(player: EnginePlayer, workload: TunedWorkload) -> None:
     lru, lfu = candidate(workload, "lru"), candidate(workload, "lfu")
     for one in (lru, lfu, lru):
         player.play(one, workload.requests[0])

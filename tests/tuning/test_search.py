@@ -7,7 +7,7 @@ from dataclasses import replace
 from expertly.scheduler.presets import get_system
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.search import KEPT, Found, Scored, finalists, rungs_of, search
+from expertly.tuning.search import KEPT, Scored, SearchResult, finalists, rungs_of, search
 from tests.tuning.toys import FakeClock, candidate
 
 SEEDS = [candidate(name) for name in ("lru", "lfu", "lcp")]
@@ -25,7 +25,7 @@ def seconds(one: Candidate) -> float:
     return {"lru": 3.0, "lfu": 2.0, "lcp": 4.0}[one.system.name.split(":")[0]] - 0.1 * one.system.segments
 
 
-def found(limit: float = 1e9, step: float = 0.0, num_requests: int = 8) -> tuple[Found, list[tuple[str, int]]]:
+def found(limit: float = 1e9, step: float = 0.0, num_requests: int = 8) -> tuple[SearchResult, list[tuple[str, int]]]:
     tried: list[tuple[str, int]] = []
 
     def score(one: Candidate, num: int, until: Deadline) -> float:

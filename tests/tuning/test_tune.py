@@ -13,8 +13,7 @@ import pytest
 import expertly
 from expertly.cli.tune_report import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
-from expertly.engine.choices import read_choices
-from expertly.engine.saved_choice import choices_path
+from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import BASE_SYSTEM
@@ -22,8 +21,8 @@ from expertly.sim.hardware import Hardware, Link
 from expertly.store.cache import learned_beside
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.tune import Tuned, Wishes, keep_learned, save, tune
-from expertly.tuning.verification import MIN_TURNS, Player
-from expertly.tuning.workload import Request
+from expertly.tuning.verification import MIN_TURNS, CandidatePlayer
+from expertly.tuning.workload import RecordedRequest
 from tests.families import make_checkpoint
 from tests.tuning.toys import FakeClock
 
@@ -37,12 +36,12 @@ class Biased:
     clock.
     """
 
-    def __init__(self, player: Player, seconds: Callable[[Candidate], float], clock: FakeClock) -> None:
+    def __init__(self, player: CandidatePlayer, seconds: Callable[[Candidate], float], clock: FakeClock) -> None:
         self._player = player
         self._seconds = seconds
         self._clock = clock
 
-    def play(self, candidate: Candidate, request: Request) -> Played:
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
         steps = len(self._player.play(candidate, request).steps_s)
         seconds = self._seconds(candidate)
         self._clock.now += seconds
@@ -105,7 +104,7 @@ def test_where_lru_is_the_fastest_it_is_what_is_saved(model: Path) -> None:
     """And what fails on the engine is left out, and named."""
 
     class Failing(Biased):
-        def play(self, candidate: Candidate, request: Request) -> Played:
+        def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
             if candidate.system.prediction != "none":
                 raise ConfigError("no such luck")
             return super().play(candidate, request)
@@ -180,7 +179,7 @@ def test_the_report_says_what_was_simulated_alone(model: Path, fastest: Tuned) -
     """And what could not be run, whenever that was found out."""
 
     class Failing(Biased):
-        def play(self, candidate: Candidate, request: Request) -> Played:
+        def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
             if candidate.system.prediction == "lookahead":
                 raise ConfigError("no such luck")
             return super().play(candidate, request)

@@ -10,7 +10,7 @@ from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.verdict import Verdict, decide
 from expertly.tuning.verification import MAX_TURNS, MIN_TURNS, take_turns
-from expertly.tuning.workload import Request
+from expertly.tuning.workload import RecordedRequest
 from tests.tuning.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")
@@ -136,10 +136,10 @@ def test_turns_end_in_time_and_take_turns() -> None:
 
 def test_answers_of_one_token_have_no_decode_to_be_slower_in() -> None:
     """Where all are, prompts decide; where some are, the others say what a token takes."""
-    clock, short = FakeClock(), Request((1, 2), 2)
+    clock, short = FakeClock(), RecordedRequest((1, 2), 2)
 
     class Player(FakePlayer):
-        def play(self, candidate: Candidate, request: Request) -> Played:
+        def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
             if request != short:
                 return super().play(candidate, request)
             self.clock.now += 1.0

@@ -8,9 +8,9 @@ from expertly.core.errors import ConfigError
 from expertly.lab.playing import Played
 from expertly.scheduler.presets import get_system
 from expertly.tuning.candidates import Candidate
-from expertly.tuning.workload import Request
+from expertly.tuning.workload import RecordedRequest
 
-REQUESTS = (Request((1, 2, 3, 4, 5), 2), Request((6, 7, 8), 1))
+REQUESTS = (RecordedRequest((1, 2, 3, 4, 5), 2), RecordedRequest((6, 7, 8), 1))
 
 
 class FakeClock:
@@ -31,10 +31,10 @@ class FakePlayer:
     def __init__(self, clock: FakeClock, seconds: Callable[[Candidate, int], float | None]) -> None:
         self.clock = clock
         self.seconds = seconds
-        self.played: list[tuple[str, Request]] = []
+        self.played: list[tuple[str, RecordedRequest]] = []
         self._count: dict[Candidate, int] = {}
 
-    def play(self, candidate: Candidate, request: Request) -> Played:
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
         count = self._count[candidate] = self._count.get(candidate, 0) + 1
         seconds = self.seconds(candidate, count)
         if seconds is None:

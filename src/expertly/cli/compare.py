@@ -17,7 +17,7 @@ from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.compare.settings import (
     DEFAULT_MEMORY,
-    Settings,
+    ComparisonSettings,
     check_memories,
     check_systems,
     default_systems,
@@ -26,7 +26,7 @@ from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ExpertlyError
 
 if TYPE_CHECKING:
-    from expertly.compare.comparison import Comparison, Prompt
+    from expertly.compare.comparison import ComparedPrompt, Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -135,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         return output.end(stdout, args.json, is_interrupted)
 
 
-def _compare_model(comparison: Comparison, prompts: list[Prompt], args: argparse.Namespace, progress: Any) -> None:
+def _compare_model(
+    comparison: Comparison, prompts: list[ComparedPrompt], args: argparse.Namespace, progress: Any
+) -> None:
     from expertly.compare.comparison import compare_model
     from expertly.compare.folder import TRACE
 
@@ -158,10 +160,10 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], has_trace: bool) -
             raise ConfigError(f"{name}={getattr(args, name)!r}: of no use with {what}; accepted with {other}")
 
 
-def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
+def _settings(args: argparse.Namespace, has_trace: bool) -> ComparisonSettings:
     refuse_compressed(args.compressed)
     given = {name: getattr(args, name) for name in ("rounds", "temperature") if getattr(args, name) is not None}
-    settings = Settings(
+    settings = ComparisonSettings(
         check_systems(names("system", args.system)),
         check_memories(names("memory", args.memory)),
         requests=args.requests,
@@ -181,7 +183,7 @@ def _settings(args: argparse.Namespace, has_trace: bool) -> Settings:
     return settings
 
 
-def _check_files(settings: Settings) -> None:
+def _check_files(settings: ComparisonSettings) -> None:
     """Raises what reading them raises, before anything runs."""
     from expertly.sim.hardware import Hardware
 
@@ -191,9 +193,9 @@ def _check_files(settings: Settings) -> None:
     plan_for(settings.systems, settings.plan)
 
 
-def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    from expertly.compare.comparison import Prompt
+def _prompts(args: argparse.Namespace) -> list[ComparedPrompt]:
+    from expertly.compare.comparison import ComparedPrompt
     from expertly.data import demo_prompts
 
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    return [Prompt(one.text, one.category) for one in found]
+    return [ComparedPrompt(one.text, one.category) for one in found]

@@ -17,7 +17,7 @@ from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import DEFAULT_ZETA
 
 if TYPE_CHECKING:
-    from expertly.cli.configure_sources import Observed
+    from expertly.cli.configure_sources import ConfiguratorInput
     from expertly.policies.allocation.moepic import Configuration
     from expertly.scheduler.budget import Budget
 
@@ -143,7 +143,7 @@ def _check_arguments(args: argparse.Namespace, of_trace: bool) -> None:
         )
 
 
-def _configured(seen: Observed, budget: Budget, zeta: float) -> tuple[Configuration, float]:
+def _configured(seen: ConfiguratorInput, budget: Budget, zeta: float) -> tuple[Configuration, float]:
     """And the seconds that it took."""
     from expertly.policies.allocation.moepic import configure
 
@@ -152,7 +152,7 @@ def _configured(seen: Observed, budget: Budget, zeta: float) -> tuple[Configurat
     return found, time.perf_counter() - start
 
 
-def _save(args: argparse.Namespace, seen: Observed, memory: str, found: Configuration) -> None:
+def _save(args: argparse.Namespace, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
     from expertly.policies.allocation.moepic import save_plan
 
     about: dict[str, str | int | float | None] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from expertly import api
 from expertly.cli.configure import DEFAULT_MEMORY, DEFAULT_SECONDS, DEFAULT_TOKENS, SYSTEM
-from expertly.cli.configure_sources import Observed, times_by
+from expertly.cli.configure_sources import ConfiguratorInput, times_by
 from expertly.cli.generation import generation_config
 from expertly.cli.output import progress_bar
 from expertly.core.errors import ConfigError
@@ -34,7 +34,7 @@ PROMPTS = (
 )
 
 
-def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
+def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> ConfiguratorInput:
     """Raises what loading, recording and measuring a model raises."""
     hardware = None if args.hardware is None else Hardware.read(args.hardware)
     if "auto" in memories and len(memories) > 1:
@@ -71,7 +71,7 @@ def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
             times = f"measured here, on {model.device}, with memory {memories[0]}"
     finally:
         api.unload(model)
-    return Observed(args.source or "demo", geometry, rates, timing, times, budgets, notes)
+    return ConfiguratorInput(args.source or "demo", geometry, rates, timing, times, budgets, notes)
 
 
 def _recorded(model: Any, tokenizer: Any, args: argparse.Namespace, folder: Path) -> tuple[Trace, dict[str, str]]:

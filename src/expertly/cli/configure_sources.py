@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ConfiguratorInput:
     """Everything that the configurator needs."""
 
     model: str
@@ -58,7 +58,7 @@ def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
     return fitting_segments(layers, get_system(SYSTEM).segments) if asked is None else asked
 
 
-def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
+def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> ConfiguratorInput:
     """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
     trace = Trace.open(Path(args.source))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)
@@ -80,7 +80,7 @@ def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> Observed:
     elif not trace.is_real("lookahead"):
         reason = "the trace has no lookahead (`expertly trace record --full` records it)"
         notes.append(f"{reason}: nothing counts as predicted, so that keeping is worth all and splitting little")
-    return Observed(trace.manifest.model, geometry, rates, timing, times, budgets, notes)
+    return ConfiguratorInput(trace.manifest.model, geometry, rates, timing, times, budgets, notes)
 
 
 def times_by(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -> tuple[Timing, str, list[str]]:

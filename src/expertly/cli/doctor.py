@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         is_broken = any(problem.level == "error" for problem in problems)
         if args.json:
-            from expertly.hardware.measure import kernels_here
-            from expertly.hardware.measure_codec import machine_choice
+            from expertly.hardware.measure import kernels_here, machine_choice
 
             choice = None if profile.disk is None else asdict(machine_choice(profile))
             facts = {**profile.as_dict(), "codec_auto": choice, "problems": [asdict(problem) for problem in problems]}
@@ -95,7 +94,7 @@ def report(profile: MachineProfile, problems: list[Problem]) -> str:
     parts.append(table(("memory", "GB/s"), [*copies, *matvec, *decoding]))
     parts.append("kernels {name}: {why}".format(**kernels_here()))
     if profile.disk is not None:
-        from expertly.hardware.measure_codec import machine_choice
+        from expertly.hardware.measure import machine_choice
 
         choice = machine_choice(profile)
         parts.append(f"codec auto, for bfloat16 weights as trained ones are: {choice.codec}: {choice.why}")

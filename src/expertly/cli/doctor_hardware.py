@@ -51,7 +51,7 @@ def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple
     if args.model is None:
         return hardware, about
     from expertly import api
-    from expertly.hardware.measure_codec import store_costs
+    from expertly.hardware.measure import store_costs
     from expertly.lab.model_profile import measure_model
 
     model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
@@ -75,8 +75,7 @@ def machine_hardware(profile: MachineProfile) -> Hardware:
     """From the machine alone: the first accelerator and its link, or memory and the disk where there is none."""
     import torch
 
-    from expertly.hardware.measure_codec import machine_costs
-    from expertly.hardware.measure_roofline import measure_flops, measure_weights_rate
+    from expertly.hardware.measure import machine_costs, measure_flops, measure_weights_rate
 
     disk_latency_ns = round(64 * 1024 / profile.disk_nbytes_per_s(64 * 1024, 1) * 1e9)
     disk = Link(profile.disk_nbytes_per_s(READ_NBYTES, READ_DEPTH), disk_latency_ns, 0)

@@ -40,7 +40,7 @@ def load_model(args: argparse.Namespace, **others: Any) -> tuple[Any, Any]:
     system `auto` came to; where nobody asked and nothing has been tuned that is advice, for terminals.
     """
     from expertly import api
-    from expertly.engine.saved_choice import choices_path
+    from expertly.engine.choice import choices_path
 
     with progress_bar() as progress:
         asked = {one.name: getattr(args, one.name) for one in command_line_options()}

@@ -17,10 +17,10 @@ from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import AUTO_SYSTEM
 
 if TYPE_CHECKING:
-    from expertly.serve.memory import Split
+    from expertly.serve.memory import MemorySplit
     from expertly.serve.scheduler import Room
     from expertly.serve.service import About
-    from expertly.serve.settings import Settings
+    from expertly.serve.settings import ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 """What the extra `serve` brings."""
@@ -49,13 +49,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_installed()
-    from expertly.serve.server import Server, assemble, bind
-    from expertly.serve.settings import Settings, check_exposure, read_keys
+    from expertly.serve.server import ApiServer, assemble, bind
+    from expertly.serve.settings import ServerSettings, check_exposure, read_keys
 
     keys = read_keys(args.api_key_file)
     check_exposure(args.host, keys)
     template = _read_template(args.chat_template)
-    settings = Settings(
+    settings = ServerSettings(
         name=args.name or _name_of(args.model),
         host=args.host,
         port=args.port,
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
                     stdout.write(_welcome(str(told["url"]), settings, assembled.about) + "\n")
                     stdout.flush()
 
-            Server(assembled, settings, announce).run(sockets=[listener])
+            ApiServer(assembled, settings, announce).run(sockets=[listener])
         finally:
             api.unload(model)
     return 0
@@ -99,12 +99,12 @@ def _check_installed() -> None:
         )
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, Split]:
+def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, MemorySplit]:
     """The model, its tokenizer, and how the memory was divided."""
     from expertly import api
-    from expertly.serve.planning import Wishes, plan
+    from expertly.serve.planning import ServeWishes, plan
 
-    wishes = Wishes(
+    wishes = ServeWishes(
         model=args.model,
         dtype=args.dtype,
         device=args.device,
@@ -126,7 +126,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, Split]:
     return model, tokenizer, planned.room, split
 
 
-def _welcome(url: str, settings: Settings, about: About) -> str:
+def _welcome(url: str, settings: ServerSettings, about: About) -> str:
     """What is said when requests are taken."""
     how = about.batching if about.why is None else f"{about.batching}: {about.why}"
     keys = f"{len(settings.keys)} keys" if settings.keys else "no key asked for"

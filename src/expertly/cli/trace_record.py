@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _TraceRequest:
     prompt: Prompt
     token_ids: npt.NDArray[np.int64]
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_Request]:
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_TraceRequest]:
     """The prompts that the model can be given; each of the others is named in a message."""
     from expertly.lab.playing import max_positions
 
@@ -135,13 +135,13 @@ def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_R
                 f"at most {limit}"
             )
         else:
-            requests.append(_Request(prompt, token_ids.astype(np.int64)))
+            requests.append(_TraceRequest(prompt, token_ids.astype(np.int64)))
     if not requests:
         raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
     return requests
 
 
-def _record(model: Any, requests: Sequence[_Request], args: argparse.Namespace) -> dict[str, Any]:
+def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from expertly import api

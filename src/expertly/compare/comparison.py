@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import expertly
-from expertly.compare.engine_runs import EngineRuns, Failure, Runs, can_be_together, load_arguments
+from expertly.compare.engine_runs import EngineRuns, RunFailure, Runs, can_be_together, load_arguments
 from expertly.compare.figures import rows_of
 from expertly.compare.folder import FORMAT, FORMAT_VERSION
 from expertly.compare.headline import headline
-from expertly.compare.machine import Machine
-from expertly.compare.settings import Settings
+from expertly.compare.machine import MachineWorker
+from expertly.compare.settings import ComparisonSettings
 from expertly.compare.simulated import Ground, Simulated, check_budgets, simulate
 from expertly.compare.worker import Worker
 from expertly.compare.workload import middle_decode_iteration, pick, played_requests, selection_of
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.resources import allowed_cpus
+from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
-from expertly.hardware.machine import cpu_name
 from expertly.policies.allocation.moepic import read_plan
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
@@ -47,7 +46,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ComparedPrompt:
     """One request to be."""
 
     text: str
@@ -60,7 +59,7 @@ class Comparison:
     there is more that took long to find out.
     """
 
-    settings: Settings
+    settings: ComparisonSettings
     command: str
     source: dict[str, Any]
     runs: Runs | None = None  # None: the engine does not run
@@ -68,7 +67,7 @@ class Comparison:
     hardware: Hardware | None = None
     measured_on: str = ""
     notes: list[str] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)  # beside those of systems
+    failures: list[RunFailure] = field(default_factory=list)  # beside those of systems
     versions: dict[str, str] | None = None
     is_whole: bool = False
     problem: str | None = None  # what ended it before its end
@@ -113,7 +112,7 @@ class Comparison:
             "timelines": [] if self.simulated is None else self.simulated.timelines,
         }
 
-    def _num_measured(self, failure: Failure) -> int | None:
+    def _num_measured(self, failure: RunFailure) -> int | None:
         """Requests before it failed; None where none would have been."""
         if self.runs is None or failure.where != "engine":
             return None
@@ -126,7 +125,7 @@ class Comparison:
             return []
         return [f"{load:.0f} processes were running on {num} CPUs: times wander; ratios are of the same moments"]
 
-    def _memories_tried(self, rows: Sequence[dict[str, Any]], failures: Sequence[Failure]) -> list[str]:
+    def _memories_tried(self, rows: Sequence[dict[str, Any]], failures: Sequence[RunFailure]) -> list[str]:
         """All of them, unless the comparison ended before its end."""
         tried = {row["memory"] for row in rows} | {one.memory for one in failures}
         return [memory for memory in self.settings.memories if memory in tried or self.is_whole]
@@ -160,7 +159,7 @@ def compare_trace(
 def compare_model(
     comparison: Comparison,
     model: str | None,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ComparedPrompt],
     folder: Path,
     progress: Progress | None,
     tell: Tell,
@@ -170,7 +169,7 @@ def compare_model(
     """
     settings = comparison.settings
     arguments = _arguments(settings, model)
-    machine = Machine()
+    machine = MachineWorker()
     try:
         tell("recording what the model routes")
         facts, trace, schedule = _record(comparison, machine.worker, arguments, prompts, folder)
@@ -213,7 +212,7 @@ def compare_model(
         machine.worker.end()
 
 
-def _arguments(settings: Settings, model: str | None) -> dict[str, Any]:
+def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any]:
     """Of `expertly.load`, but for the memory and the system."""
     return {
         "model": model,
@@ -227,7 +226,7 @@ def _arguments(settings: Settings, model: str | None) -> dict[str, Any]:
 
 
 def _record(
-    comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[Prompt], folder: Path
+    comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[ComparedPrompt], folder: Path
 ) -> tuple[dict[str, Any], Trace, Schedule]:
     """Facts of the loaded model, the trace of its answers, and what of it is played."""
     settings = comparison.settings
@@ -260,7 +259,7 @@ def _record(
     return facts, trace, schedule
 
 
-def _hardware(comparison: Comparison, machine: Machine, given: Hardware) -> Hardware:
+def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -> Hardware:
     """What is simulated: a profile that was `given`, or this machine; noted as the comparison's, where it is known."""
     settings = comparison.settings
     if settings.hardware is not None:
@@ -274,14 +273,14 @@ def _hardware(comparison: Comparison, machine: Machine, given: Hardware) -> Hard
     assert machine.memory is not None
     when = "beside the engine's runs" if machine.problem is None else "before the engine ran"
     if machine.problem is not None:
-        comparison.failures.append(Failure("measuring it again", machine.memory, "this machine", machine.problem))
+        comparison.failures.append(RunFailure("measuring it again", machine.memory, "this machine", machine.problem))
     comparison.hardware = measured
     comparison.measured_on = f"this machine, as measured {when} ({machine.memory} of the experts)"
     return measured
 
 
 def _ground(
-    settings: Settings,
+    settings: ComparisonSettings,
     trace: Trace,
     schedule: Schedule,
     hardware: Hardware,
@@ -314,7 +313,7 @@ def _about_trace(trace: Trace, schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _notes(trace: Trace, schedule: Schedule, settings: Settings) -> list[str]:
+def _notes(trace: Trace, schedule: Schedule, settings: ComparisonSettings) -> list[str]:
     num, of_all = len({span.request for span in schedule.test}), len(trace.requests)
     notes = []
     if settings.split is None:
@@ -330,7 +329,7 @@ def _notes(trace: Trace, schedule: Schedule, settings: Settings) -> list[str]:
     return notes
 
 
-def _fewer(settings: Settings, num: int) -> list[str]:
+def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
     """Where there are not as many requests as were asked for."""
     is_short = settings.requests is not None and num < settings.requests
     return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.compare.playing import PlayedRequest
-from expertly.compare.settings import Settings
+from expertly.compare.settings import ComparisonSettings
 from expertly.compare.worker import Worker, WorkerError
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection
@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunFailure:
     """A system that did not come through, and why."""
 
     where: str  # "engine" or "simulator"
@@ -36,7 +36,7 @@ class Runs:
 
     played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
     loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RunFailure] = field(default_factory=list)
     together: dict[str, bool] = field(default_factory=dict)  # by budget: whether all models were held at once
 
     def has_failed(self, memory: str, name: str) -> bool:
@@ -57,7 +57,7 @@ class EngineRuns:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ComparisonSettings,
         arguments: dict[str, Any],  # of `expertly.load`, without memory and system
         requests: Sequence[PlayedRequest],
         lesson: tuple[str, Selection] | None,  # the trace whose training part predictors learn from
@@ -147,7 +147,7 @@ class EngineRuns:
         try:
             return self._workers[name].ask(method, *arguments)
         except WorkerError as error:
-            self.runs.failures.append(Failure("engine", memory, name, str(error)))
+            self.runs.failures.append(RunFailure("engine", memory, name, str(error)))
             self._workers[name].end()
             return None
 

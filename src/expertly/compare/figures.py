@@ -8,7 +8,7 @@ from typing import Any
 
 from expertly.compare.engine_runs import Runs
 from expertly.compare.playing import rates_of
-from expertly.compare.settings import BOUNDS, Settings
+from expertly.compare.settings import BOUNDS, ComparisonSettings
 from expertly.sim.metrics import percentile
 
 TIMES = ("ttft_s", "tpot_s", "latency_s")
@@ -27,7 +27,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def rows_of(
-    settings: Settings, runs: Runs | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
+    settings: ComparisonSettings, runs: Runs | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """A row for each budget and system, those of BOUNDS behind the systems asked for."""
     rows = []
@@ -40,7 +40,7 @@ def rows_of(
 
 
 def _row(
-    settings: Settings,
+    settings: ComparisonSettings,
     memory: str,
     name: str,
     runs: Runs | None,

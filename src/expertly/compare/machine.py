@@ -9,13 +9,13 @@ from typing import Any
 from expertly.compare.engine_runs import load_arguments
 from expertly.compare.worker import Worker, WorkerError
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
-from expertly.hardware.machine import cpu_name
+from expertly.core.resources import cpu_name
 from expertly.sim.hardware import Hardware
 
 Profile = tuple[Link, MeasuredCompute, CodecCosts | None]
 
 
-class Machine:
+class MachineWorker:
     """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why. What was
     measured before it failed is kept.
     """

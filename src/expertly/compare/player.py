@@ -15,7 +15,7 @@ from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.learned import find_weights, reuse_models
 from expertly.engine.process import peak_rss_nbytes
-from expertly.hardware.measure_codec import store_costs
+from expertly.hardware.measure import store_costs
 from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import Measurement
 from expertly.lab.playing import answer, chooser, max_positions

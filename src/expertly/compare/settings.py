@@ -22,7 +22,7 @@ DEFAULT_MEMORY = "10%,25%,50%"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ComparisonSettings:
     """Of one comparison; the defaults are those of the command line."""
 
     systems: tuple[str, ...]

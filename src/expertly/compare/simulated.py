@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from expertly.compare.engine_runs import Failure
-from expertly.compare.settings import BOUNDS, Settings
+from expertly.compare.engine_runs import RunFailure
+from expertly.compare.settings import BOUNDS, ComparisonSettings
 from expertly.compare.timeline import TokenTimelines
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
@@ -29,7 +29,7 @@ class Simulated:
 
     rows: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RunFailure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Iterable[dict[str, Any]]) -> None:
@@ -38,7 +38,7 @@ class Simulated:
             if row["skipped"] is None:
                 self.rows[row["memory"], row["system"], row["segments"]] = row
                 continue
-            failure = Failure("simulator", "all", row["system"], row["skipped"], is_skipped=True)
+            failure = RunFailure("simulator", "all", row["system"], row["skipped"], is_skipped=True)
             if failure not in self.failures:
                 self.failures.append(failure)
 
@@ -48,7 +48,7 @@ class Simulated:
             if (one.system, one.cause) == (name, cause):
                 self.failures[index] = replace(one, memory=f"{one.memory}, {memory}")
                 return
-        self.failures.append(Failure("simulator", memory, name, cause))
+        self.failures.append(RunFailure("simulator", memory, name, cause))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Ground:
     plan: SplitPlan | None = None
 
 
-def check_budgets(ground: Ground, settings: Settings) -> None:
+def check_budgets(ground: Ground, settings: ComparisonSettings) -> None:
     """Raises ConfigError (BudgetError) for a budget or a system that cannot be, before anything runs."""
     study = _study(ground, settings, None, None)
     for label in settings.memories:
@@ -73,7 +73,7 @@ def check_budgets(ground: Ground, settings: Settings) -> None:
 
 def simulate(
     ground: Ground,
-    settings: Settings,
+    settings: ComparisonSettings,
     iteration: int | None,
     into: Simulated,
     keep: Callable[[], None],
@@ -105,7 +105,9 @@ def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simu
             into.failed(name, memory.label, str(error))
 
 
-def _study(ground: Ground, settings: Settings, timelines: TokenTimelines | None, progress: Progress | None) -> Study:
+def _study(
+    ground: Ground, settings: ComparisonSettings, timelines: TokenTimelines | None, progress: Progress | None
+) -> Study:
     tell = None if progress is None else lambda what, done, total: progress(f"simulator, {what}", done, total)
     return Study(
         ground.trace,
@@ -124,7 +126,7 @@ def _study(ground: Ground, settings: Settings, timelines: TokenTimelines | None,
 
 
 def _shown(
-    timelines: TokenTimelines, rows: Mapping[tuple[str, str, int], dict[str, Any]], settings: Settings
+    timelines: TokenTimelines, rows: Mapping[tuple[str, str, int], dict[str, Any]], settings: ComparisonSettings
 ) -> list[dict[str, Any]]:
     """Of each system, and of the best possible with whole experts or the fewest parts."""
     memory = settings.timeline_memory

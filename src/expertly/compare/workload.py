@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from expertly.compare.playing import PlayedRequest
-from expertly.compare.settings import Settings
+from expertly.compare.settings import ComparisonSettings
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 
-def selection_of(settings: Settings, trace: Trace, usual_requests: int | None) -> Selection:
+def selection_of(settings: ComparisonSettings, trace: Trace, usual_requests: int | None) -> Selection:
     """`usual_requests`: picked where nobody said how many, and the trace's requests can be told apart."""
     requests = settings.requests
     if requests is None and all(request.has_own_iterations for request in trace.requests):

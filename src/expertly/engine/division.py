@@ -21,7 +21,7 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MemoryRequest:
     """What a user says of memory; see `expertly.load`."""
 
     memory: str | int | None = None
@@ -41,7 +41,7 @@ def divide(
     store: PackedStore,
     geometries: Sequence[Geometry],
     system: System,
-    request: Request,
+    request: MemoryRequest,
     targets: Sequence[torch.device],
 ) -> Division:
     """Of each device's share of the experts. `resident` takes everything and accepts no less.
@@ -62,7 +62,7 @@ def _amounts(
     store: PackedStore,
     geometries: Sequence[Geometry],
     system: System,
-    request: Request,
+    request: MemoryRequest,
     targets: Sequence[torch.device],
 ) -> tuple[list[int], str]:
     """What each device gives to experts, and why so much."""

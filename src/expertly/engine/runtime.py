@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -16,20 +16,30 @@ from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import Began, IterationInfo, Routed
+from expertly.core.resources import computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
-from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.device import Device
+from expertly.engine.transfer import NUM_READERS
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from expertly.engine.learned import SavedState
-    from expertly.engine.prediction import Prefetching
+    from expertly.engine.observe import Prefetching
     from expertly.engine.shard import Shard
 
 _COMBINE_NBYTES = 16 << 20
 """The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
+
+LEAST_DECODED = 0.25
+"""Share of the experts that does not stay in memory: with less, decoding takes too little to leave it anything."""
+
+MAX_TOKENS_PER_EXPERT = 130
+"""On average, in passes that leave readers processors, where no expert stays in memory, and less in proportion. With
+more, computing takes longer than decoding does: threads that it lacks cost more than those that wait for one another
+(docs/codec.md).
+"""
 
 
 class Observer(Protocol):
@@ -331,3 +341,49 @@ def _combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor)
         cut = slice(i, i + step)
         result[cut] = (outputs[cut] * weights[cut].unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
     return result
+
+
+class ComputeThreads:
+    """Of the passes of one model, on the thread that runs them.
+
+    A product on several threads ends with the last of them. One that a decoder has put off its processor is late by
+    what the decoder takes, so that two threads beside decoders on two processors are slower than one by itself.
+    """
+
+    def __init__(self, geometry: Geometry, held_nbytes: int) -> None:
+        """`held_nbytes`: of experts that stay in memory, decoded."""
+        self.num_beside = computing_threads(granted_cpus(), NUM_READERS)
+        """Threads that compute beside decoders; torch's own number where that is less."""
+        self.num_passes = 0
+        """That ran with fewer threads than torch has."""
+        decoded = 1 - held_nbytes / geometry.nbytes
+        self.max_tokens_per_expert = MAX_TOKENS_PER_EXPERT * decoded if decoded > LEAST_DECODED else 0.0
+        self._share = max(layer.top_k / layer.num_experts for layer in geometry.layers)
+        self._before: int | None = None  # the threads of torch, while a pass runs with fewer
+
+    def begin(self, num_tokens: int) -> None:
+        """A pass of so many tokens begins."""
+        before = torch.get_num_threads()
+        if num_tokens * self._share <= self.max_tokens_per_expert and self.num_beside < before:
+            self._before = before
+            self.num_passes += 1
+            torch.set_num_threads(self.num_beside)
+
+    def end(self) -> None:
+        """It ended: torch has as many as before."""
+        before, self._before = self._before, None
+        if before is not None:
+            torch.set_num_threads(before)
+
+    def facts(self) -> dict[str, int]:
+        """For people and programs."""
+        return {"beside_decoders": self.num_beside, "passes_with_fewer": self.num_passes}
+
+    @contextlib.contextmanager
+    def of_pass(self, num_tokens: int) -> Iterator[None]:
+        """As if the block were a pass."""
+        self.begin(num_tokens)
+        try:
+            yield
+        finally:
+            self.end()

@@ -15,12 +15,11 @@ from time import monotonic
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.resources import allowed_cpus
-from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
+from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.transfer import NUM_READERS
 from expertly.hardware import measure
-from expertly.hardware.measure_codec import measure_decoding
 from expertly.hardware.measure_cuda import measure_devices
 from expertly.hardware.profile import (
     CopyRate,
@@ -84,7 +83,7 @@ def examine(
     tell("matrix-vector speed")
     matvec = tuple(_examine_matvec(threads, nbytes, effort.each_s, problems))
     tell("decompression")
-    decoding = measure_decoding(effort.each_s)
+    decoding = measure.measure_decoding(effort.each_s)
     tell("devices")
     devices = _examine_devices(effort.device_s, problems)
     profile = _profile(total, available, cache_nbytes, disk, copies, matvec, decoding, devices)
@@ -225,15 +224,6 @@ def _total_nbytes() -> int:
 
 def _load() -> float:
     return os.getloadavg()[0]
-
-
-def cpu_name() -> str:
-    """As the system calls the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def last_level_cache_nbytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

@@ -1,9 +1,12 @@
-"""What `expertly doctor` measures: disk, memory and matrix-vector speed, each by the path the engine takes."""
+"""What `expertly doctor` measures, by the path the engine takes: disk, memory, products of matrices, and how fast
+compressed experts are decoded.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +16,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import linear
 
+from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
+from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
 from expertly.engine.reads import MIN_READ_NBYTES
-from expertly.engine.transfer import Readers
-from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
+from expertly.engine.transfer import NUM_READERS, Readers
+from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
 from expertly.native.kernels import choose_kernels
+from expertly.store.codec_choice import (
+    CodecChoice,
+    CodecRates,
+    Sample,
+    choose_codec,
+    disk_latency_ns_of,
+    disk_rate_of,
+    read_sample,
+)
+from expertly.store.packed import PackedStore
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
@@ -188,3 +204,103 @@ def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
         return partial(linear, x)
     out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
     return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
+
+
+# -- the two rates of a roofline, of any device ------------------------------------------------------------------------
+
+
+_SQUARE = 1024
+_LEAST_NBYTES = 1 << 30  # more than any device's cache
+
+
+def measure_weights_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Bytes of weights a second used by products with one vector, over a gigabyte of them."""
+    count = -(-_LEAST_NBYTES // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
+    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
+    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=dtype, device=device)
+    with torch.inference_mode():
+        num_rounds, elapsed = _timed(device, seconds, lambda: [linear(x, matrix) for matrix in matrices])
+    return num_rounds * sum(matrix.nbytes for matrix in matrices) / elapsed
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Operations a second of products of square matrices: a multiplication and an addition are two."""
+    a = torch.full((_SQUARE, _SQUARE), 0.01, dtype=dtype, device=device)
+    with torch.inference_mode():
+        num_products, elapsed = _timed(device, seconds, lambda: a @ a)
+    return num_products * 2 * _SQUARE**3 / elapsed
+
+
+def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> tuple[int, float]:
+    """How often it ran, once to warm up left out, and in how many seconds."""
+
+    def now() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    run()
+    start, count = now(), 0
+    while (elapsed := now() - start) < seconds or not count:
+        run()
+        count += 1
+    return count, elapsed
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+READ_NBYTES = 1 << 20
+"""A reader's share of an expert."""
+
+_LAYER = LayerGeometry(1, 1, hidden_size=1024, intermediate_size=1408, num_matrices=3, itemsize=2)
+
+
+def measure_decoding(seconds: float) -> DecodeProfile:
+    """By one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
+    sample = Sample(_LAYER, [[_trained_like(_LAYER.expert_nbytes // 2)]])
+    threads = sorted({1, decoding_threads(allowed_cpus(), NUM_READERS), NUM_READERS})
+    rates = tuple(DecodeRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
+    return DecodeProfile(sample.ratio, rates)
+
+
+def machine_costs(profile: MachineProfile) -> CodecCosts:
+    """Of weights as they were measured."""
+    threads = decoding_threads(profile.num_cpus, NUM_READERS)
+    rates = {rate.num_threads: rate.nbytes_per_s for rate in profile.decoding.rates}
+    return CodecCosts(profile.decoding.ratio, rates[threads] / threads, threads, _threads_beside(threads))
+
+
+def machine_choice(profile: MachineProfile) -> CodecChoice:
+    """What `codec=auto` would be for such weights on the disk of the profile. Raises ConfigError where it has none."""
+    costs = machine_costs(profile)
+    disk_rate = profile.disk_nbytes_per_s(READ_NBYTES)
+    return choose_codec(CodecRates(costs.ratio, disk_rate, costs.decode_nbytes_per_s, costs.threads))
+
+
+def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
+    """The disk under a compressed store, and what its frames cost, as they are at this moment; takes a second."""
+    paths = [path for path, _ in store.extents]
+    sample = read_sample(store.manifest.layers, store.frames)
+    threads = decoding_threads(allowed_cpus(), NUM_READERS)
+    costs = CodecCosts(
+        store.ratio,
+        sample.decode_nbytes_per_s(threads, pick=statistics.median),
+        threads,
+        _threads_beside(threads),
+        sample.read_processors(threads, paths),
+    )
+    return Link(disk_rate_of(paths), disk_latency_ns_of(paths), 0), costs
+
+
+def _threads_beside(num_decoding: int) -> int:
+    """Of those that decode, while a pass computes."""
+    num_cpus = granted_cpus()
+    num_computing = min(torch.get_num_threads(), computing_threads(num_cpus, NUM_READERS))
+    return max(0, min(num_decoding, num_cpus - num_computing))
+
+
+def _trained_like(count: int) -> NDArray[np.uint8]:
+    """bfloat16 weights of a normal distribution, which is what those of trained models are nearly."""
+    values = np.random.default_rng(0).standard_normal(count, np.float32) * np.float32(0.02)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -11,7 +11,7 @@ import numpy as np
 
 from expertly.api import handle
 from expertly.core.errors import ModelUseError
-from expertly.engine.prediction_loading import embedder
+from expertly.engine.observe import embedder
 from expertly.lab.recorder import Recorder
 from expertly.lab.score_recorder import ScoreRecorder
 from expertly.model.routers import RouterTap, find_routers

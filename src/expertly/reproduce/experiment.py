@@ -16,7 +16,7 @@ PAPERS = {
 }
 
 
-class Run(Protocol):
+class RunExperiment(Protocol):
     """Runs an experiment on the trace of a lab."""
 
     def __call__(self, lab: Lab) -> Finding: ...
@@ -30,7 +30,7 @@ class Experiment:
     figures: tuple[str, ...]  # "4", "table-3", "B.1"; the first names it
     title: str
     shows: str  # what the paper shows, with its numbers as printed
-    run: Run
+    run: RunExperiment
     needs: tuple[str, ...] = ()  # fields that the trace must really have; "prompts": phases were recorded
     most: int = 2  # traces that it runs on
     stand_in: bool = False  # also runs on routing made up for the paper's model

@@ -10,7 +10,7 @@ Cell = float | int | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FindingTable:
     """Numbers as they were measured. `units` says of each column how it is shown: see UNITS."""
 
     title: str
@@ -19,7 +19,7 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(cls, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]]) -> Table:
+    def of(cls, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]]) -> FindingTable:
         """`columns`: the unit of each header."""
         return cls(title, tuple(columns), tuple(columns.values()), tuple(tuple(row) for row in rows))
 
@@ -70,7 +70,7 @@ class Finding:
 
     trace: str
     setting: str  # machine, sizes, memory, tokens
-    tables: tuple[Table, ...]
+    tables: tuple[FindingTable, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
     measured_on: str | None = None  # a machine whose clock was read; None: a virtual clock, or no times
@@ -82,7 +82,7 @@ class Finding:
     def of_dict(cls, given: Mapping[str, Any]) -> Finding:
         """What `as_dict` gave. Raises KeyError or TypeError where it did not."""
         tables = tuple(
-            Table.of(one["title"], dict(zip(one["headers"], one["units"], strict=True)), one["rows"])
+            FindingTable.of(one["title"], dict(zip(one["headers"], one["units"], strict=True)), one["rows"])
             for one in given["tables"]
         )
         checks = tuple(Check(**one) for one in given["checks"])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ExpertlyError
-from expertly.reproduce.finding import Check, Finding, Table
+from expertly.reproduce.finding import Check, Finding, FindingTable
 from expertly.reproduce.subject import Subject
 from expertly.reproduce.watch import LastRun
 from expertly.scheduler.presets import get_system
@@ -240,7 +240,7 @@ class Lab:
         return Runs(study, subject, machine.name, sizes or subject.sizes)
 
     def finding(
-        self, setting: str, tables: list[Table], checks: list[Check], notes: list[str] | None = None
+        self, setting: str, tables: list[FindingTable], checks: list[Check], notes: list[str] | None = None
     ) -> Finding:
         """What was found here."""
         return Finding(self.subject.name, setting, tuple(tables), tuple(checks), tuple(notes or ()))

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertly.serve.prompts import Prompts
-from expertly.serve.request import Delta, Request
-from expertly.serve.sampling import Choice
+from expertly.serve.request import Delta, ServedRequest
+from expertly.serve.sampling import SampledToken
 from expertly.serve.tools import ToolReader
 
 Json = dict[str, Any]
 
 
-def usage(request: Request) -> Json:
+def usage(request: ServedRequest) -> Json:
     prompt, written = request.num_prompt_tokens, request.num_tokens
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
@@ -25,7 +25,7 @@ class _Answer:
 
     prefix = ""
 
-    def __init__(self, model: str, prompts: Prompts, request: Request, has_logprobs: bool) -> None:
+    def __init__(self, model: str, prompts: Prompts, request: ServedRequest, has_logprobs: bool) -> None:
         self.prompts = prompts
         self.request = request
         self.has_logprobs = has_logprobs
@@ -44,7 +44,7 @@ class ChatAnswer(_Answer):
         self,
         model: str,
         prompts: Prompts,
-        request: Request,
+        request: ServedRequest,
         has_logprobs: bool,
         readers: Mapping[int, ToolReader],
         usage_null: bool = False,
@@ -78,7 +78,7 @@ class ChatAnswer(_Answer):
         for index in range(len(self.request.texts)):
             content, reason = "", None
             calls: list[Json] = []
-            choice_tokens: list[Choice] = []
+            choice_tokens: list[SampledToken] = []
             for delta in deltas:
                 if delta.index == index:
                     text, more = self._parted(delta)
@@ -112,10 +112,10 @@ class ChatAnswer(_Answer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._object("chat.completion.chunk", [choice], **self._null)
 
-    def _logprobs(self, choices: Sequence[Choice]) -> Json:
+    def _logprobs(self, choices: Sequence[SampledToken]) -> Json:
         return {"content": [self._told(choice) for choice in choices], "refusal": None}
 
-    def _told(self, choice: Choice) -> Json:
+    def _told(self, choice: SampledToken) -> Json:
         top = [self._token(token, logprob) for token, logprob in choice.top]
         return {**self._token(choice.token, choice.logprob), "top_logprobs": top}
 
@@ -133,7 +133,7 @@ class CompletionAnswer(_Answer):
         self,
         model: str,
         prompts: Prompts,
-        request: Request,
+        request: ServedRequest,
         has_logprobs: bool,
         echo: Mapping[int, str],
         usage_null: bool = False,
@@ -173,7 +173,7 @@ class CompletionAnswer(_Answer):
     def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, index: int, choices: Sequence[Choice]) -> Json:
+    def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
         """Offsets count what each token is alone: near enough where characters span tokens."""
         pieces = [self.prompts.text([choice.token], special=True) for choice in choices]
         offsets = []

@@ -30,7 +30,7 @@ from expertly.serve.http import (
     unless_gone,
 )
 from expertly.serve.reading import check, parse_json
-from expertly.serve.request import Request as Asked
+from expertly.serve.request import ServedRequest as Asked
 from expertly.serve.schema import ChatRequest, CompletionRequest
 from expertly.serve.service import Service
 from expertly.serve.view import View

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.serve.errors import ApiError, failed, invalid
-from expertly.serve.settings import Settings, is_known, is_loopback
+from expertly.serve.settings import ServerSettings, is_known, is_loopback
 
 OPEN_PATHS = ("/", "/health", "/ready")
 """Need no key: they tell nothing that anybody asked."""
@@ -105,7 +105,7 @@ def as_event(value: Any) -> bytes:
 class Guard:
     """The outermost layer: who may ask, and under which name."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
 

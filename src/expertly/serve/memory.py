@@ -19,7 +19,7 @@ _CACHE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MemorySplit:
     """Bytes by use. `working` is what Python, torch, masks and activations take. `total` None: nothing was stated."""
 
     dense: int
@@ -79,7 +79,7 @@ class Shape:
         return WORKING_NBYTES + self.mask_nbytes(num_pages)
 
 
-def split_total(total: int, shape: Shape, stated_pages: int | None = None) -> Split:
+def split_total(total: int, shape: Shape, stated_pages: int | None = None) -> MemorySplit:
     """Divide `total` bytes: first one context of cache, then a quarter of what is left for the cache as far as it is
     wanted, the rest for experts; where all experts fit, the cache gets what they leave. Or `stated_pages` of cache.
 
@@ -98,4 +98,6 @@ def split_total(total: int, shape: Shape, stated_pages: int | None = None) -> Sp
     share = max(int(spare * _CACHE_SHARE), spare - shape.all_experts)
     pages = stated_pages or max(shape.pages_of_one(), min(shape.pages_wanted(), share // max(1, page)))
     cache, working = shape.cache_nbytes(pages), shape.working(pages)
-    return Split(shape.dense, cache, working, max(0, min(shape.all_experts, left - cache - working)), pages, total)
+    return MemorySplit(
+        shape.dense, cache, working, max(0, min(shape.all_experts, left - cache - working)), pages, total
+    )

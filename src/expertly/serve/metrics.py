@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
-from expertly.serve.memory import Split
+from expertly.serve.memory import MemorySplit
 from expertly.serve.readings import Readings
-from expertly.serve.request import Request
+from expertly.serve.request import ServedRequest
 from expertly.serve.scheduler import RequestScheduler
 
 log = logging.getLogger("expertly.serve")
@@ -39,17 +39,17 @@ class RequestMetrics:
         self._written = Counter("expertly_generated_tokens", "Written", **make)
         self.num_written = 0
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: ServedRequest) -> None:
         assert request.first_s is not None
         self._first.observe(request.first_s - request.came_s)
 
-    def token(self, request: Request, seconds: float | None) -> None:
+    def token(self, request: ServedRequest, seconds: float | None) -> None:
         if seconds is not None:
             self._token.observe(seconds)
         self._written.inc()
         self.num_written += 1
 
-    def ended(self, request: Request, outcome: str) -> None:
+    def ended(self, request: ServedRequest, outcome: str) -> None:
         self._requests.labels(outcome).inc()
         first = "-" if request.first_s is None else f"{request.first_s - request.came_s:.3f} s"
         log.info(
@@ -66,7 +66,7 @@ class RequestMetrics:
 class EngineMetrics(Collector):
     """Reads the engine's own counters when it is asked."""
 
-    def __init__(self, readings: Readings, scheduler: RequestScheduler, split: Split) -> None:
+    def __init__(self, readings: Readings, scheduler: RequestScheduler, split: MemorySplit) -> None:
         self._readings = readings
         self._scheduler = scheduler
         self._split = split

@@ -10,7 +10,7 @@ from expertly.engine.backends import available_nbytes
 from expertly.engine.device_choice import choose_devices
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
-from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Shape, Split, split_total
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, MemorySplit, Shape, split_total
 from expertly.serve.scheduler import Room
 
 DEFAULT_CONTEXT = 4096
@@ -21,7 +21,7 @@ MAX_DEFAULT_CACHE = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ServeWishes:
     """As `expertly serve` is told; None: nothing was said."""
 
     model: str | None
@@ -44,10 +44,10 @@ class ServePlan:
 
     memory: str | int
     room: Room
-    split: Split
+    split: MemorySplit
 
 
-def plan(wishes: Wishes) -> ServePlan:
+def plan(wishes: ServeWishes) -> ServePlan:
     """Packs the model where it is not packed yet. Raises ConfigError, BudgetError."""
     if wishes.total_memory is not None and wishes.memory != "auto":
         raise ConfigError(
@@ -85,7 +85,7 @@ def _context(wished: int | None, most: int | None) -> int:
     return wished
 
 
-def _split(wishes: Wishes, shape: Shape, pages: int | None) -> tuple[str | int, Split]:
+def _split(wishes: ServeWishes, shape: Shape, pages: int | None) -> tuple[str | int, MemorySplit]:
     targets = choose_devices(wishes.device, wishes.devices)
     is_auto = wishes.system == AUTO_SYSTEM  # what that is depends on the memory
     keeps_everything = not is_auto and get_system(wishes.system).keeps_everything
@@ -94,7 +94,7 @@ def _split(wishes: Wishes, shape: Shape, pages: int | None) -> tuple[str | int, 
         if pages is None:
             most = max(shape.pages_of_one(), MAX_DEFAULT_CACHE // PAGE_TOKENS)
             pages = min(shape.pages_wanted(), most)
-        return wishes.memory, Split(shape.dense, shape.cache_nbytes(pages), shape.working(pages), 0, pages)
+        return wishes.memory, MemorySplit(shape.dense, shape.cache_nbytes(pages), shape.working(pages), 0, pages)
     if len(targets) > 1:
         raise ConfigError(f"--total-memory with --devices {wishes.devices}: accepted: --memory, for the experts of all")
     free = available_nbytes(targets[0])

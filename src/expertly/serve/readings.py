@@ -43,7 +43,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Reading:
     """When, and what each layer had come to."""
 
     at_s: float
@@ -58,7 +58,7 @@ class Readings:
         self._handle = handle
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._moments: deque[Moment] = deque()
+        self._moments: deque[Reading] = deque()
         self._stats: tuple[float, dict[str, Any]] | None = None
 
     def note(self) -> None:
@@ -113,10 +113,10 @@ class Readings:
             "host_resident_bytes": sum(tier.resident_nbytes for tier in tiers),
         }
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> Reading:
         engine = self._handle.engine
         layers = _read(lambda: tuple(self._tally(layer) for layer in range(engine.executor.geometry.num_layers)))
-        return Moment(self._now_s(), engine.num_prefill_tokens + engine.num_decode_tokens, layers)
+        return Reading(self._now_s(), engine.num_prefill_tokens + engine.num_decode_tokens, layers)
 
     def _tally(self, layer: int) -> Tally:
         counters = self._handle.engine.executor.layer_counters(layer)

@@ -11,9 +11,9 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.engine.learned import LearnedExchange
 from expertly.serve.fleet_metrics import of_others
-from expertly.serve.planning import Wishes, plan
+from expertly.serve.planning import ServeWishes, plan
 from expertly.serve.server import Assembled, assemble
-from expertly.serve.settings import Settings, read_keys
+from expertly.serve.settings import ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from expertly.serve.ray_app import Options
@@ -45,7 +45,7 @@ class Opened:
 
 def open_server(options: Options) -> Opened:
     """As `expertly serve` does it. Raises ExpertlyError subclasses."""
-    settings = Settings(
+    settings = ServerSettings(
         name=options.name or _name_of(options.model),
         keys=read_keys(options.api_key_file),
         max_body_nbytes=options.max_body,
@@ -54,7 +54,7 @@ def open_server(options: Options) -> Opened:
     )
     template = None if options.chat_template is None else _read(options.chat_template)
     planned = plan(
-        Wishes(
+        ServeWishes(
             model=options.model,
             dtype=options.dtype,
             device=options.device,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expertly.serve.sampling import Choice, Sampling
+from expertly.serve.sampling import SampledToken, Sampling
 from expertly.serve.text import Decoder, StopStrings
 
 Reason = Literal["stop", "length"]
@@ -22,7 +22,7 @@ class Delta:
 
     index: int
     text: str
-    choices: tuple[Choice, ...] = ()  # the tokens behind the text, where logprobs were asked for
+    choices: tuple[SampledToken, ...] = ()  # the tokens behind the text, where logprobs were asked for
     reason: Reason | None = None
 
 
@@ -31,7 +31,7 @@ class Text:
 
     def __init__(
         self,
-        request: Request,
+        request: ServedRequest,
         index: int,
         prompt: Sequence[int],
         max_tokens: int,
@@ -51,14 +51,14 @@ class Text:
         self.last_s: float | None = None  # when its last token came
         self._stops = StopStrings(stops)
         self._decoder = Decoder(request.decode)
-        self._untold: list[Choice] = []  # their text is held back
+        self._untold: list[SampledToken] = []  # their text is held back
 
     @property
     def is_cut(self) -> bool:
         """It ended where the model would have gone on."""
         return self._stops.is_stopped
 
-    def add(self, choice: Choice) -> Delta:
+    def add(self, choice: SampledToken) -> Delta:
         """The model has written a token."""
         self.tokens.append(choice.token)
         is_end = choice.token in self.ends
@@ -75,14 +75,14 @@ class Text:
             self.reason = "length"
         if self.sampling.logprobs is not None and not is_end:
             self._untold.append(choice)
-        told: tuple[Choice, ...] = ()
+        told: tuple[SampledToken, ...] = ()
         if shown or self.reason is not None:
             told, self._untold = tuple(self._untold), []
         return Delta(self.index, shown, told, self.reason)
 
 
 @dataclass(eq=False)
-class Request:
+class ServedRequest:
     """All texts that one client asked for at once. It is admitted, and fails, as a whole.
 
     Used in the server's thread alone. `deltas` ends with None, or with the exception that ended it.

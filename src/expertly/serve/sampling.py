@@ -46,7 +46,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """A token, and where that was asked for its log probability and those of the likeliest, before any setting."""
 
     token: int
@@ -61,7 +61,7 @@ class _State:
     counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
 
 
-Told = Callable[[Sequence[tuple[str, Choice]]], None]
+Told = Callable[[Sequence[tuple[str, SampledToken]]], None]
 
 
 class Sampler:
@@ -144,11 +144,11 @@ def _draw(logits: torch.Tensor, state: _State) -> int:
     return place if order is None else int(order[place])
 
 
-def _choice(logits: torch.Tensor, token: int, num_top: int | None) -> Choice:
+def _choice(logits: torch.Tensor, token: int, num_top: int | None) -> SampledToken:
     if num_top is None:
-        return Choice(token)
+        return SampledToken(token)
     logprobs = torch.log_softmax(logits, dim=-1)
     if num_top == 0:
-        return Choice(token, float(logprobs[token]))
+        return SampledToken(token, float(logprobs[token]))
     values, ids = logprobs.topk(min(num_top, len(logprobs)))
-    return Choice(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+    return SampledToken(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))

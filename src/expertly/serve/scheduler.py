@@ -13,8 +13,8 @@ from typing import Protocol
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
 from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
-from expertly.serve.request import Request, Text
-from expertly.serve.sampling import Choice, Sampler
+from expertly.serve.request import ServedRequest, Text
+from expertly.serve.sampling import SampledToken, Sampler
 
 _SHUTTING_DOWN = "this server is shutting down"
 
@@ -37,16 +37,16 @@ class Room:
         return -(-(prompt + max_tokens) // self.page_tokens) + 1
 
 
-class Watcher(Protocol):
+class RequestWatcher(Protocol):
     """Is told what happens to requests; see metrics."""
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: ServedRequest) -> None:
         """Of the first of its texts that has one; `token` follows."""
 
-    def token(self, request: Request, seconds: float | None) -> None:
+    def token(self, request: ServedRequest, seconds: float | None) -> None:
         """Since the same text's last one; None: it is the text's first."""
 
-    def ended(self, request: Request, outcome: str) -> None:
+    def ended(self, request: ServedRequest, outcome: str) -> None:
         """`stop` or `length` of its last text, `cancelled`, `failed`."""
 
 
@@ -56,10 +56,10 @@ class RequestScheduler:
     A text's pages are taken for its whole length when it is admitted, so that what runs never lacks any.
     """
 
-    def __init__(self, room: Room, watcher: Watcher) -> None:
+    def __init__(self, room: Room, watcher: RequestWatcher) -> None:
         self.room = room
         self.watcher = watcher
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[ServedRequest] = deque()
         self.running: dict[str, Text] = {}
         self.free_pages = room.num_pages
         self.is_draining = False
@@ -107,7 +107,7 @@ class RequestScheduler:
             most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: ServedRequest) -> None:
         """Raises ApiError 429 where as many wait as may, 503 where no new ones are taken."""
         if self.problem is not None:
             raise unavailable(self.problem, "model_stopped")
@@ -120,7 +120,7 @@ class RequestScheduler:
             raise overloaded(len(self.waiting), max(1, min(60, round(self._wait_s()))))
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: ServedRequest) -> None:
         """Its client has gone. Idempotent."""
         if request.is_done:
             return
@@ -145,7 +145,7 @@ class RequestScheduler:
 
     # -- what the model's threads call ---------------------------------------------------------------------------------
 
-    def told(self, choices: Sequence[tuple[str, Choice]]) -> None:
+    def told(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         self._later(self._take, choices)
 
     def failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
@@ -179,7 +179,7 @@ class RequestScheduler:
 
     # -- the rest runs in the loop -------------------------------------------------------------------------------------
 
-    def _take(self, choices: Sequence[tuple[str, Choice]]) -> None:
+    def _take(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         """A forward pass has given these tokens."""
         for name, choice in choices:
             text = self.running.get(name)
@@ -222,11 +222,11 @@ class RequestScheduler:
                 self._fail(request, unavailable(self._problem, "model_stopped"))
         self._next()
 
-    def _taken(self) -> list[Request]:
+    def _taken(self) -> list[ServedRequest]:
         running = {text.request.number: text.request for text in self.running.values()}
         return [*self.waiting, *running.values()]
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: ServedRequest) -> bool:
         if self.room.is_one_at_a_time:
             return not self.running
         if len(self.running) + len(request.texts) > self.room.max_running:
@@ -236,7 +236,7 @@ class RequestScheduler:
     def _pages(self, text: Text) -> int:
         return self.room.pages_of(len(text.prompt), text.max_tokens)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: ServedRequest) -> None:
         for text in request.texts:
             self.running[text.name] = text
             self.free_pages -= self._pages(text)
@@ -259,11 +259,11 @@ class RequestScheduler:
             self._stepper.cancel(text.name)
         self.sampler.remove(text.name)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: ServedRequest) -> None:
         for text in request.texts:
             self._release(text)
 
-    def _fail(self, request: Request, error: ApiError) -> None:
+    def _fail(self, request: ServedRequest, error: ApiError) -> None:
         self._drop(request)
         if request in self.waiting:
             self.waiting.remove(request)

@@ -18,7 +18,7 @@ from expertly.api import handle
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.serve.app import make_app
-from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Split
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, MemorySplit
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
 from expertly.serve.readings import Readings
@@ -26,7 +26,7 @@ from expertly.serve.sampling import Sampler
 from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
 from expertly.serve.service import About, Service
-from expertly.serve.settings import Settings
+from expertly.serve.settings import ServerSettings
 from expertly.serve.view import View
 
 _NOTE_S = 1.0
@@ -51,7 +51,7 @@ class Assembled:
 
 
 def assemble(
-    model: Any, tokenizer: Any, settings: Settings, room: Room, split: Split, template: str | None = None
+    model: Any, tokenizer: Any, settings: ServerSettings, room: Room, split: MemorySplit, template: str | None = None
 ) -> Assembled:
     """`model` as `expertly.load` gives it, which nobody else runs from now on. Tries whether requests can share passes.
 
@@ -108,10 +108,12 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, or `end`; then drains. A second signal does not wait any more."""
 
-    def __init__(self, assembled: Assembled, settings: Settings, announce: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, assembled: Assembled, settings: ServerSettings, announce: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 assembled.app,

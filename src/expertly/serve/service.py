@@ -11,11 +11,11 @@ from typing import Any
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.prompts import Prompts
-from expertly.serve.request import Request
+from expertly.serve.request import ServedRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation
-from expertly.serve.settings import Settings
+from expertly.serve.settings import ServerSettings
 from expertly.serve.tools import ToolReader
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -54,7 +54,7 @@ class Service:
     """One model and who may use it. Lives in the server's event loop."""
 
     def __init__(
-        self, about: About, settings: Settings, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int]
+        self, about: About, settings: ServerSettings, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int]
     ) -> None:
         self.about = about
         self.settings = settings
@@ -62,7 +62,7 @@ class Service:
         self.scheduler = scheduler
         self._ends = tuple(ends)
 
-    async def chat(self, asked: ChatRequest) -> tuple[Request, ChatAnswer]:
+    async def chat(self, asked: ChatRequest) -> tuple[ServedRequest, ChatAnswer]:
         """Raises ApiError."""
         self._check_model(asked.model)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered)
@@ -77,7 +77,7 @@ class Service:
         answer = ChatAnswer(self.about.name, self.prompts, request, num_top is not None, readers, asked.includes_usage)
         return request, answer
 
-    async def complete(self, asked: CompletionRequest) -> tuple[Request, CompletionAnswer]:
+    async def complete(self, asked: CompletionRequest) -> tuple[ServedRequest, CompletionAnswer]:
         """Raises ApiError."""
         self._check_model(asked.model)
         if len(asked.prompts) * (asked.n or 1) > MAX_CHOICES:
@@ -97,7 +97,7 @@ class Service:
         )
         return request, answer
 
-    def start(self, request: Request) -> None:
+    def start(self, request: ServedRequest) -> None:
         """Let it run, or wait for its turn. Raises ApiError."""
         self.scheduler.submit(request)
         log.info(
@@ -127,11 +127,11 @@ class Service:
 
     def _request(
         self, asked: Generation, prompts: Sequence[Sequence[int]], limit: int, sampling: Sampling, param: str
-    ) -> Request:
+    ) -> ServedRequest:
         for token in sampling.bias:
             if token >= self.prompts.vocabulary:
                 raise invalid(f"logit_bias: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", "logit_bias")
-        request = Request(self.prompts.text, time.perf_counter)
+        request = ServedRequest(self.prompts.text, time.perf_counter)
         for prompt in prompts:
             for number in range(asked.n or 1):
                 request.add(prompt, limit, self._ends, seeded(sampling, number), asked.stops)

@@ -14,7 +14,7 @@ MIN_KEY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     """`name`: the model's, as clients ask for it. Empty `keys`: nobody is asked for one."""
 
     name: str

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from expertly.serve.memory import Split
+from expertly.serve.memory import MemorySplit
 from expertly.serve.metrics import EngineMetrics, RequestMetrics, rendered
 from expertly.serve.readings import Readings
 from expertly.serve.scheduler import RequestScheduler
@@ -29,7 +29,7 @@ class View:
         readings: Readings,
         scheduler: RequestScheduler,
         metrics: RequestMetrics,
-        split: Split,
+        split: MemorySplit,
         now_s: Callable[[], float],
     ) -> None:
         self._about = about

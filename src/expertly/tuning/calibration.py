@@ -11,8 +11,8 @@ from expertly.core.errors import ExpertlyError
 from expertly.lab.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.verification import Player
-from expertly.tuning.workload import Request
+from expertly.tuning.verification import CandidatePlayer
+from expertly.tuning.workload import RecordedRequest
 
 QUIET = 0.25
 """Of the steps of a request those that take least, in which nothing else ran: the longest of them counts."""
@@ -64,11 +64,11 @@ def representatives(scored: Collection[tuple[Candidate, float]], base: Candidate
 
 
 def calibrate(
-    player: Player,
+    player: CandidatePlayer,
     base: Candidate,
     candidates: Sequence[Candidate],
     simulated_step_s: Callable[[Candidate], float | None],
-    request: Request,
+    request: RecordedRequest,
     deadline: Deadline,
 ) -> Calibration:
     """Each is played between two times of the base, the slower of which counts, so that noise is no overhead. What

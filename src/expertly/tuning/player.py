@@ -16,7 +16,7 @@ from expertly.lab.playing import Played, feed
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.sim.training import histories, teach
 from expertly.tuning.candidates import Candidate
-from expertly.tuning.workload import Request, Workload
+from expertly.tuning.workload import RecordedRequest, TunedWorkload
 
 BESIDE_NBYTES = 256 << 20
 """Of a loaded model, beside dense weights and experts: KV cache, activations."""
@@ -31,7 +31,7 @@ class EnginePlayer:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: TunedWorkload,
         plan: Callable[[Candidate], SplitPlan | None],
         load: Load,
         scratch: Path,
@@ -50,7 +50,7 @@ class EnginePlayer:
         while self._models:
             self._drop_oldest()
 
-    def play(self, candidate: Candidate, request: Request) -> Played:
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
         model = self._models.pop(candidate, None)
         if model is None:
             model = self._loaded(candidate)

@@ -37,7 +37,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best first, those that were scored on most requests before the others; how many were tried, and whether all
     that was to be tried was.
     """
@@ -52,7 +52,7 @@ def rungs_of(num_requests: int) -> list[int]:
     return sorted({max(1, num_requests // 4), max(1, num_requests // 2), num_requests})
 
 
-def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: int, deadline: Deadline) -> Found:
+def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: int, deadline: Deadline) -> SearchResult:
     """The order in which candidates are tried depends on nothing but scores, so that what is found does not change from
     run to run but by how far time goes. The first of the seeds is scored on every rung, first. What stays when time is
     up is ranked.
@@ -89,7 +89,7 @@ def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: i
     for rung in reversed(rungs):
         for candidate in _best(scores, rung):
             ranking.setdefault(candidate, Scored(candidate, scores[candidate, rung], rung))
-    return Found(list(ranking.values()), len(ranking), is_whole)
+    return SearchResult(list(ranking.values()), len(ranking), is_whole)
 
 
 def finalists(

@@ -15,9 +15,8 @@ from expertly import api
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, write_atomic
-from expertly.engine.choices import Choice, Gain, Machine, save_choice
+from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_codec, save_choice, this_machine
 from expertly.engine.learned import find_weights
-from expertly.engine.saved_choice import choices_path, in_codec, this_machine
 from expertly.model.packing import pack_cached
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
@@ -29,11 +28,11 @@ from expertly.tuning.candidates import Candidate, Space
 from expertly.tuning.deadline import Clock, Deadline
 from expertly.tuning.measuring import measure_hardware
 from expertly.tuning.player import EnginePlayer, Load
-from expertly.tuning.search import Found, finalists, search
+from expertly.tuning.search import SearchResult, finalists, search
 from expertly.tuning.simulation import Simulation
 from expertly.tuning.verdict import Verdict, decide
-from expertly.tuning.verification import Player, Progress
-from expertly.tuning.workload import Request, Workload, record_workload
+from expertly.tuning.verification import CandidatePlayer, Progress
+from expertly.tuning.workload import RecordedRequest, TunedWorkload, record_workload
 
 FINALISTS, OF_A_PRESET = 4, 2
 
@@ -67,10 +66,10 @@ class Wishes:
 class Observed:
     """The workload, and what it runs on."""
 
-    workload: Workload
+    workload: TunedWorkload
     hardware: Hardware
     times: str  # where those of the hardware are from
-    machine: Machine
+    machine: TunedOn
     memory_nbytes: int  # for experts
     memory_reason: str
 
@@ -79,14 +78,14 @@ class Observed:
 class Tuned:
     """What was chosen, and all that led to it."""
 
-    choice: Choice
+    choice: TunedChoice
     verdict: Verdict
     base: Candidate
     default: Candidate
     store: PackedStore
     seen: Observed
     calibration: Calibration
-    found: Found
+    found: SearchResult
     seconds: dict[str, float]  # of each stage
 
     @property
@@ -94,7 +93,7 @@ class Tuned:
         return self.choice.gains
 
 
-MakePlayer = Callable[[EnginePlayer], Player]
+MakePlayer = Callable[[EnginePlayer], CandidatePlayer]
 MeasureMachine = Callable[[], Hardware]
 
 
@@ -230,9 +229,9 @@ def _weights(predictor: str, store: PackedStore) -> LearnedWeights | None:
 def _calibrated(
     space: Space,
     simulation: Simulation,
-    player: Player,
+    player: CandidatePlayer,
     base: Candidate,
-    request: Request,
+    request: RecordedRequest,
     deadline: Deadline,
     tell: Progress,
 ) -> Calibration:
@@ -264,7 +263,7 @@ def _searched(
     num_requests: int,
     deadline: Deadline,
     tell: Progress,
-) -> Found:
+) -> SearchResult:
     num_tried = 0
 
     def score(candidate: Candidate, num: int, until: Deadline) -> float | None:
@@ -278,7 +277,7 @@ def _searched(
     return search(list(seeds), space.variations, score, num_requests, deadline)
 
 
-def _worth_it(found: Found, base: Candidate, calibration: Calibration) -> list[Candidate]:
+def _worth_it(found: SearchResult, base: Candidate, calibration: Calibration) -> list[Candidate]:
     """The best few that are expected to be faster than the base, as far as it was scored, and did not fail before."""
     scores = {one.num_requests: one.seconds for one in found.ranking if one.candidate == base}
     ran = [one for one in found.ranking if one.candidate not in calibration.failed]
@@ -292,10 +291,10 @@ def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **o
     return load(system=system, predictor=weights, **others)
 
 
-def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wishes) -> Choice:
+def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wishes) -> TunedChoice:
     chosen = verdict.chosen
     is_named = chosen.system.takes_weights and wishes.predictor not in ("auto", "off")
-    return Choice(
+    return TunedChoice(
         system=chosen.system.name,
         segments=simulation.segments(chosen),
         memory_nbytes=seen.memory_nbytes,

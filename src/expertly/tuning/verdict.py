@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from expertly.engine.choices import Gain
+from expertly.engine.choice import Gain
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
-from expertly.tuning.verification import MIN_TURNS, Player, Progress, Turns, is_faster, take_turns
-from expertly.tuning.workload import Request
+from expertly.tuning.verification import MIN_TURNS, CandidatePlayer, Progress, Turns, is_faster, take_turns
+from expertly.tuning.workload import RecordedRequest
 
 WANTED_PLAYS = 60
 """Requests that are run in all, if that can be done by cutting them short."""
@@ -38,11 +38,11 @@ class Verdict:
 
 
 def decide(
-    player: Player,
+    player: CandidatePlayer,
     found: Sequence[Candidate],
     base: Candidate,
     default: Candidate,
-    requests: Sequence[Request],
+    requests: Sequence[RecordedRequest],
     deadline: Deadline,
     progress: Progress | None = None,
 ) -> Verdict:
@@ -88,7 +88,7 @@ def decide(
     return Verdict(base, _why_base(base, final), final.count >= MIN_TURNS, final, heat, failed)
 
 
-def _seconds(player: Player, candidate: Candidate, request: Request, deadline: Deadline) -> float:
+def _seconds(player: CandidatePlayer, candidate: Candidate, request: RecordedRequest, deadline: Deadline) -> float:
     begin = deadline.clock()
     player.play(candidate, request)
     return deadline.clock() - begin

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
-from expertly.engine.choices import Gain
+from expertly.engine.choice import Gain
 from expertly.lab.playing import Played
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.interval import median_interval
-from expertly.tuning.workload import Request
+from expertly.tuning.workload import RecordedRequest
 
 MIN_TURNS = 5
 """Fewer do not say which of two is faster."""
@@ -26,17 +26,17 @@ MAX_TURNS = 40
 Progress = Callable[[str, int, int], None]
 
 
-class Player(Protocol):
+class CandidatePlayer(Protocol):
     """Runs requests with candidates, which it loads as they are asked for; their caches are filled by then."""
 
-    def play(self, candidate: Candidate, request: Request) -> Played: ...
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played: ...
 
 
 @dataclass(slots=True)
 class Turns:
     """What every candidate took for the requests of all turns so far."""
 
-    requests: Sequence[Request]
+    requests: Sequence[RecordedRequest]
     played: dict[Candidate, list[Played]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Those that could not be run, and why."""
@@ -83,10 +83,10 @@ class Turns:
 
 
 def take_turns(
-    player: Player,
+    player: CandidatePlayer,
     base: Candidate,
     others: Sequence[Candidate],
-    requests: Sequence[Request],
+    requests: Sequence[RecordedRequest],
     deadline: Deadline,
     progress: Progress | None = None,
 ) -> Turns:

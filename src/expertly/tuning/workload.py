@@ -26,25 +26,25 @@ TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RecordedRequest:
     """Tokens as they were recorded; the first `num_prompt` are the prompt."""
 
     tokens: tuple[int, ...]
     num_prompt: int
 
-    def cut(self, share: float) -> Request:
+    def cut(self, share: float) -> RecordedRequest:
         """With that share of its steps, LEAST_STEPS of them at least."""
         num_steps = max(LEAST_STEPS, int(share * (len(self.tokens) - self.num_prompt)))
-        return Request(self.tokens[: self.num_prompt + num_steps], self.num_prompt)
+        return RecordedRequest(self.tokens[: self.num_prompt + num_steps], self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TunedWorkload:
     """What was recorded, and what of it is learned from and tried."""
 
     trace: Trace
     schedule: Schedule
-    requests: tuple[Request, ...]  # of `schedule.test`
+    requests: tuple[RecordedRequest, ...]  # of `schedule.test`
     num_requests: int
     num_left_out: int  # prompts, for want of time or because the model cannot take them
     absent: dict[str, str]  # fields that could not be recorded, with reasons
@@ -60,7 +60,7 @@ def record_workload(
     seed: int,
     deadline: Deadline,
     command: str = "",
-) -> Workload:
+) -> TunedWorkload:
     """Answer the prompts in turn, as far as time goes, two of them in any case; sampled, with the seed.
 
     Raises ConfigError where fewer than two prompts give tokens that the model can take; ModelUseError for
@@ -87,7 +87,7 @@ def record_workload(
     trace = Trace.open(folder)
     schedule = make_schedule(trace, Selection(split=SPLIT, seed=seed))
     requests = tuple(_request(trace, span.first_row, span.num_rows) for span in schedule.test)
-    return Workload(trace, schedule, requests, num_done, len(prompts) - num_done, recording.absent)
+    return TunedWorkload(trace, schedule, requests, num_done, len(prompts) - num_done, recording.absent)
 
 
 def _fits(ids: Sequence[int], limit: int | None, max_new_tokens: int) -> bool:
@@ -98,6 +98,6 @@ def _may_go_on(deadline: Deadline, num_tokens: int) -> bool:
     return num_tokens <= LEAST_NEW_TOKENS or not deadline.is_over
 
 
-def _request(trace: Trace, first: int, num_rows: int) -> Request:
+def _request(trace: Trace, first: int, num_rows: int) -> RecordedRequest:
     tokens = trace.rows("token", first, first + num_rows).tolist()
-    return Request(tuple(tokens), int(trace.rows("is_prefill", first, first + num_rows).sum()))
+    return RecordedRequest(tuple(tokens), int(trace.rows("is_prefill", first, first + num_rows).sum()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row
 
 HARDWARE = "rtx3090"
@@ -64,7 +64,7 @@ def _tracking(lab: Lab) -> Finding:
             why=lambda: reasons.of_hits(rows["map (T+S+delta)"], rows["speculate"]),
         ),
     ]
-    return lab.finding(lab.setting(runs, "25%"), [Table.of(f"12a, d = {DISTANCE}", columns, cells)], checks)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of(f"12a, d = {DISTANCE}", columns, cells)], checks)
 
 
 def _eviction(lab: Lab) -> Finding:
@@ -89,7 +89,7 @@ def _eviction(lab: Lab) -> Finding:
             why=lambda: _why_not(lab, rows),
         ),
     ]
-    table = Table.of(f"12b, one cache over all layers, the same prediction, d = {DISTANCE}", columns, cells)
+    table = FindingTable.of(f"12b, one cache over all layers, the same prediction, d = {DISTANCE}", columns, cells)
     return lab.finding(lab.setting(runs, "25%"), [table], checks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.batches import batched
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab
 
 HARDWARE = "rtx3090"
@@ -17,14 +17,14 @@ def _run(lab: Lab) -> Finding:
     found = {size: {name: batched(lab, HARDWARE, size).row(name) for name in SYSTEMS} for size in SIZES}
     columns = {"batch": ""} | {f"TPOT, {row.label}": "ms" for row in found[1].values()}
     rows: list[tuple[Cell, ...]] = [(size, *(row.tpot_s for row in ones.values())) for size, ones in found.items()]
-    tables = [Table.of("Time of a decode pass", columns, rows)]
+    tables = [FindingTable.of("Time of a decode pass", columns, rows)]
     cases = {
         f"TPOT, {size}": _is_best({name: row.tpot_s for name, row in ones.items()}) for size, ones in found.items()
     }
     if lab.subject.has_prompts:
         columns = {"batch": ""} | {f"TTFT, {row.label}": "ms" for row in found[1].values()}
         tables.append(
-            Table.of(
+            FindingTable.of(
                 "Prompts", columns, [(size, *(one["ttft_s"] for one in ones.values())) for size, ones in found.items()]
             )
         )

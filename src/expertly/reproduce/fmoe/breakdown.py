@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 
 HARDWARE = "rtx3090"
@@ -54,7 +54,7 @@ def _run(lab: Lab) -> Finding:
         + ("" if row.asking_s else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it")
     ]
     columns = {"": "", "where": "", "an iteration": "ms", "of its time": "share"}
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("Of all iterations", columns, rows)], checks, notes)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Of all iterations", columns, rows)], checks, notes)
 
 
 EXPERIMENT = Experiment(

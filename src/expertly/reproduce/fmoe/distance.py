@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row
 
 HARDWARE = "rtx3090"
@@ -58,7 +58,7 @@ def _hits(lab: Lab) -> Finding:
             ),
         ),
     ]
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("Hit rate of decode", columns, rows)], checks)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Hit rate of decode", columns, rows)], checks)
 
 
 def _is_finer(maps: Row, counts: Row) -> bool:
@@ -96,7 +96,7 @@ def _times(lab: Lab) -> Finding:
             why=lambda: _why_no_u(found, at),
         ),
     ]
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("fMoE by prefetch distance", columns, rows)], checks)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("fMoE by prefetch distance", columns, rows)], checks)
 
 
 def _why_no_u(found: dict[int, Row], at: int) -> str:

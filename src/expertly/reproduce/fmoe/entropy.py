@@ -7,7 +7,7 @@ import numpy as np
 from expertly.lab.trace_entropy import EntropyMeter
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, FindingTable
 from expertly.reproduce.lab import CannotRun, Lab
 from expertly.trace.schema import max_experts
 
@@ -50,8 +50,10 @@ def _run(lab: Lab) -> Finding:
         ("the most there can be", float(np.log2(lab.num_experts)), 1.0),
     ]
     tables = [
-        Table.of("3a, 3b: mean of layers", {"": "", "entropy, bits": "bits", "experts used": "share"}, rows),
-        Table.of("3c: of a request's first tokens", {"tokens": "", "entropy, bits": "bits"}, list(growth.items())),
+        FindingTable.of("3a, 3b: mean of layers", {"": "", "entropy, bits": "bits", "experts used": "share"}, rows),
+        FindingTable.of(
+            "3c: of a request's first tokens", {"tokens": "", "entropy, bits": "bits"}, list(growth.items())
+        ),
     ]
     checks = [
         rules.compared(

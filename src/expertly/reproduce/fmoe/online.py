@@ -6,7 +6,7 @@ import numpy as np
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, FindingTable
 from expertly.reproduce.lab import SPLIT, Lab
 from expertly.sim.schedule import Arrivals, Schedule, Selection, make_schedule
 
@@ -52,7 +52,7 @@ def _run(lab: Lab) -> Finding:
             "recorded ones"
         ]
     return lab.finding(
-        f"{lab.setting(runs, '25%')}; online", [Table.of("Latency of requests", columns, cells)], checks, notes
+        f"{lab.setting(runs, '25%')}; online", [FindingTable.of("Latency of requests", columns, cells)], checks, notes
     )
 
 

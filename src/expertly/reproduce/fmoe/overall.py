@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row
 
 HARDWARE = "rtx3090"
@@ -59,7 +59,7 @@ def _overall(lab: Lab) -> Finding:
                 why=lambda: reasons.of_prompts(rows["fmoe"], min(others.values(), key=lambda row: row["ttft_s"])),
             ),
         )
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("At 25 % of the experts", columns, cells)], checks)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("At 25 % of the experts", columns, cells)], checks)
 
 
 def _budgets(lab: Lab) -> Finding:
@@ -98,7 +98,7 @@ def _budgets(lab: Lab) -> Finding:
             why=lambda: reasons.of_time(max(least.values(), key=lambda row: row.tpot_s), least["on-demand"]),
         ),
     ]
-    return lab.finding(lab.setting(runs), [Table.of("TPOT", columns, cells)], checks)
+    return lab.finding(lab.setting(runs), [FindingTable.of("TPOT", columns, cells)], checks)
 
 
 def _growing(found: dict[str, dict[str, Row]]) -> list[tuple[Row, Row]]:

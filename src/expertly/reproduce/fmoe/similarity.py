@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table, show
+from expertly.reproduce.finding import Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 
 HARDWARE = "rtx3090"
@@ -17,7 +17,7 @@ def _run(lab: Lab) -> Finding:
     kinds = {"semantic": row["similarity_correlation_semantic"], "trajectory": row["similarity_correlation_trajectory"]}
     found = {name: value for name, value in kinds.items() if value is not None}
     facts = row["predictor"]
-    table = Table.of(
+    table = FindingTable.of(
         "Pearson's r of similarity and share of what was needed",
         {"": "", "r": "number", "mean similarity": "number"},
         [(name, value, facts.get(f"{name}_score")) for name, value in kinds.items()],

@@ -7,7 +7,7 @@ from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row
 from expertly.sim.hardware import read_geometry
 
@@ -48,7 +48,7 @@ def _capacity(lab: Lab) -> Finding:
                 why=lambda: _held(found),
             )
         )
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("By capacity of the store", columns, rows)], checks)
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("By capacity of the store", columns, rows)], checks)
 
 
 def _held(found: dict[int, Row]) -> str:
@@ -87,7 +87,10 @@ def _memory(lab: Lab) -> Finding:
     ]
     notes = ["maps alone, as in the paper; the embeddings beside them are on a line of their own"]
     return lab.finding(
-        "no trace: sizes of the papers' models", [Table.of("Memory of a full store", columns, rows)], checks, notes
+        "no trace: sizes of the papers' models",
+        [FindingTable.of("Memory of a full store", columns, rows)],
+        checks,
+        notes,
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row, Runs
 from expertly.sim.schedule import Schedule, first_rows
 
@@ -45,7 +45,7 @@ def _mean_and_tail(lab: Lab) -> Finding:
             (row.label, row.tpot_s, row.tail_s(90), row.tail_s(99), row.waiting(True), row.hit_rate)
             for row in rows.values()
         ]
-        tables.append(Table.of(f"{memory} of the experts", columns, cells))
+        tables.append(FindingTable.of(f"{memory} of the experts", columns, cells))
         fastest = min((row for row in rows.values() if row.system != "moe-infinity"), key=lambda row: row.tpot_s)
         for what, times in {
             "mean": {name: row.tpot_s for name, row in rows.items()},
@@ -107,7 +107,7 @@ def _context(lab: Lab) -> Finding:
         "the budgets are the paper's buffers as shares of DeepSeek-V2-Lite's experts; that attention takes longer with "
         "the context is not simulated"
     ]
-    return lab.finding(lab.setting(runs), [Table.of("TPOT by context", columns, cells)], checks, notes)
+    return lab.finding(lab.setting(runs), [FindingTable.of("TPOT by context", columns, cells)], checks, notes)
 
 
 def _why_slower(rows: dict[str, Row]) -> str:
@@ -143,7 +143,9 @@ def _capacity(lab: Lab) -> Finding:
             why=lambda: reasons.of_time(found[120], min(found.values(), key=lambda row: row.tpot_s)),
         ),
     ]
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("By capacity of the collection", columns, cells)], checks)
+    return lab.finding(
+        lab.setting(runs, "25%"), [FindingTable.of("By capacity of the collection", columns, cells)], checks
+    )
 
 
 TPOT = Experiment(

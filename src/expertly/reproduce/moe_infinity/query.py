@@ -16,7 +16,7 @@ from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam.matrices import Collection, Match
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Finding, Table
+from expertly.reproduce.finding import Finding, FindingTable
 from expertly.reproduce.lab import Lab
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6
@@ -102,7 +102,7 @@ def _run(lab: Lab) -> Finding:
             why="the paper queries at most once a layer, and counts one query; here all layers of a token are counted",
         )
     )
-    table = Table.of(
+    table = FindingTable.of(
         "One layer's increment and the nearest matrix", {"matrices": "", "here": "us", "paper": "us"}, rows
     )
     setting = f"no trace: {LAYERS} layers, {EXPERTS} experts, top-{TOP_K}; medians"

@@ -11,7 +11,7 @@ import numpy as np
 from expertly.core.errors import ConfigError
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab
 from expertly.sim.schedule import Schedule
 from expertly.sim.workload import RowRange
@@ -96,7 +96,7 @@ def _run(lab: Lab) -> Finding:
     names = " to ".join(str(category) for category, _ in counted)
     setting = f"{HARDWARE}; 25%; {names}; {before} requests, then {after}, of {MOST_ROWS} rows at most; {runs} draws; "
     setting += "caches and stores begin empty"
-    return lab.finding(setting, [Table.of("Requests until the hit rate is back", columns, rows)], checks)
+    return lab.finding(setting, [FindingTable.of("Requests until the hit rate is back", columns, rows)], checks)
 
 
 def _hits(lab: Lab, system: str, requests: Sequence[TraceRequest]) -> list[float | None]:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from expertly.lab.trace_entropy import entropy
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 from expertly.reproduce.moe_infinity.groups import elbow, grouped, transitions
 from expertly.trace.schema import NO_EXPERT, max_experts
@@ -81,7 +81,7 @@ def _skew(lab: Lab) -> Finding:
         ),
     ]
     setting = f"decode of {len(counts)} requests, {counts[:, 0].sum() / lab.top_k:.0f} tokens"
-    return lab.finding(setting, [Table.of("Use of experts", columns, rows)], checks)
+    return lab.finding(setting, [FindingTable.of("Use of experts", columns, rows)], checks)
 
 
 def _top(counts: Floats, num: int) -> float:
@@ -139,7 +139,10 @@ def _groups(lab: Lab) -> Finding:
         "groups farthest below the line from the first to the last; transitions from one request to the next, shuffled"
     ]
     return lab.finding(
-        f"{len(points)} requests", [Table.of("Groups", {"": "", "number": "", "share": "share"}, rows)], checks, notes
+        f"{len(points)} requests",
+        [FindingTable.of("Groups", {"": "", "number": "", "share": "share"}, rows)],
+        checks,
+        notes,
     )
 
 

@@ -6,7 +6,7 @@ from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import Timing
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
@@ -70,7 +70,7 @@ def _hits(lab: Lab) -> Finding:
     ]
     setting = f"decode of the first {num_tokens} tokens as they come; caches of N experts a layer, no prefetch"
     notes = ["the paper's random is a fixed choice (N of 60), ours evicts at random"]
-    return lab.finding(setting, [Table.of("Hit rates", columns, cells)], checks, notes)
+    return lab.finding(setting, [FindingTable.of("Hit rates", columns, cells)], checks, notes)
 
 
 def _printed(paper: tuple[float, ...]) -> str:
@@ -88,7 +88,7 @@ def _preliminary(lab: Lab) -> Finding:
         for memory, row in rows.items()
     ]
     tables = [
-        Table.of(
+        FindingTable.of(
             "2a, 2b: `lfu`",
             {"kept": "", "memory": "GiB", "hit rate": "share", "TPOT": "ms", "of all resident": "x"},
             cells,
@@ -121,7 +121,7 @@ def _preliminary(lab: Lab) -> Finding:
         mean = sum(right) / len(right)
         numbers: list[tuple[Cell, ...]] = [("least", min(right)), ("mean", mean), ("most", max(right))]
         tables.append(
-            Table.of(
+            FindingTable.of(
                 "2c: right, of K, by layer: the router asked a layer ahead"
                 + (" (modelled)" if guess.is_modelled else ""),
                 {"": "", "right": "share"},
@@ -140,7 +140,7 @@ def _preliminary(lab: Lab) -> Finding:
         )
     hidden = {name: _hidden(lab, name) for name in MACHINES}
     tables.append(
-        Table.of(
+        FindingTable.of(
             "2d: of the time to load K experts, computing a layer takes",
             {"": "", "share": "share"},
             list(hidden.items()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 from expertly.reproduce.moepic.stand_in import NAME
 
@@ -55,7 +55,9 @@ def _run(lab: Lab) -> Finding:
         ),
     ]
     return lab.finding(
-        lab.setting(runs, memory), [Table.of("By setting", {"": "", "TPOT": "ms", "kept": "share"}, cells)], checks
+        lab.setting(runs, memory),
+        [FindingTable.of("By setting", {"": "", "TPOT": "ms", "kept": "share"}, cells)],
+        checks,
     )
 
 

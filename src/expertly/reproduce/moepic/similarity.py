@@ -6,7 +6,7 @@ import numpy as np
 
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab
 
 LEAST = 0.7
@@ -38,7 +38,7 @@ def _run(lab: Lab) -> Finding:
         )
     ]
     return lab.finding(
-        f"{num} tokens", [Table.of("Mean cosine", {"layers": "", "similarity": "number"}, cells)], checks
+        f"{num} tokens", [FindingTable.of("Mean cosine", {"layers": "", "similarity": "number"}, cells)], checks
     )
 
 

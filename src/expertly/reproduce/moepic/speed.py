@@ -6,7 +6,7 @@ from functools import partial
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row
 from expertly.reproduce.moepic.stand_in import NAME
 
@@ -42,7 +42,7 @@ def _latency(lab: Lab) -> Finding:
         cells: list[tuple[Cell, ...]] = [
             (memory, *(row[key] for row in rows.values())) for memory, rows in found.items()
         ]
-        tables.append(Table.of(title, {"memory": "", **dict.fromkeys(labels, "ms")}, cells))
+        tables.append(FindingTable.of(title, {"memory": "", **dict.fromkeys(labels, "ms")}, cells))
         cases[title] = {
             f"{memory} ({min(rows, key=lambda name: rows[name][key])})": rows["moepic"][key]
             <= min(row[key] for row in rows.values())
@@ -122,7 +122,7 @@ def _memory(lab: Lab) -> Finding:
         "TPOTs between that of all experts resident and that of `lru` with least memory, as the paper's (80 to 160 ms, "
         "100 to 220 ms) are of its machine and code"
     ]
-    return lab.finding(lab.setting(runs), [Table.of("Least memory for a TPOT", columns, rows)], checks, notes)
+    return lab.finding(lab.setting(runs), [FindingTable.of("Least memory for a TPOT", columns, rows)], checks, notes)
 
 
 def _ablation(lab: Lab) -> Finding:
@@ -178,7 +178,7 @@ def _ablation(lab: Lab) -> Finding:
                 why=lambda: reasons.of_prompts(whole, max(rows.values(), key=lambda row: row["ttft_s"])),
             )
         )
-    return lab.finding(lab.setting(runs, memory), [Table.of("Times of the whole", columns, cells)], checks)
+    return lab.finding(lab.setting(runs, memory), [FindingTable.of("Times of the whole", columns, cells)], checks)
 
 
 LATENCY = Experiment(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab, Row
 from expertly.reproduce.moepic.stand_in import NAME
 
@@ -36,7 +36,7 @@ def _layers(lab: Lab) -> Finding:
             ),
         )
     ]
-    table = Table.of(f"`{HALVES}`", {"": "", "a layer": "ms", "of the median": "x"}, cells)
+    table = FindingTable.of(f"`{HALVES}`", {"": "", "a layer": "ms", "of the median": "x"}, cells)
     notes = [f"fastest: {fastest}"]
     return lab.finding(lab.setting(runs, "25%"), [table], checks, notes)
 
@@ -90,7 +90,7 @@ def _ratio(lab: Lab) -> Finding:
             why=lambda: reasons.of_steps(rows[at], rows["prefetch only"]),
         ),
     ]
-    table = Table.of(
+    table = FindingTable.of(
         "By theta, all layers alike, P = 8", {"theta": "", "TPOT": "ms", "waiting": "share", "kept": "share"}, cells
     )
     return lab.finding(lab.setting(runs, memory), [table], checks)

@@ -8,7 +8,7 @@ from expertly.lab.accuracy import Accuracy, accuracies, is_below, means
 from expertly.lab.dataset import Dataset
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table
+from expertly.reproduce.finding import Cell, Finding, FindingTable
 from expertly.reproduce.lab import Lab
 from expertly.sim.schedule import first_rows
 from expertly.sim.workload import RowRange
@@ -92,8 +92,8 @@ def _run(lab: Lab) -> Finding:
         "a layer nearer to the first than k is predicted from the first, by skip prediction too",
     ]
     tables = [
-        Table.of("Mean over layers: right, of the K named", columns, cells),
-        Table.of("By layer", columns_of, by_layer),
+        FindingTable.of("Mean over layers: right, of the K named", columns, cells),
+        FindingTable.of("By layer", columns_of, by_layer),
     ]
     setting = f"{len(judged)} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
     return lab.finding(setting, tables, checks, notes)

@@ -7,7 +7,7 @@ import numpy as np
 from expertly.core.geometry import Geometry
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Finding, Table, show
+from expertly.reproduce.finding import Cell, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab
 from expertly.sim.training import popularity
 
@@ -79,8 +79,8 @@ def _latency(lab: Lab) -> Finding:
         )
     )
     tables = [
-        Table.of(f"3, 4: `{LRU}`", columns, cells),
-        Table.of("5: access by popularity", {"most popular": "share", "serve": "share"}, list(cdf.items())),
+        FindingTable.of(f"3, 4: `{LRU}`", columns, cells),
+        FindingTable.of("5: access by popularity", {"most popular": "share", "serve": "share"}, list(cdf.items())),
     ]
     return lab.finding(lab.setting(runs), tables, checks)
 

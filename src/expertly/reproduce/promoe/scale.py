@@ -7,7 +7,7 @@ from dataclasses import replace
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.batches import batched, prompts_need
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Check, Finding, Table, show
+from expertly.reproduce.finding import Cell, Check, Finding, FindingTable, show
 from expertly.reproduce.lab import Lab, Runs
 from expertly.reproduce.promoe.speed import HARDWARE, SYSTEMS, fastest_checks
 from expertly.sim.hardware import Hardware
@@ -24,16 +24,16 @@ def _batches(lab: Lab) -> Finding:
     has_prompts = lab.subject.has_prompts
     columns = {"batch": "", **{f"{name}, decode": "number" for name in SYSTEMS}, "ProMoE of LRU": "x"}
     cells: list[tuple[Cell, ...]] = []
-    tables: list[Table] = []
+    tables: list[FindingTable] = []
     gain = {size: rows["lru"].tpot_s / rows["promoe"].tpot_s for size, rows in found.items()}
     for size, rows in found.items():
         cells.append((size, *(size / row.tpot_s for row in rows.values()), gain[size]))
-    tables.append(Table.of("Tokens a second of decode, about: batch over the time of a pass", columns, cells))
+    tables.append(FindingTable.of("Tokens a second of decode, about: batch over the time of a pass", columns, cells))
     checks: list[Check] = []
     if has_prompts:
         columns = {"batch": "", **dict.fromkeys(SYSTEMS, "ms")}
         tables.append(
-            Table.of(
+            FindingTable.of(
                 "Time of a batch's prompts",
                 columns,
                 [(size, *(row["ttft_s"] for row in rows.values())) for size, rows in found.items()],
@@ -117,7 +117,7 @@ def _bits(lab: Lab) -> Finding:
         "bytes to load are scaled by the bits, by a link as many times faster; computing stays as it is, as the paper "
         "says of it; what unpacking takes is not counted"
     ]
-    return lab.finding(lab.setting(runs, "50%"), [Table.of("By bits a weight", columns, cells)], checks, notes)
+    return lab.finding(lab.setting(runs, "50%"), [FindingTable.of("By bits a weight", columns, cells)], checks, notes)
 
 
 BATCH = Experiment(

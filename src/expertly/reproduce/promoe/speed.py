@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
-from expertly.reproduce.finding import Cell, Check, Finding, Table
+from expertly.reproduce.finding import Cell, Check, Finding, FindingTable
 from expertly.reproduce.lab import Lab, Row, Runs
 from expertly.reproduce.promoe.baseline import LRU, RATES
 from expertly.scheduler.counters import PhaseCounters
@@ -87,7 +87,7 @@ def _overall(lab: Lab) -> Finding:
                 why=lambda: reasons.of_prompts(rows["lru"], rows["static"]),
             )
         )
-    return lab.finding(lab.setting(runs, "50%"), [Table.of("At half of the experts", columns, cells)], checks)
+    return lab.finding(lab.setting(runs, "50%"), [FindingTable.of("At half of the experts", columns, cells)], checks)
 
 
 def _reads(runs: Runs, system: str, memory: str) -> float | None:
@@ -162,7 +162,9 @@ def _techniques(lab: Lab) -> Finding:
                 why=lambda: reasons.of_prompts(whole, base),
             ),
         ]
-    return lab.finding(lab.setting(runs, "25%"), [Table.of("One technique after the other", columns, cells)], checks)
+    return lab.finding(
+        lab.setting(runs, "25%"), [FindingTable.of("One technique after the other", columns, cells)], checks
+    )
 
 
 def _why_slower(rows: list[Row]) -> str:
@@ -188,7 +190,7 @@ def _rates(lab: Lab) -> Finding:
                 )
                 for rate, rows in found.items()
             ]
-            tables.append(Table.of(title, columns, cells))
+            tables.append(FindingTable.of(title, columns, cells))
     checks: list[Check] = []
     for rate, rows in found.items():
         checks += fastest_checks(rows, lab.subject.has_prompts, f", {rate} kept")

@@ -1,21 +1,33 @@
-"""The file of what `expertly tune` chose for a model, one choice a memory, which system `auto` goes by. Read as hostile
-input: nothing that it says is imported, and nothing of it is used before all of it has been checked.
+"""System `auto`: the file of what `expertly tune` chose for a model, one choice a memory, and the choice in it for the
+memory and machine that the model loads on.
+
+The file is read as hostile input: nothing that it says is imported, and nothing of it is used before all of it has been
+checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from expertly.core.costs import CODECS
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
+from expertly.core.resources import cpu_name
+from expertly.engine.division import divide
+from expertly.engine.learned import AUTO, find_weights
+from expertly.hardware.measure_cuda import device_name
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.scheduler.presets import get_system, paths_in
+from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system, paths_in
 from expertly.scheduler.system import System
+from expertly.store.cache import entry_folder, learned_beside
+from expertly.store.packed import PackedStore, is_packed_store
 
 FORMAT = "expertly-choices"
 FORMAT_VERSION = 1
@@ -28,7 +40,7 @@ _MAX_TEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TunedOn:
     """What a choice was made on. `kind` is cpu or cuda."""
 
     kind: str
@@ -37,7 +49,7 @@ class Machine:
     num_cpus: int  # that the process may use
     num_threads: int  # that compute
 
-    def differences(self, other: Machine) -> list[str]:
+    def differences(self, other: TunedOn) -> list[str]:
         """In words, what is not the same there."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {mine[name]} there, {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
@@ -56,7 +68,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedChoice:
     """A system for one model on one machine at one memory, and what it gained there."""
 
     system: str  # as `get_system` takes it
@@ -64,7 +76,7 @@ class Choice:
     memory_nbytes: int  # that it was chosen for
     budget_nbytes: int  # of that, what is used: less where memory was `auto` and more brought nothing
     codec: str
-    machine: Machine
+    machine: TunedOn
     plan: SplitPlan | None = None  # that it begins with
     predictor: str | None = None  # the file of trained weights; None: as `auto` finds them
     gains: tuple[Gain, ...] = ()
@@ -85,7 +97,7 @@ class Choice:
         }
 
 
-def read_choices(path: Path, identity: str, dtype: str) -> list[Choice]:
+def read_choices(path: Path, identity: str, dtype: str) -> list[TunedChoice]:
     """The choices for a model, the oldest first; none where there is no file.
 
     Raises StoreError naming the file, the field, its value and what is accepted: a file that is damaged, of another
@@ -111,7 +123,7 @@ def read_choices(path: Path, identity: str, dtype: str) -> list[Choice]:
     return [_choice(f"{path}: choices[{number}]", one) for number, one in enumerate(choices)]
 
 
-def save_choice(path: Path, identity: str, dtype: str, choice: Choice) -> None:
+def save_choice(path: Path, identity: str, dtype: str, choice: TunedChoice) -> None:
     """Add a choice to the file at `path`; it takes the place of one for the same memory on the same kind of device. A
     file that cannot be read is replaced. After a crash it is what it was before. Raises StoreError where it cannot be
     written.
@@ -129,7 +141,7 @@ def save_choice(path: Path, identity: str, dtype: str, choice: Choice) -> None:
         write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}))
 
 
-def _choice(where: str, raw: object) -> Choice:
+def _choice(where: str, raw: object) -> TunedChoice:
     if isinstance(raw, dict) and "compressed" in raw:  # of the first edition
         if raw["compressed"] not in (None, 0):
             raise StoreError(
@@ -137,7 +149,7 @@ def _choice(where: str, raw: object) -> Choice:
                 "accepted: null and 0; run `expertly tune` again"
             )
         raw = {name: value for name, value in raw.items() if name != "compressed"}
-    values = _object(where, raw, [one.name for one in fields(Choice)])
+    values = _object(where, raw, [one.name for one in fields(TunedChoice)])
     system = _text(where, values, "system")
     if paths := paths_in(system):
         raise StoreError(f"{where}: system={system!r:.80}: names code by its path, {paths[0]!r:.80}: not imported")
@@ -155,7 +167,7 @@ def _choice(where: str, raw: object) -> Choice:
     codec = _text(where, values, "codec")
     if codec not in CODECS:
         raise StoreError(f"{where}: codec={codec!r:.80}: accepted: {', '.join(CODECS)}")
-    return Choice(
+    return TunedChoice(
         system=name,
         segments=_whole(where, values, "segments", 1),
         memory_nbytes=memory_nbytes,
@@ -169,13 +181,13 @@ def _choice(where: str, raw: object) -> Choice:
     )
 
 
-def _machine(where: str, raw: object) -> Machine:
-    values = _object(where, raw, [one.name for one in fields(Machine)])
+def _machine(where: str, raw: object) -> TunedOn:
+    values = _object(where, raw, [one.name for one in fields(TunedOn)])
     kind = _text(where, values, "kind")
     if kind not in ("cpu", "cuda"):
         raise StoreError(f"{where}: kind={kind!r:.80}: accepted: cpu, cuda")
     num_cpus, num_threads = (_whole(where, values, name, 1) for name in ("num_cpus", "num_threads"))
-    return Machine(kind, _text(where, values, "device"), _text(where, values, "cpu"), num_cpus, num_threads)
+    return TunedOn(kind, _text(where, values, "device"), _text(where, values, "cpu"), num_cpus, num_threads)
 
 
 def _gain(where: str, raw: object) -> Gain:
@@ -229,3 +241,147 @@ def _number(where: str, values: Mapping[str, Any], name: str, least: float, most
     if not least <= value <= most:
         raise StoreError(f"{where}: {name}={value!r:.80}: must be from {least} to {most}")
     return float(value)
+
+
+# -- finding the choice for a load -------------------------------------------------------------------------------------
+
+
+class LoadSettings(NamedTuple):
+    """Arguments of `expertly.load` that a choice may settle, where they were not given."""
+
+    segments: int | None
+    memory: str | int | None
+    codec: str
+    plan: str | Path | SplitPlan | None
+    predictor: str | Path | None
+
+
+class FoundChoice(NamedTuple):
+    """What system `auto` is; `why` is a sentence."""
+
+    system: str
+    settings: LoadSettings
+    why: str
+
+
+def this_machine(device: torch.device) -> TunedOn:
+    """The one that a model runs on."""
+    cpu = cpu_name() or "unknown"
+    name = device_name(device) if device.type == "cuda" else cpu
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return TunedOn(device.type, name, cpu, num_cpus, torch.get_num_threads())
+
+
+def choices_path(store: PackedStore) -> Path:
+    """Where the choices for a model go: beside its stores, one file for all codecs."""
+    return learned_beside(store.folder, "choices")
+
+
+def find_choice(
+    store: PackedStore, asked: LoadSettings, request: MemoryRequest, targets: Sequence[torch.device]
+) -> FoundChoice:
+    """The choice for the memory nearest to what is asked for, in which it can run; the default system, and why, where
+    there is none, or none that is of this kind of device. `asked` stands where it says something. Raises what dividing
+    the memory raises.
+    """
+
+    def default(why: str) -> FoundChoice:
+        name, mib = default_system(store.manifest.layers)
+        return FoundChoice(name, asked, f"system auto: {name}, the default for experts of {mib:.3g} MiB: {why}")
+
+    path = choices_path(store)
+    try:
+        choices = read_choices(path, store.manifest.identity, store.manifest.dtype)
+    except StoreError as error:
+        return default(f"the saved choice cannot be used: {error}")
+    if not choices:
+        return default("nothing has been tuned for this model and dtype: run `expertly tune`")
+    here = this_machine(targets[0])
+    of_kind = [one for one in choices if one.machine.kind == here.kind]
+    if not of_kind or len(targets) > 1:
+        what = f"{len(targets)} devices" if of_kind else f"a device of kind {here.kind}"
+        return default(f"what was tuned was tuned on {choices[-1].machine.kind}, alone, and this is {what}")
+    nbytes = _memory_nbytes(store, request, targets)
+    possible = [one for one in of_kind if _is_possible(one, store, nbytes, asked.predictor)]
+    if not possible:
+        return default(f"what was tuned ({of_kind[-1].system}) cannot run in {nbytes} bytes with what is there")
+    nearest = min(reversed(possible), key=lambda one: abs(math.log(nbytes / one.memory_nbytes)))
+    return _found(nearest, store, asked, request, nbytes, here)
+
+
+def _memory_nbytes(store: PackedStore, request: MemoryRequest, targets: Sequence[torch.device]) -> int:
+    """All that is asked for, or that is free."""
+    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
+    return division.budgets[0].memory_nbytes
+
+
+def _is_possible(choice: TunedChoice, store: PackedStore, nbytes: int, predictor: str | Path | None) -> bool:
+    """Whether its system can run: resident in memory for all, a trained one with its weights."""
+    parts = choice.parts
+    if parts.keeps_everything and nbytes < store.experts_nbytes:
+        return False
+    if not parts.takes_weights:
+        return True
+    try:
+        return find_weights(_predictor(choice, predictor), parts, store) is not None
+    except ExpertlyError:
+        return False
+
+
+def _predictor(choice: TunedChoice, asked: str | Path | None) -> str | Path | None:
+    return choice.predictor if asked == AUTO and choice.predictor is not None else asked
+
+
+def _found(
+    choice: TunedChoice, store: PackedStore, asked: LoadSettings, request: MemoryRequest, nbytes: int, here: TunedOn
+) -> FoundChoice:
+    said = [f"system auto: {choice.system}, P = {choice.segments}, tuned for {_mib(choice.memory_nbytes, store)}"]
+    if choice.memory_nbytes != nbytes:
+        said.append(f"the nearest to {_mib(nbytes, store)}")
+    said += [f"there {gain.ratio:.2f}x the time of {gain.over}" for gain in choice.gains]
+    if differences := choice.machine.differences(here):
+        said.append(f"on another machine: {', '.join(differences)}")
+    memory = asked.memory
+    if choice.budget_nbytes < choice.memory_nbytes and memory in (None, "auto"):
+        memory = min(nbytes, choice.budget_nbytes)
+        said.append(f"of which {_mib(memory, store)} are used, as more brought nothing")
+    segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
+    if plan is None and choice.plan is not None:
+        if segments == choice.segments and _fits(
+            choice.plan, choice, store, min(nbytes, choice.budget_nbytes), request
+        ):
+            plan = choice.plan
+        else:
+            said.append("its plan does not fit here and is left out")
+    codec = choice.codec if asked.codec == AUTO and _is_packed(store, choice.codec) else asked.codec
+    settings = LoadSettings(segments, memory, codec, plan, _predictor(choice, asked.predictor))
+    return FoundChoice(choice.system, settings, "; ".join(said))
+
+
+def _fits(plan: SplitPlan, choice: TunedChoice, store: PackedStore, nbytes: int, request: MemoryRequest) -> bool:
+    """Whether the system can begin with the plan in so much memory."""
+    try:
+        geometry = store.geometry(plan.geometry.segments_per_expert)
+        slots = MemoryRequest(nbytes, request.ring)
+        choice.parts.check_plan(plan, geometry, divide(store, [geometry], choice.parts, slots, [_CPU]).budgets[0])
+    except ConfigError:
+        return False
+    return True
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_packed(store: PackedStore, codec: str) -> bool:
+    """Where the store is one of the cache's."""
+    return store.folder == in_codec(store, store.codec) and is_packed_store(in_codec(store, codec))
+
+
+def in_codec(store: PackedStore, codec: str) -> Path:
+    """Where the cache has, or would have, the model of a store in another codec."""
+    manifest, cache = store.manifest, store.folder.parent.parent
+    return entry_folder(manifest.model_type, manifest.identity, manifest.dtype, cache, codec)
+
+
+def _mib(nbytes: int, store: PackedStore) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB ({nbytes / store.experts_nbytes:.1%} of the experts)"

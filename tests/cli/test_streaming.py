@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from expertly.engine.streaming import TextStreamer
+from expertly.cli.streaming import TextStreamer
 
 
 class ByteTokenizer:
