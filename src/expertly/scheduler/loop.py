@@ -90,12 +90,14 @@ def run_layer(
             spans = ready[next_ready : next_ready + 1]
             next_ready += 1
         compute(spans)
-        following = scheduler.computed(spans)
-        if prefetcher is not None:
-            prefetcher.advance()
-        if following is not None:
-            ready += following.ready
-            num_coming += _submit(following, transport, prefetcher)
+        # What one span frees may be prefetched into before the next: as where spans are computed one at a time.
+        for computed in [spans] if prefetcher is None else [(span,) for span in spans]:
+            following = scheduler.computed(computed)
+            if prefetcher is not None:
+                prefetcher.advance()
+            if following is not None:
+                ready += following.ready
+                num_coming += _submit(following, transport, prefetcher)
     if prefetcher is None:
         scheduler.end_layer()
     else:
@@ -108,15 +110,18 @@ def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> 
     that the layer waits for.
     """
     spans: Sequence[Span] = plan.loads
+    num_segments = 0
+    for span in plan.loads:
+        num_segments += span.num_segments
+    for span in plan.joined:
+        num_segments += span.num_segments
     if plan.requested:
         spans = [*spans, *plan.requested]
     if plan.joined and prefetcher is not None:
         spans = [*prefetcher.promote(plan.joined), *spans]
     if spans:
         transport.submit(spans)
-    elif not plan.joined:
-        return 0
-    return sum([span.num_segments for span in plan.loads]) + sum([span.num_segments for span in plan.joined])
+    return num_segments
 
 
 class Prefetcher:
