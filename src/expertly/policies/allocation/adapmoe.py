@@ -47,7 +47,6 @@ class AdapMoE(Allocation):
     options = AdapMoEOptions
     needs_layers = True
     takes_usage = True
-    changes = True
 
     def __init__(self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)

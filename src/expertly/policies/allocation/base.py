@@ -37,8 +37,6 @@ class Allocation(Policy, ABC):
     """Begins with Known.plan where there is one."""
     splits: ClassVar[bool] = False
     """May keep parts of experts."""
-    changes: ClassVar[bool] = False
-    """May change what layers keep while they run."""
     is_configured: ClassVar[bool] = False
     """Whether anything is ever `due`."""
 

@@ -116,7 +116,6 @@ class MoEpic(Split):
 
     name = "moepic"
     options = MoEpicOptions
-    changes = True
     is_configured = True
     is_online = True
 
