@@ -13,7 +13,7 @@ from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
 from expertly.scheduler.scheduler import Scheduler
-from tests.policies.futures import ListFuture
+from expertly.testing.futures import ListFuture
 from tests.policies.optimum import least_loads
 from tests.scheduler.drive import geometry, run_layer
 
