@@ -33,7 +33,7 @@ class CpuDevice:
         self._readers = readers = Readers(store, geometry, self._buffer, node=node)
         self.submit, self.submit_ahead, self.withdraw = readers.submit, readers.submit_ahead, readers.withdraw
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
-        self._stall_ns = 0
+        self.waited_ns = 0
 
     def _buffer(self, span: Span) -> memoryview:
         assert self._pool is not None
@@ -50,15 +50,11 @@ class CpuDevice:
     def wait(self) -> Span:
         start = time.perf_counter_ns()
         span = self._readers.wait()
-        self._stall_ns += time.perf_counter_ns() - start
+        self.waited_ns += time.perf_counter_ns() - start
         return span
 
     def used(self, span: Span) -> None:
         """Computing is synchronous here: nothing to remember."""
-
-    def stall_ns(self) -> int:
-        waited, self._stall_ns = self._stall_ns, 0
-        return waited
 
     def close(self) -> None:
         """End the readers and let go of the slots."""

@@ -55,8 +55,9 @@ class Device(Protocol):
     def drain(self) -> None:
         """Drop what was submitted ahead and not begun, wait until nothing moves; forget results and errors."""
 
-    def stall_ns(self) -> int:
-        """Time that the host, and the device behind it, waited for transfers since the last call."""
+    @property
+    def waited_ns(self) -> int:
+        """Time that the host, and the device behind it, have waited for transfers so far."""
 
     def stats(self) -> dict[str, int]:
         """Bytes read from disk, of these through the page cache, and other counts of this backend."""

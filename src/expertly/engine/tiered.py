@@ -173,10 +173,11 @@ class CudaDevice:
         self._busy.clear()
         self.tier.check()  # an interrupt in the middle of a decision shows here
 
-    def stall_ns(self) -> int:
-        """Time that the host waited, and that the compute stream was held for copies."""
-        waited, self._waited_ns = self._waited_ns, 0
-        return waited + self._streams.stall_ns()
+    @property
+    def waited_ns(self) -> int:
+        """Of the host, and while the compute stream was held for copies."""
+        self._waited_ns += self._streams.stall_ns()
+        return self._waited_ns
 
     def stats(self) -> dict[str, int]:
         """What its readers moved, bytes of weights served from host memory, and bytes copied to the device."""
