@@ -198,7 +198,7 @@ def test_bytes_are_those_of_the_arrays() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("maps", (LAYERS, 19, EXPERTS)), ("chosen", (20, LAYERS, 3)), ("born", (19,)), ("embeddings", (19, HIDDEN))],
+    [("maps", (LAYERS, 19, EXPERTS)), ("chosen", (20, LAYERS, 3)), ("requests", (19,)), ("embeddings", (19, HIDDEN))],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(StoreError, match=f"array '{name}'"):

@@ -17,9 +17,8 @@ from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.base import Reach, WidthOptions, best_of_rows
 from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
-from expertly.testing import PREDICTOR_CHECKS, passes
-from expertly.testing.futures import ListFuture, some_future
-from expertly.testing.passes import SHAPE
+from expertly.testing import PREDICTOR_CHECKS, made_up
+from expertly.testing.made_up import SHAPE, ListFuture, some_future
 from expertly.testing.predictor import DISTANCES
 from tests.scheduler.drive import geometry
 from tests.weights import random_weights
@@ -32,7 +31,7 @@ def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
 
 def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
     """The future, and every prediction with the step at which it was made (-1: before the first)."""
-    return passes.watched(PREDICTORS[name], distance, known=known, **settings)
+    return made_up.watched(PREDICTORS[name], distance, known=known, **settings)
 
 
 @pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
