@@ -1,0 +1,100 @@
+"""A run as a timeline for chrome://tracing and ui.perfetto.dev: what device, link and predictor did, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from expertly.core.errors import ConfigError
+from expertly.core.messages import Span
+
+_THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
+
+
+class ChromeTrace:
+    """Writes events as they happen: a process a run, with a thread each for device, link, disk and predictor.
+
+    The format is the JSON array of the Trace Event Format; times in microseconds. The file is there when all is
+    written. Raises ConfigError where it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_runs = 0
+        self._is_first = True
+        if path.is_dir() or not path.name:
+            raise ConfigError(f"chrome_trace={str(path)!r}: a folder; must be a file to write")
+        self._partial = path.with_name(path.name + ".partial")
+        try:
+            self._file = self._partial.open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._problem(error) from None
+        self._file.write("[\n")
+
+    def __enter__(self) -> ChromeTrace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._file.write("\n]\n")
+            self._file.close()
+            if kind is None:
+                os.replace(self._partial, self._path)
+        except OSError as problem:
+            if kind is None:
+                raise self._problem(problem) from None
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+    def begin_run(self, name: str) -> RunTimeline:
+        """The events that follow are of another run, named "SYSTEM, BUDGET"."""
+        self._num_runs += 1
+        pid = self._num_runs
+        self.write({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        self.write({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+        for what, tid in _THREADS.items():
+            self.write({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": what}})
+        return RunTimeline(self, pid)
+
+    def write(self, event: dict[str, Any]) -> None:
+        """One event."""
+        try:
+            self._file.write(("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":")))
+        except OSError as error:
+            raise self._problem(error) from None
+        self._is_first = False
+
+    def _problem(self, error: OSError) -> ConfigError:
+        return ConfigError(f"chrome_trace={str(self._path)!r}: cannot be written ({error.strerror or error})")
+
+
+class RunTimeline:
+    """The SimulationWatcher that writes one run's events. Gaps on the device are stalls, or nothing to do."""
+
+    def __init__(self, file: ChromeTrace, pid: int) -> None:
+        self._file = file
+        self._pid = pid
+
+    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        name = what if layer < 0 else f"{what}, layer {layer}"
+        self._write(name, what.split()[0], "device", begin_ns, end_ns)
+
+    def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
+        parts = f"{span.segment}..{span.segment + span.num_segments - 1}"
+        self._write(f"layer {span.layer}, expert {span.expert}, segments {parts}", "load", where, begin_ns, end_ns)
+
+    def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
+        self._write(what, what, "device", begin_ns, end_ns)
+
+    def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
+        self._write(what, "predict", "predictor", begin_ns, end_ns)
+
+    def _write(self, name: str, kind: str, thread: str, begin_ns: int, end_ns: int) -> None:
+        event = {"ph": "X", "pid": self._pid, "tid": _THREADS[thread], "name": name, "cat": kind}
+        self._file.write(event | {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000})

@@ -1,0 +1,120 @@
+"""The timeline of a run: valid, without overlaps, and all of the time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import DenseShape
+from expertly.lab.chrome import ChromeTrace
+from expertly.scheduler.presets import SYSTEMS
+from expertly.sim.hardware import Link
+from expertly.sim.study import Memory
+from tests.sim.drive import make_study, make_trace, measured, random_passes, sized, toy
+
+LAYERS = sized(2, 8, 2)
+
+
+MACHINES = {
+    "link": toy(),
+    "disk": toy(disk=Link(0.2e9, 20, 5), host_memory_nbytes=8 * 48),
+    "measured": measured(),
+}
+
+
+def timeline(folder: Path, machine: str, system: str, segments: int) -> tuple[list[dict[str, Any]], Any]:
+    """(events, the simulator)"""
+    passes = random_passes(1, LAYERS, 25, prompt=5, num_requests=2)
+    trace = make_trace(folder / "trace", passes, LAYERS, num_requests=2, dense=DenseShape(30, 50))
+    with ChromeTrace(folder / "out.json") as chrome:
+        study = make_study(trace, MACHINES[machine], segments=segments, chrome=chrome)
+        simulator = study.simulate(SYSTEMS[system], Memory("40%").budget(study.geometry), "40%")
+        assert not (folder / "out.json").exists(), "there when it is whole"
+    return json.loads((folder / "out.json").read_text()), simulator
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
+@pytest.mark.parametrize("system", ["lru", "oracle", "modelled-lookahead", "fmoe"])
+def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: Path) -> None:
+    events, simulator = timeline(tmp_path, machine, system, segments=2)
+    names = {(one["pid"], one.get("tid")): one["args"] for one in events if one["ph"] == "M" and "tid" in one}
+    threads = {1: "device", 2: "link", 3: "disk", 4: "predictor"}
+    assert names == {(1, number): {"name": name} for number, name in threads.items()}
+    assert {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{system}, 40%"}} in events
+    spans: dict[int, list[tuple[int, int, str]]] = {1: [], 2: [], 3: [], 4: []}
+    for event in events:
+        if event["ph"] == "X":
+            assert event.keys() == {"ph", "pid", "tid", "name", "cat", "ts", "dur"}
+            begin, duration = round(1000 * event["ts"]), round(1000 * event["dur"])
+            assert begin >= 0 and duration >= 0
+            spans[event["tid"]].append((begin, begin + duration, event["cat"]))
+    for of_thread in spans.values():
+        assert of_thread == sorted(of_thread), "in order"
+        assert all(one[1] <= other[0] for one, other in pairwise(of_thread)), "no overlap"
+    device, metrics = spans[1], simulator.metrics
+    busy = sum(end - begin for begin, end, _ in device)
+    assert device[0][0] == 0 and device[-1][2] == "head"
+    assert device[-1][1] == metrics.busy_ns, "requests follow each other at once"
+    assert busy + metrics.stall_ns == metrics.busy_ns, "what is no gap is busy, what is a gap is a stall"
+    passes = metrics.num_prefill_iterations + metrics.num_decode_iterations
+    assert sum(what == "head" for *_, what in device) == passes == 52
+    assert sum(what == "dense" for *_, what in device) == 52 * 2
+    assert any(what == "take" for *_, what in device) == (machine == "measured")
+    assert any(what == "ask" for *_, what in device) == (machine == "measured")
+    assert bool(spans[3]) == (machine == "disk") and spans[2]
+    assert bool(spans[4]) == (system == "fmoe"), "who is told the future takes no time"
+
+
+def test_every_run_is_a_process(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path / "trace", random_passes(0, LAYERS, 5), LAYERS)
+    with ChromeTrace(tmp_path / "out.json") as chrome:
+        study = make_study(trace, chrome=chrome)
+        list(study.results(["lru"], [Memory("40%"), Memory("60%")]))
+    events = json.loads((tmp_path / "out.json").read_text())
+    found = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert found == [
+        *(f"{name}, 40%" for name in ("lru", "belady", "belady-global", "oracle")), "resident",
+        *(f"{name}, 60%" for name in ("lru", "belady", "belady-global", "oracle")),
+    ]  # fmt: skip
+
+
+def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), ChromeTrace(path) as chrome:
+        chrome.begin_run("some")
+        raise RuntimeError
+    assert [one.name for one in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "old"
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    expected = pytest.raises(ConfigError, match=r"chrome_trace=.*cannot be written \(No space left")
+    with expected, ChromeTrace(tmp_path / "out.json") as chrome:
+        chrome._file.close()
+        chrome._file = open("/dev/full", "w")  # noqa: SIM115
+        for number in range(10_000):
+            chrome.begin_run(str(number))
+    assert not list(tmp_path.iterdir())
+
+
+def test_slowdown_of_what_is_computed_beside_the_experts(tmp_path: Path) -> None:
+    """With a slowdown only runs that load ahead change: others wait for all they load before they go on."""
+    compute = measured().compute
+    assert compute is not None
+    times = {}
+    for slowdown in (1.0, 1.5):
+        machine = toy(compute=replace(compute, slowdown_while_loading=slowdown))
+        trace = make_trace(tmp_path / f"trace{slowdown}", random_passes(1, LAYERS, 25), LAYERS)
+        study = make_study(trace, machine, segments=2)
+        for system in ("lru", "modelled-lookahead", "resident"):
+            times[system, slowdown] = study.simulate(
+                SYSTEMS[system], Memory("100%" if system == "resident" else "40%").budget(study.geometry)
+            ).metrics.busy_ns
+    assert times["lru", 1.0] == times["lru", 1.5] and times["resident", 1.0] == times["resident", 1.5]
+    assert times["modelled-lookahead", 1.0] < times["modelled-lookahead", 1.5]

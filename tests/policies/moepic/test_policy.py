@@ -1,0 +1,218 @@
+"""Shares of whole tops, and what MoEpic's allocation makes of what it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Prediction, RouterRan
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.allocation.moepic import (
+    LayerStatistics,
+    MoEpic,
+    MoEpicOptions,
+    SplitExperts,
+    SplitOptions,
+    Timing,
+)
+from expertly.policies.allocation.uniform import uniform_shares
+from expertly.scheduler.budget import split_budget
+from tests.scheduler.drive import geometry
+
+SHAPE = geometry(layers=3, experts=8, top_k=2, segments=4)
+TIMES = Timing.of(SHAPE, 40, 40, 100, 40)
+
+
+def one_token(layer: int, experts: list[int]) -> RouterRan:
+    return RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1)
+
+
+# -- split ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theta", "segments", "top"),
+    [(0.5, 4, 2), (0.25, 4, 1), (0.6, 4, 2), (0.7, 4, 3), (0.01, 4, 1), (0.99, 4, 4), (0.5, 3, 1), (0.5, 1, 1)],
+)
+def test_theta_is_the_nearest_number_of_segments(theta: float, segments: int, top: int) -> None:
+    shape = geometry(layers=2, experts=8, segments=segments, width=12)
+    tops = SplitExperts(shape, SplitOptions(theta)).tops([top, top])
+    assert tops == (None if top == segments else [top, top])
+
+
+def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
+    """Of 3 segments each: 20 are six tops, two a layer, and two segments over; 25 are eight and one over."""
+    split = SplitExperts(SHAPE, SplitOptions(0.75))
+    assert split.shares([20]) == [8, 6, 6]
+    assert split.shares([25]) == [10, 9, 6]
+    assert split.tops([10, 9, 6]) == [3, 3, 3]
+
+
+def test_a_layer_that_keeps_some_of_every_expert_keeps_more_of_each() -> None:
+    split = SplitExperts(SHAPE, SplitOptions(0.25))
+    assert split.shares([75]) == [25, 25, 25] and split.tops([25, 25, 25]) == [3, 3, 3]
+    assert split.shares([96]) == [32, 32, 32] and split.tops([32, 32, 32]) == [4, 4, 4]
+
+
+def test_whole_experts_are_shared_out_as_always() -> None:
+    for slots in range(97):
+        assert SplitExperts(SHAPE, SplitOptions(1.0)).shares([slots]) == uniform_shares(SHAPE, [slots])
+
+
+@pytest.mark.parametrize("theta", [0.1, 0.3, 0.5, 0.8])
+def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
+    small, large = LayerGeometry(2, 1, 4, 30, 3, 2), LayerGeometry(9, 3, 4, 60, 3, 2)
+    shape = Geometry((small, large, small, large), 10)
+    for first in range(41):
+        for second in range(0, 181, 7):
+            shares = SplitExperts(shape, SplitOptions(theta)).shares([first, second])
+            assert (shares[0] + shares[2], shares[1] + shares[3]) == (first, second)
+            assert all(0 <= share <= one.num_experts * 10 for share, one in zip(shares, shape.layers, strict=True))
+
+
+# -- moepic --------------------------------------------------------------------------------------------------------
+
+
+def begun(tau: int = 3, share: float = 0.6) -> MoEpic:
+    allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau, start="half"))
+    allocation.begin(allocation.shares(split_budget(SHAPE, int(SHAPE.nbytes * share)).kept_slots))
+    return allocation
+
+
+def tell(allocation: MoEpic, token: int) -> None:
+    for layer in range(3):
+        experts = [token % 8, (token + layer + 1) % 8]
+        if layer:
+            allocation.predicted(Prediction(layer, experts[::-1], [0.9, 0.1], 1))
+        assert allocation.ran(one_token(layer, experts), lambda layer: 0.0) is None
+
+
+def test_it_begins_with_halves() -> None:
+    allocation = begun()
+    shares = allocation.shares(split_budget(SHAPE, int(SHAPE.nbytes * 0.6)).kept_slots)
+    assert allocation.tops(shares) == [2, 2, 2] and sum(shares) == 49
+
+
+def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
+    allocation = begun()
+    for token in range(3):
+        assert allocation.due() is None
+        tell(allocation, token)
+    job = allocation.due()
+    assert job is not None and allocation.due() is None, "it is being worked out"
+    for token in range(9):
+        tell(allocation, token)
+        assert allocation.due() is None
+    plan = job(TIMES).plan
+    assert sum(layer.budget_segments for layer in plan.layers) == 49, "all that there is to keep"
+    allocation.configured(plan)
+    for token in range(3):
+        assert allocation.due() is None
+        tell(allocation, token)
+    assert allocation.due() is not None
+    assert allocation.facts() == {"learned": "online, from 15 decoded tokens", "configurations": 1}
+
+
+@pytest.mark.parametrize(("tau", "due_at"), [(5000, [0, 64, 256, 5256]), (100, [0, 64, 164]), (64, [0, 64, 128])])
+def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -> None:
+    """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
+    allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
+    allocation.begin(allocation.shares([49]))
+    for token in range(due_at[-1] + 1):
+        if (job := allocation.due()) is not None:
+            found.append(token)
+            allocation.configured(job(TIMES).plan)
+        tell(allocation, token)
+    assert found == due_at
+
+
+def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much() -> None:
+    """And the paper's halves where they cost nothing, or nobody is to count that."""
+    kept = {}
+    for name, options, timing in (
+        ("free", MoEpicOptions(), TIMES),
+        ("dear", MoEpicOptions(), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
+        ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
+    ):
+        allocation = MoEpic(SHAPE, options)
+        allocation.begin(allocation.shares([49]))
+        job = allocation.due()
+        assert job is not None
+        plan = job(timing).plan
+        kept[name] = [(layer.kept_experts, layer.kept_segments) for layer in plan.layers]
+        assert sum(layer.budget_segments for layer in plan.layers) == 49
+        plan.check_fits(SHAPE)
+    assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
+
+
+def test_what_is_not_counted_changes_no_configuration() -> None:
+    for spans in (True, False):
+        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=spans))
+        allocation.begin(allocation.shares([49]))
+        for token in range(30):
+            tell(allocation, token)
+        job = allocation.due()
+        assert job is not None
+        costs = Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)
+        assert (job(costs) == job(TIMES)) == (not spans)
+        tops = {layer.kept_segments for layer in job(costs).plan.layers}
+        assert (tops <= {0, 4}) == spans
+
+
+def test_a_job_holds_what_was_seen_until_then() -> None:
+    allocation = begun()
+    for token in range(3):
+        tell(allocation, token)
+    job = allocation.due()
+    assert job is not None
+    before = job(TIMES)
+    for token in range(3, 40):
+        tell(allocation, 2 * token)
+    assert job(TIMES) == before
+
+
+def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> None:
+    """The rates are those of statistics that are told the same: a layer without a prediction, one with, a prompt (left
+    out), a batch (one row with all that it needs), a part of a layer that needs nothing.
+    """
+    allocation, expected = begun(tau=9), LayerStatistics(8, 9)
+    first = np.array([[0, 0, 0, 2, 0, 1, 0, 0]], np.float32)
+    for demand, prediction, scores in (
+        (one_token(1, [3, 5]), None, None),
+        (one_token(1, [3, 4]), Prediction(1, [3, 5], [0.1, 0.05], 1), first),
+        (RouterRan(1, [6, 7], [2, 1], [False, False], 2), Prediction(1, [6], [0.5], 1), None),
+        (one_token(1, [1, 2]), None, None),
+        (RouterRan(1, [1, 2, 4], [1, 2, 0], [True, True, True], 2), None, None),
+        (RouterRan(1, [], [], [], 1, True), None, None),
+    ):
+        if prediction is not None:
+            allocation.predicted(prediction)
+        allocation.ran(demand, lambda layer: 0.0)
+        if demand.serves_decode:
+            needed = [e for e, num in zip(demand.experts, demand.num_tokens, strict=True) if num]
+            expected.observe(np.array([needed or [-1]]), scores)
+    mine, theirs = allocation._seen[1].rates(), expected.rates()
+    np.testing.assert_array_equal(mine.hits, theirs.hits)
+    np.testing.assert_array_equal(mine.accuracy, theirs.accuracy)
+    np.testing.assert_array_equal(mine.predicted_hits, theirs.predicted_hits)
+    assert theirs.accuracy[0] == 1.0 and theirs.accuracy[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("split", {"theta": "0"}, r"theta=0.0: must be above 0, up to 1"),
+        ("split", {"theta": "1.5"}, r"theta=1.5: must be"),
+        ("split", {"tau": "5"}, r"option 'tau': unknown; accepted: theta"),
+        ("moepic", {"tau": "0"}, r"tau=0: must be at least 1"),
+        ("moepic", {"zeta": "1"}, r"zeta=1.0: must be above 0 and below 1"),
+        ("moepic", {"start": "whole"}, r"start='whole': unknown; accepted: timed, half"),
+        ("moepic", {"pieces": "1"}, r"pieces='1': accepted: yes, true"),
+        ("uniform", {"theta": "0.5"}, r"option 'theta': unknown; there are none"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ALLOCATIONS[name].make(SHAPE, given=options)

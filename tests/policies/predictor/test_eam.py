@@ -1,0 +1,270 @@
+"""MoE-Infinity's predictor: what its matrices count, and what it reads off them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, History, Routed
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam import EAM, EAMOptions
+from expertly.policies.predictor.eam.matrices import Matrices
+from tests.policies.predictor.naive import NaiveCollection, choices, matrix_of
+from tests.scheduler.drive import geometry
+
+LAYERS, EXPERTS, TOP_K = 5, 7, 2
+SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+
+
+def routed(layer: int, experts: np.ndarray) -> Routed:
+    return Routed(RouterRan(layer, [0], [1], [True], len(experts)), experts)
+
+
+def one_pass(
+    eam: EAM,
+    requests: list[int],
+    chosen: np.ndarray,
+    *,
+    is_prefill: bool = False,
+    ok: bool | None = True,
+    skip: tuple[int, ...] = (),
+) -> list[list[Prediction]]:
+    """A pass over rows [T, L, K]; what was predicted when it began, then after each layer. `ok` None: no end."""
+    began = Began(np.array(requests, np.int64), np.full(len(requests), is_prefill))
+    made = [list(eam.begin_iteration(began))]
+    for layer in range(LAYERS):
+        if layer not in skip:
+            made.append(list(eam.router_ran(routed(layer, chosen[:, layer]))))
+    if ok is not None:
+        eam.end_iteration(ok)
+    return made
+
+
+def rows(dice: np.random.Generator, num: int) -> np.ndarray:
+    return choices(dice, num)
+
+
+def test_rows_of_an_iteration_sum_to_its_tokens_up_to_the_layer_that_runs_and_those_of_a_request_to_all() -> None:
+    """Section 4.3: n*K up to layer l and 0 after; r*K, prompt and answer apart."""
+    dice, eam = np.random.default_rng(0), EAM(SHAPE)
+    num = {True: 0, False: 0}
+    for step, count in enumerate((6, 1, 1, 1)):
+        is_prefill = step == 0
+        chosen = rows(dice, count)
+        list(eam.begin_iteration(Began(np.full(count, 3), np.full(count, is_prefill))))
+        assert eam._pass is not None
+        for layer in range(LAYERS):
+            list(eam.router_ran(routed(layer, chosen[:, layer])))
+            counts = eam._pass[0].counts
+            assert counts.sum(axis=1).tolist() == [count * TOP_K] * (layer + 1) + [0] * (LAYERS - 1 - layer)
+        np.testing.assert_array_equal(counts, matrix_of(chosen))
+        eam.end_iteration(True)
+        num[is_prefill] += count
+        for phase, matrix in zip((True, False), eam._open[3], strict=True):
+            assert matrix.sum(axis=1).tolist() == [num[phase] * TOP_K] * LAYERS
+    assert eam.learned.num_matrices == 0, "the request is not over"
+
+
+@pytest.mark.parametrize("end", ["another request", "finish"])
+def test_a_request_that_is_over_enters_the_collections_of_its_phases(end: str) -> None:
+    dice, eam = np.random.default_rng(1), EAM(SHAPE)
+    prompt, first, second = rows(dice, 4), rows(dice, 1), rows(dice, 1)
+    one_pass(eam, [5] * 4, prompt, is_prefill=True)
+    one_pass(eam, [5], first)
+    one_pass(eam, [5], second)
+    assert eam.learned.num_matrices == 0
+    if end == "finish":
+        eam.finish()
+    else:
+        one_pass(eam, [6], rows(dice, 1))
+    prefill, decode = eam.learned.prefill, eam.learned.decode
+    assert (prefill.num_matrices, decode.num_matrices) == (1, 1)
+    np.testing.assert_array_equal(prefill.matrices[0], matrix_of(prompt))
+    np.testing.assert_array_equal(decode.matrices[0], matrix_of(first) + matrix_of(second))
+
+
+@pytest.mark.parametrize(
+    "harm", [{"ok": False}, {"ok": None}, {"skip": (2,)}, {"skip": (0, 1)}, {"skip": (4,)}], ids=str
+)
+def test_an_iteration_that_failed_or_was_not_seen_whole_is_left_out(harm: dict) -> None:
+    dice, eam = np.random.default_rng(2), EAM(SHAPE)
+    kept = [rows(dice, 1) for _ in range(3)]
+    one_pass(eam, [5], kept[0])
+    one_pass(eam, [5], rows(dice, 1), **harm)
+    for chosen in kept[1:]:
+        one_pass(eam, [5], chosen)
+    eam.finish()
+    np.testing.assert_array_equal(eam.learned.decode.matrices[0], sum(matrix_of(chosen) for chosen in kept))
+    assert eam.facts()["left_out"] == 1
+
+
+def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
+    """What two requests would find alone, they find together; the union is by the highest p."""
+    dice = np.random.default_rng(3)
+    past = [rows(dice, 3) for _ in range(20)]
+    now = rows(dice, 2)
+
+    def filled() -> EAM:
+        eam = EAM(SHAPE, 2, EAMOptions(width=3))
+        for number, chosen in enumerate(past):
+            one_pass(eam, [100 + number] * 3, chosen)
+        eam.finish()
+        return eam
+
+    alone = [one_pass(filled(), [7 + row], now[row : row + 1]) for row in range(2)]
+    eam = filled()
+    together = one_pass(eam, [7, 8], now)
+    for step, predictions in enumerate(together):
+        assert [one.layer for one in predictions] == [one.layer for one in alone[0][step]]
+        for at, both in enumerate(predictions):
+            first, second = alone[0][step][at], alone[1][step][at]
+            assert both.probabilities == np.maximum(first.probabilities, second.probabilities).tolist()
+            assert set(both.experts) == {*first.experts, *second.experts}
+            if step:
+                assert both.confidence == pytest.approx((first.confidence + second.confidence) / 2)
+    eam.finish()
+    newest = np.argsort(eam.learned.decode.born[:22])[-2:]
+    np.testing.assert_array_equal(eam.learned.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
+
+
+@pytest.mark.parametrize("matches", [1, 3])
+@pytest.mark.parametrize("distance", [1, 3, 99])
+def test_predictions_are_the_papers(distance: int, matches: int) -> None:
+    """Section 4.5: the m nearest by the cosine over rows <= l, summed, rows scaled to sum 1, times 1 - (i - l) / L."""
+    dice, naive = np.random.default_rng(4), NaiveCollection(120)
+    eam = EAM(SHAPE, distance, EAMOptions(matches=matches, width=TOP_K))
+    for number in range(40):
+        chosen = rows(dice, 3)
+        one_pass(eam, [number] * 3, chosen)
+        naive.add(matrix_of(chosen))
+    eam.finish()
+    chosen = rows(dice, 1)
+    began, *made = one_pass(eam, [99], chosen)
+    reach = min(distance, LAYERS - 1)
+    popular = np.sum(naive.matrices, axis=0)
+    assert [one.layer for one in began] == list(range(reach))
+    for one in began:
+        assert one.probabilities == pytest.approx((popular[one.layer] / popular[one.layer].sum()).tolist())
+        assert one.confidence is None and one.distance == one.layer + 1
+    said = began[0].outlook
+    assert said == pytest.approx((popular / popular.sum(axis=1, keepdims=True)).ravel().tolist(), abs=1e-6)
+    for layer, predictions in enumerate(made):
+        found = naive.nearest(matrix_of(chosen), list(range(layer + 1)), matches)
+        total = np.sum([naive.matrices[at] for at in found], axis=0)
+        p = total / total.sum(axis=1, keepdims=True)
+        assert [one.layer for one in predictions] == list(range(layer + 1, min(layer + reach, LAYERS - 1) + 1))
+        for one in predictions:
+            ahead = one.layer - layer
+            assert one.distance == ahead and len(one.experts) <= TOP_K
+            assert one.probabilities == pytest.approx(p[one.layer].tolist())
+            near = 1 - ahead / LAYERS
+            assert one.scores == pytest.approx([near * p[one.layer, expert] for expert in one.experts])
+            assert one.scores[-1] >= near * np.sort(p[one.layer])[-TOP_K] - 1e-6, "the likeliest"
+            assert all(other.outlook is None for other in predictions[1:])
+        outlook = predictions[0].outlook if predictions else None
+        if outlook is not None:
+            assert outlook != said, "it is said when it has changed"
+            said = outlook
+        if predictions:
+            assert said == pytest.approx(p.ravel().tolist(), abs=1e-6)
+            assert all(number == round(number, 6) for number in said)
+
+
+def test_prompts_and_answers_are_predicted_from_their_own_collections() -> None:
+    dice, eam = np.random.default_rng(5), EAM(SHAPE)
+    one_pass(eam, [1] * 3, rows(dice, 3), is_prefill=True)
+    one_pass(eam, [2] * 3, rows(dice, 3), is_prefill=True)
+    assert any(one_pass(eam, [3] * 2, rows(dice, 2), is_prefill=True))
+    assert not any(one_pass(eam, [3], rows(dice, 1))), "nothing is known of answers"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, [0]),
+        ({"width": 2}, [0, 1]),
+        ({"width": 1}, [0]),
+        ({"width": 4}, [0, 1, 2]),
+        ({"width": 7, "threshold": 0.5}, [0, 1]),
+        ({"width": 7, "threshold": 0.25}, [0, 1, 2]),
+        ({"width": 2, "threshold": 0.8}, [0]),
+    ],
+)
+def test_how_many_are_named(options: dict, named: list[int]) -> None:
+    """All of four tokens chose expert 0, three of them 1 and one 2; nobody the others."""
+    eam = EAM(SHAPE, 1, EAMOptions(**options))
+    chosen = np.array([[0, 1], [0, 1], [0, 1], [0, 2]])[:, None].repeat(LAYERS, 1)
+    one_pass(eam, [1] * 4, chosen)
+    (prediction,) = one_pass(eam, [2], chosen[:1])[1]
+    assert prediction.experts == named
+    assert prediction.probabilities == [0.5, 0.375, 0.125, 0, 0, 0, 0]
+
+
+def test_what_is_learned_is_what_running_shows() -> None:
+    """Requests over several blocks, in both phases, with choices that are none."""
+    dice = np.random.default_rng(6)
+    history, eam, other = [], EAM(SHAPE, 2), EAM(SHAPE, 2)
+    for request in range(9):
+        for step in range(4):
+            chosen = rows(dice, 5 if step == 0 else 1)
+            chosen[0, 1, 0] = -1
+            history += [(request, step == 0, row) for row in chosen]
+            one_pass(other, [request] * len(chosen), chosen, is_prefill=step == 0)
+    other.finish()
+    for first in range(0, len(history), 5):
+        block = history[first : first + 5]
+        requests, is_prefill = np.array([row[0] for row in block]), np.array([row[1] for row in block])
+        experts = np.stack([row[2] for row in block])
+        eam.learn(History(requests, is_prefill, experts, np.zeros((len(block), LAYERS, EXPERTS), np.float32)))
+    eam.finish()
+    for name, found in eam.learned.state().items():
+        np.testing.assert_array_equal(found, other.learned.state()[name], err_msg=name)
+    assert eam.learned.prefill.num_matrices == eam.learned.decode.num_matrices == 9
+
+
+def test_what_runs_is_not_learned_from_where_nobody_wants_it() -> None:
+    dice, eam = np.random.default_rng(7), EAM(SHAPE, 1, EAMOptions(update=False))
+    one_pass(eam, [1], rows(dice, 1))
+    eam.finish()
+    assert eam.learned.num_matrices == 0
+
+
+def test_a_store_of_another_capacity_is_cut_and_of_another_model_refused() -> None:
+    dice, eam, small = np.random.default_rng(8), EAM(SHAPE), EAM(SHAPE, 1, EAMOptions(capacity=3))
+    for number in range(10):
+        one_pass(eam, [number], rows(dice, 1))
+    small.adopt(eam.learned)
+    assert (small.learned.capacity, small.learned.decode.num_matrices) == (3, 3)
+    same = EAM(SHAPE)
+    same.adopt(eam.learned)
+    assert same.learned is eam.learned
+    with pytest.raises(ConfigError, match="activation matrices: are of another model"):
+        eam.adopt(Matrices(ModelShape((4,), (2,))))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 0}, "capacity=0: must be from 1"),
+        ({"matches": 0}, "matches=0: must be at least 1"),
+        ({"width": 0}, "width=0: must be at least 1"),
+        ({"threshold": 1.5}, "threshold=1.5: must be from 0 to 1"),
+    ],
+)
+def test_options_that_cannot_be(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EAMOptions(**options)
+
+
+def test_its_work_is_counted() -> None:
+    """A layer of K experts reads K rows of the collection, and the cosines."""
+    dice, eam = np.random.default_rng(9), EAM(SHAPE)
+    for number in range(11):
+        one_pass(eam, [number], rows(dice, 1))
+    list(eam.begin_iteration(Began(np.array([99]), np.zeros(1, np.bool_))))
+    before = eam.work.num_calls, eam.work.flops
+    list(eam.router_ran(routed(0, rows(dice, 1)[:, 0])))
+    assert eam.work.num_calls == before[0] + 1
+    assert eam.work.flops == before[1] + 2 * 11 * (TOP_K + 2)

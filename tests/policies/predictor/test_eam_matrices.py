@@ -1,0 +1,168 @@
+"""Collections of activation matrices, and the matrices nearest to a pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import DEFAULT_CAPACITY, MAX_COUNT, Collection, Match, Matrices
+from tests.policies.predictor.naive import LAYERS, SHAPE, NaiveCollection, choices, cosine, matrix_of
+
+
+def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
+    dice, collection = np.random.default_rng(seed), Collection(SHAPE, capacity)
+    for _ in range(num):
+        collection.add(matrix_of(choices(dice, 3)))
+    return collection
+
+
+def test_the_papers_capacity() -> None:
+    assert (DEFAULT_CAPACITY, Collection(SHAPE).capacity, Matrices(SHAPE).decode.capacity) == (120, 120, 120)
+
+
+def test_a_request_without_tokens_is_left_out() -> None:
+    collection = Collection(SHAPE, 3)
+    collection.add(np.zeros((5, 7), np.int64))
+    assert (collection.num_matrices, collection.generation) == (0, 0)
+
+
+def test_counts_that_float32_cannot_count_are_taken_for_the_most_it_can() -> None:
+    collection = Collection(SHAPE, 1)
+    collection.add(np.full((5, 7), 1 << 40))
+    assert (collection.matrices == MAX_COUNT).all() and (collection.total == MAX_COUNT).all()
+    collection.add(np.ones((5, 7), np.int64))
+    assert (collection.total == 1).all(), "it replaced the other"
+
+
+@pytest.mark.parametrize("num", [0, 7, 50])
+def test_state_and_back(num: int) -> None:
+    collection = filled(num)
+    n = collection.num_matrices
+    other = Collection.from_arrays(SHAPE, collection.matrices[:n], collection.born[:n], 20)
+    for name in ("matrices", "columns", "squares", "inverse_norms", "total"):
+        np.testing.assert_array_equal(getattr(other, name), getattr(collection, name), err_msg=name)
+    matrix = matrix_of(choices(np.random.default_rng(9), 2))
+    for one in (collection, other):
+        one.add(matrix)
+    np.testing.assert_array_equal(other.born, collection.born)
+    np.testing.assert_array_equal(other.matrices, collection.matrices)
+
+
+def test_a_smaller_one_keeps_what_is_unlike() -> None:
+    large, small = filled(20), Collection(SHAPE, 6)
+    small.extend(large)
+    assert small.num_matrices == 6 and large.num_matrices == 20
+    stored = {matrix.tobytes() for matrix in large.matrices}
+    assert all(matrix.tobytes() in stored for matrix in small.matrices)
+    assert small.matrices[small.born.argmax()].tobytes() == large.matrices[19].tobytes(), "the newest is there"
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1 << 21])
+def test_a_capacity_that_cannot_be(capacity: int) -> None:
+    with pytest.raises(ConfigError, match=rf"capacity={capacity}: must be from 1 to"):
+        Collection(SHAPE, capacity)
+    with pytest.raises(ConfigError, match=r"matrices of \d+ bytes; at most"):
+        Collection(ModelShape((9000,) * 90, (1,) * 90), 1 << 20)
+
+
+def test_both_phases_together() -> None:
+    matrices = Matrices(SHAPE, 20)
+    matrices.prefill.extend(filled(3))
+    matrices.decode.extend(filled(5, seed=1))
+    assert (matrices.num_matrices, matrices.num_needed, matrices.generation) == (8, 5, 8)
+    assert matrices.of_phase(True) is matrices.prefill and matrices.of_phase(False) is matrices.decode
+    other = Matrices(SHAPE, 4)
+    other.extend(matrices)
+    assert (other.prefill.num_matrices, other.decode.num_matrices, other.capacity) == (3, 4, 4)
+
+
+def counts_of(row: np.ndarray) -> dict[int, int]:
+    return {int(expert): int(row[expert]) for expert in np.flatnonzero(row)}
+
+
+@pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+@pytest.mark.parametrize("capacity", [1, 6, 60])
+def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: list[int]) -> None:
+    """Requests come, replace each other and are matched, m at a time, layer by layer; some layers are left out."""
+    dice = np.random.default_rng(capacity)
+    collection, naive = Collection(SHAPE, capacity), NaiveCollection(capacity)
+    recent = []
+    for number in range(24):
+        matrix = matrix_of(choices(dice, int(dice.integers(1, 4))))
+        if number % 7 == 3:
+            matrix = recent[-2]  # the same again
+        recent.append(matrix)
+        collection.add(matrix)
+        naive.add(matrix)
+        assert collection.num_matrices == len(naive.matrices)
+        by_age = np.argsort(collection.born[: collection.num_matrices])
+        np.testing.assert_array_equal(collection.matrices[by_age], naive.matrices)
+        np.testing.assert_array_equal(collection.columns.transpose(2, 0, 1), collection.matrices)
+        np.testing.assert_array_equal(collection.total, np.sum(naive.matrices, axis=0))
+        if number % 5 != 3:
+            continue
+        running = matrix_of(choices(dice, num_tokens))
+        for num in (1, 3, 100):
+            match, seen = Match(collection), []
+            assert match.nearest(num) is None, "nothing has been seen"
+            for layer in layers:
+                match.observe(layer, counts_of(running[layer]))
+                seen.append(layer)
+                found = match.nearest(num)
+                wanted = naive.nearest(running, seen, num)
+                if not wanted:
+                    assert found is None
+                    continue
+                assert found is not None
+                assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
+                best = max(cosine(running[seen], matrix[seen]) for matrix in naive.matrices)
+                assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
+
+
+def test_many_experts_at_once_are_counted_as_one_by_one() -> None:
+    """A prompt that chose most experts of a wide layer, in one product."""
+    dice = np.random.default_rng(0)
+    collection = Collection(ModelShape((64, 60), (4, 4)), 9)
+    for _ in range(9):
+        matrix = dice.integers(0, 5, (2, 64))
+        matrix[1, 60:] = 0
+        collection.add(matrix)
+    row = dice.integers(0, 900, 64)
+    match = Match(collection)
+    match.observe(0, counts_of(row))
+    found = match.nearest(1)
+    assert found is not None
+    cosines = [cosine(row, matrix[0]) for matrix in collection.matrices]
+    assert found.slots == (int(np.argmax(cosines)),) and found.cosine == pytest.approx(max(cosines), abs=1e-6)
+
+
+def test_of_equal_ones_the_newest_are_nearest_wherever_they_lie() -> None:
+    """The length of a request does not matter, the share of its tokens does."""
+    dice = np.random.default_rng(1)
+    collection, same = Collection(SHAPE, 30), matrix_of(choices(dice, 9))
+    for number in range(30):
+        collection.add(same * (1 + number) if number % 3 else matrix_of(choices(dice, 2)))
+    match = Match(collection)
+    for layer in range(LAYERS):
+        match.observe(layer, counts_of(same[layer]))
+    one, four = match.nearest(1), match.nearest(4)
+    assert one is not None and four is not None
+    assert one.slots == (29,) and four.slots == (25, 26, 28, 29)
+    assert one.cosine == pytest.approx(1, abs=1e-6)
+
+
+def test_what_has_nothing_in_common_is_no_match() -> None:
+    collection = Collection(SHAPE, 4)
+    assert Match(collection).nearest(1) is None
+    matrix = np.zeros((5, 7), np.int64)
+    matrix[:, 0] = 3
+    collection.add(matrix)
+    match = Match(collection)
+    match.observe(0, {1: 1, 2: 1})
+    assert match.nearest(1) is None
+    match.observe(1, {0: 1, 2: 1})
+    found = match.nearest(5)
+    assert found is not None and found.slots == (0,) and found.cosine == pytest.approx(3 / (4 * 18) ** 0.5)

@@ -1,0 +1,457 @@
+"""The fMoE predictor: which layers it answers for, from which maps, which experts, and what it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Floats, History, Routed
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.predictor.fmoe import predictor as fmoe_module
+from expertly.policies.predictor.fmoe.predictor import select, select_rows, union
+from expertly.policies.predictor.fmoe.store import MapStore
+from tests.policies.predictor.naive import cosine, random_scores, top
+from tests.scheduler.drive import geometry
+
+LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
+SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+
+
+class Rows:
+    """Random rows: scores [T, L, E], embedding [T, H]."""
+
+    def __init__(self, seed: int, num_rows: int, requests: list[int] | None = None) -> None:
+        dice = np.random.default_rng(seed)
+        self.scores = random_scores(dice, num_rows, LAYERS, EXPERTS)
+        self.chosen = top(self.scores, TOP_K)
+        self.embedding: Floats = dice.standard_normal((num_rows, HIDDEN), np.float32)
+        self.requests = np.array(range(1000 * seed, 1000 * seed + num_rows) if requests is None else requests)
+
+    def history(self) -> History:
+        return History(self.requests, np.zeros(len(self.requests), np.bool_), self.chosen, self.scores, self.embedding)
+
+
+def run(
+    predictor: FMoE,
+    rows: Rows,
+    ok: bool = True,
+    layers: Sequence[int] | None = None,
+    end: bool = True,
+    stack: range | None = None,
+) -> list[Prediction]:
+    """One pass of these rows over `stack`, of which `layers` are seen; all predictions."""
+    num_rows = len(rows.requests)
+    began = Began(rows.requests, np.zeros(num_rows, np.bool_), rows.embedding, stack)
+    found = list(predictor.begin_iteration(began))
+    layers = layers if stack is None or layers is not None else stack
+    for layer in range(LAYERS) if layers is None else layers:
+        router = RouterRan(layer, [0], [1], [True], num_rows)
+        found += predictor.router_ran(Routed(router, rows.chosen[:, layer], rows.scores[:, layer]))
+    if end:
+        predictor.end_iteration(ok)
+    return found
+
+
+def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **options: object) -> FMoE:
+    predictor = FMoE(shape, distance, FMoEOptions(**options))  # type: ignore[arg-type]
+    predictor.learn(Rows(1, num_maps).history())
+    return predictor
+
+
+def begun(store: MapStore, distance: int = 2, **options: object) -> FMoE:
+    """One that goes on from these maps."""
+    predictor = FMoE(SHAPE, distance, FMoEOptions(**options))  # type: ignore[arg-type]
+    predictor.adopt(store)
+    return predictor
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 5])
+def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers_ahead(distance: int) -> None:
+    found = run(learned(distance), Rows(2, 1))
+    wanted = [(layer, layer + 1) for layer in range(distance)] + [
+        (layer, distance) for layer in range(distance, LAYERS)
+    ]
+    assert [(one.layer, one.distance) for one in found] == wanted
+
+
+def test_a_distance_beyond_the_model_is_its_last_layer() -> None:
+    assert [one.layer for one in run(learned(99), Rows(2, 1))] == list(range(LAYERS))
+    single = FMoE(geometry(layers=1, experts=EXPERTS, top_k=TOP_K), 3)
+    assert single.learned.semantic_weight == 1.0
+
+
+def test_an_empty_store_predicts_nothing_and_the_pass_fills_it() -> None:
+    predictor = FMoE(SHAPE, 2)
+    rows = Rows(3, 1)
+    assert run(predictor, rows) == []
+    assert predictor.learned.num_maps == 1
+    again = run(predictor, rows)
+    assert [one.confidence for one in again] == pytest.approx([1] * LAYERS, abs=1e-5)
+    assert all(one.experts == rows.chosen[0, one.layer].tolist() for one in again)
+
+
+@pytest.mark.parametrize("mode", ["delta", "top-k"])
+def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> None:
+    predictor = learned(2, select=mode)
+    store = predictor.learned
+    maps, rows = store.maps.copy(), Rows(4, 1)
+    assert store.embeddings is not None
+    for one in run(predictor, rows):
+        if one.layer < 2:
+            similar = [cosine(rows.embedding[0], row) for row in store.embeddings[:40]]
+        else:
+            seen = one.layer - 2 + 1
+            similar = [cosine(rows.scores[0, :seen], maps[:seen, slot]) for slot in range(40)]
+        slot = int(np.argmax(similar))
+        assert one.confidence == pytest.approx(similar[slot], abs=1e-5)
+        assert one.probabilities == maps[one.layer, slot].tolist()
+        assert one.confidence is not None
+        wanted = select(maps[one.layer, slot], one.confidence, TOP_K, mode)  # type: ignore[arg-type]
+        assert (one.experts, one.scores) == wanted
+
+
+def test_rows_of_a_batch_are_matched_each_and_united_by_the_highest_probability() -> None:
+    rows = Rows(5, 4)
+    alone = []
+    for row in range(4):
+        one_row = Rows(5, 4)
+        for name in ("scores", "chosen", "embedding", "requests"):
+            setattr(one_row, name, getattr(rows, name)[row : row + 1])
+        alone.append(run(learned(update=False), one_row))
+    for number, one in enumerate(run(learned(update=False), rows)):
+        parts = [found[number] for found in alone]
+        assert {part.layer for part in parts} == {one.layer}
+        highest: dict[int, float] = {}
+        for part in parts:
+            for expert, score in zip(part.experts, part.scores, strict=True):
+                highest[expert] = max(score, highest.get(expert, 0.0))
+        order = sorted(highest, key=lambda expert: (-highest[expert], expert))
+        assert one.experts == order
+        assert one.scores == [highest[expert] for expert in order]
+        assert one.confidence == pytest.approx(np.mean([part.confidence for part in parts]), abs=1e-5)
+        assert one.probabilities == np.max([part.probabilities for part in parts], axis=0).tolist()
+
+
+def test_trajectory_alone_leaves_out_the_first_layers_and_needs_no_embedding() -> None:
+    predictor = learned(2, semantic=False)
+    assert predictor.wants == {"experts", "scores"}
+    assert [one.layer for one in run(predictor, Rows(6, 1))] == [2, 3, 4, 5]
+    assert predictor.learned.embeddings is None
+    assert FMoE(SHAPE, 2).wants == {"experts", "scores", "embedding"}
+
+
+def test_the_semantic_match_alone_serves_all_layers() -> None:
+    found = run(learned(2, trajectory=False), Rows(6, 1))
+    assert [(one.layer, one.distance) for one in found] == [(layer, layer + 1) for layer in range(LAYERS)]
+    assert len({one.confidence for one in found}) == 1
+
+
+def test_without_embeddings_the_first_layers_go_without() -> None:
+    predictor = learned(2)
+    rows = Rows(6, 1)
+    rows.embedding = None  # type: ignore[assignment]
+    assert [one.layer for one in run(predictor, rows)] == [2, 3, 4, 5]
+    assert predictor.learned.num_maps == 41
+
+
+def test_the_later_layers_know_more_than_the_first() -> None:
+    predictor = learned(2)
+    rows = Rows(6, 1)
+    rows.scores = predictor.learned.maps[:, 7][None].copy()
+    assert predictor.learned.embeddings is not None
+    rows.embedding = predictor.learned.embeddings[9][None].copy()
+    found = run(predictor, rows)
+    maps = predictor.learned.maps
+    assert [one.probabilities for one in found[:2]] == [maps[layer, 9].tolist() for layer in range(2)]
+    assert [one.probabilities for one in found[2:]] == [maps[layer, 7].tolist() for layer in range(2, LAYERS)]
+
+
+def state_of(predictor: FMoE) -> dict[str, list[object]]:
+    return {name: array.tolist() for name, array in predictor.learned.state().items()}
+
+
+@pytest.mark.parametrize("semantic", [True, False])
+def test_learning_a_history_equals_having_run_it(semantic: bool) -> None:
+    options = FMoEOptions(capacity=25, semantic=semantic, quota=0.2)
+    online, offline = FMoE(SHAPE, 2, options), FMoE(SHAPE, 2, options)
+    for seed, size in enumerate([1, 6, 40, 1, 1, 3, 1, 20]):
+        rows = Rows(seed + 10, size, [seed] * size if size == 40 else None)
+        run(online, rows)
+        offline.learn(rows.history())
+    assert online.learned.num_maps == 25
+    assert state_of(online) == state_of(offline)
+
+
+def test_a_pass_that_failed_or_lost_a_layer_is_not_learned() -> None:
+    predictor = FMoE(SHAPE, 2)
+    run(predictor, Rows(1, 1))
+    run(predictor, Rows(2, 1), ok=False)
+    run(predictor, Rows(3, 2), layers=[0, 1, 2, 4, 5])
+    run(predictor, Rows(4, 1), layers=[])
+    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000]
+    run(predictor, Rows(5, 1), end=False)  # its end was left out
+    run(predictor, Rows(6, 1))
+    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000, 6000]
+    assert predictor.facts()["left_out"] == 2
+
+
+ENCODER, DECODER = range(2), range(2, LAYERS)
+
+
+def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
+    """Of each map the request, and the layers of which it has something."""
+    store = predictor.learned
+    return [
+        (int(store.requests[slot]), np.flatnonzero(store.maps[:, slot].any(axis=1)).tolist())
+        for slot in range(store.num_maps)
+    ]
+
+
+def test_a_map_of_a_stack_is_whole_when_all_of_its_layers_were_seen() -> None:
+    predictor = FMoE(SHAPE, 2)
+    run(predictor, Rows(1, 1), stack=ENCODER)
+    run(predictor, Rows(2, 1), stack=DECODER)
+    run(predictor, Rows(3, 1), stack=DECODER, layers=[2, 3, 5])
+    run(predictor, Rows(4, 1), stack=ENCODER, layers=[0])
+    run(predictor, Rows(5, 1), stack=ENCODER, layers=[0, 1, 2])  # no layer of this pass
+    run(predictor, Rows(6, 1), layers=[2, 3, 4, 5])  # that of a model of one stack
+    assert stored(predictor) == [(1000, [0, 1]), (2000, [2, 3, 4, 5]), (5000, [0, 1])]
+    assert predictor.facts()["left_out"] == 3
+
+
+@pytest.mark.parametrize("semantic", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_rows: int, semantic: bool) -> None:
+    """The encoder's pass had the very same embedding, and is all that is newer."""
+    predictor = FMoE(SHAPE, 2, FMoEOptions(semantic=semantic, quota=1.0))
+    rows = Rows(1, num_rows)
+    for stack in (DECODER, ENCODER, ENCODER):
+        run(predictor, rows, stack=stack)
+    found = run(predictor, rows, stack=DECODER)
+    at_begin = [(2, 3), (3, 4)] if semantic else []
+    assert [(one.layer, one.distance) for one in found] == [*at_begin, (4, 2), (5, 2)]
+    for one in found:
+        assert one.confidence == pytest.approx(1, abs=1e-3)
+        assert one.probabilities == pytest.approx(rows.scores[:, one.layer].max(axis=0), abs=1e-3)
+    found = run(predictor, rows, stack=ENCODER)
+    assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
+    found = run(begun(predictor.learned, 1, semantic=semantic), rows, stack=ENCODER)
+    assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
+
+
+def test_without_a_map_of_the_stack_nothing_is_predicted() -> None:
+    predictor = FMoE(SHAPE, 2)
+    run(predictor, Rows(1, 4), stack=ENCODER)
+    assert run(predictor, Rows(1, 1), stack=DECODER) == []
+    facts = predictor.facts()
+    assert (facts["semantic_searches"], facts["trajectory_searches"]) == (0, 0)
+
+
+def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() -> None:
+    predictor = learned(2, num_maps=5)
+    state = {name: array.copy() for name, array in predictor.learned.state().items()}
+    state["maps"][3, 4] = 0  # that row chose nothing there
+    predictor.adopt(MapStore.from_state(predictor.learned.shape, state, semantic_weight=2 / LAYERS))
+    rows = Rows(6, 1)
+    rows.scores = state["maps"][:, 4][None].copy()
+    found = {one.layer: one for one in run(predictor, rows)}
+    assert sorted(found) == list(range(LAYERS))
+    similar = [cosine(rows.scores[0, :2], state["maps"][:2, slot]) for slot in range(4)]
+    assert found[3].confidence == pytest.approx(max(similar), abs=1e-5)
+    assert found[3].probabilities == state["maps"][3, int(np.argmax(similar))].tolist()
+    assert found[4].probabilities == state["maps"][4, 4].tolist()
+
+
+@pytest.mark.parametrize("stack", [ENCODER, DECODER])
+def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: range) -> None:
+    options = FMoEOptions(capacity=12, quota=1.0)
+    online, offline = FMoE(SHAPE, 1, options), FMoE(SHAPE, 1, options)
+    for number in range(30):
+        rows = Rows(number, 1)
+        run(online, rows, stack=stack if number % 3 else None)
+        if number % 3:
+            others = [layer for layer in range(LAYERS) if layer not in stack]
+            rows.scores[:, others], rows.chosen[:, others] = 0, -1
+        offline.learn(rows.history())
+    assert state_of(online) == state_of(offline)
+
+
+def test_layers_left_out_do_not_stop_the_search() -> None:
+    predictor = learned(2)
+    maps = predictor.learned.maps[:, :40].copy()
+    rows = Rows(8, 1)
+    found = {one.layer: one for one in run(predictor, rows, layers=[0, 3])}
+    assert sorted(found) == [0, 1, 2, 5]
+    similar = [cosine(rows.scores[0, [0, 3]], maps[[0, 3], slot]) for slot in range(40)]
+    assert found[5].confidence == pytest.approx(max(similar), abs=1e-5)
+
+
+def test_rows_of_another_stack_are_not_matched() -> None:
+    predictor = learned(2, num_maps=5)
+    rows = Rows(8, 1)
+    predictor.begin_iteration(Began(rows.requests, np.zeros(1, np.bool_), rows.embedding))
+    other = Rows(9, 7)
+    router = RouterRan(0, [0], [1], [True], 7)
+    assert predictor.router_ran(Routed(router, other.chosen[:, 0], other.scores[:, 0])) == []
+    assert predictor.router_ran(Routed(RouterRan(1, [0], [1], [True], 1))) == []  # no scores known
+    predictor.end_iteration(True)
+    assert predictor.learned.num_maps == 5
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_what_is_not_finite_predicts_and_teaches_nothing(num_rows: int) -> None:
+    predictor = learned(2, num_maps=5)
+    rows = Rows(8, num_rows)
+    rows.scores[0, 2, 0] = rows.embedding[0, 3] = np.nan
+    assert [one.layer for one in run(predictor, rows)] == [2, 3]
+    assert predictor.learned.num_maps == 5 + num_rows - 1
+
+
+def test_without_update_nothing_is_learned_online() -> None:
+    predictor = learned(2, num_maps=5, update=False)
+    run(predictor, Rows(8, 3))
+    assert predictor.learned.num_maps == 5
+
+
+def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fmoe_module, "MAX_SCORES", 400)
+    predictor = FMoE(SHAPE, 2, FMoEOptions(capacity=40, quota=1.0))
+    predictor.learn(Rows(1, 20).history())
+    prefill = Rows(2, 31, [77] * 31)
+    found = run(predictor, prefill)
+    assert [one.layer for one in found] == list(range(LAYERS))
+    store = predictor.learned
+    assert store.num_maps == 30
+    assert (store.maps[:, 20] == prefill.scores[0]).all()
+    assert (store.maps[:, 29] == prefill.scores[30]).all()
+    assert store.request_counts(77).sum() == 10 * LAYERS * TOP_K
+    assert predictor.facts()["trajectory_searches"] == 10 * (LAYERS - 2)
+
+
+def test_facts_and_work_say_what_was_done() -> None:
+    predictor = FMoE(SHAPE, 2)
+    assert predictor.facts()["semantic_score"] is None
+    predictor.learn(Rows(1, 40).history())
+    before = predictor.work.read_nbytes
+    run(predictor, Rows(2, 3), ok=False)
+    facts = predictor.facts()
+    assert (facts["maps"], facts["capacity"]) == (40, 1000)
+    assert (facts["semantic_searches"], facts["trajectory_searches"]) == (3, 3 * (LAYERS - 2))
+    assert isinstance(facts["semantic_score"], float) and 0 < facts["semantic_score"] < 1
+    assert predictor.work.num_calls == 2 + LAYERS
+    assert predictor.work.read_nbytes - before == 4 * 40 * (HIDDEN + LAYERS * EXPERTS)
+    assert predictor.work.flops >= 2 * 3 * 40 * (HIDDEN + LAYERS * EXPERTS)
+
+
+def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
+    given = learned(2).learned
+    assert begun(given).learned is given
+    small = begun(given, 3, capacity=10, quota=1.0).learned
+    assert (small.num_maps, small.capacity, small.semantic_weight) == (10, 10, 0.5)
+    large = FMoE(SHAPE, 2, FMoEOptions(capacity=2000))
+    large.adopt(given)
+    assert (large.learned.num_maps, large.learned.capacity) == (40, 2000)
+    assert run(large, Rows(3, 1)) == run(begun(given.copy()), Rows(3, 1))
+    with pytest.raises(ConfigError, match="another model"):
+        large.adopt(MapStore(ModelShape((4,), (1,))))
+
+
+def test_a_store_set_or_filled_within_a_pass_takes_effect_with_the_next_one() -> None:
+    predictor = learned(2, num_maps=5)
+    rows = Rows(3, 1)
+    predictor.begin_iteration(Began(rows.requests, np.zeros(1, np.bool_), rows.embedding))
+    predictor.learn(Rows(4, 3).history())
+    for layer in range(LAYERS):
+        router = RouterRan(layer, [0], [1], [True], 1)
+        assert predictor.router_ran(Routed(router, rows.chosen[:, layer], rows.scores[:, layer])) == []
+    predictor.end_iteration(True)
+    assert predictor.learned.num_maps == 9
+    assert run(predictor, Rows(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"capacity": 0}, "capacity=0"),
+        ({"quota": 1.5}, "quota=1.5"),
+        ({"semantic": False, "trajectory": False}, "at least one"),
+        ({"select": "all"}, "select='all'"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        FMoEOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_distance_under_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="distance=0"):
+        FMoE(SHAPE, 0)
+
+
+def brute(probabilities: np.ndarray, score: float, top_k: int) -> int:
+    """The size of the smallest set that meets equations 6 to 8 among experts with p > 0; all of those if none does."""
+    positive = [float(p) for p in probabilities if p > 0]
+    threshold = max(0.0, min(1 - score, 1.0))
+    for size in range(min(top_k, len(positive)), len(positive) + 1):
+        if any(sum(sorted(some, reverse=True)) >= threshold for some in combinations(positive, size)):
+            return size
+    return len(positive)
+
+
+def test_it_is_the_smallest_set_that_reaches_the_threshold() -> None:
+    dice = np.random.default_rng(0)
+    for _ in range(400):
+        p = dice.dirichlet(np.full(7, 0.5)).astype(np.float16).astype(np.float32)
+        p[dice.random(7) < 0.2] = 0
+        score, top_k = float(dice.uniform(-1, 1)), int(dice.integers(1, 8))
+        experts, likely = select(p, score, top_k)
+        assert len(experts) == brute(p, score, top_k)
+        assert likely == [float(p[expert]) for expert in experts]
+        order = sorted(range(7), key=lambda expert: (-p[expert], expert))
+        assert experts == order[: len(experts)]  # by falling p: no other set of this size has more
+
+
+@pytest.mark.parametrize(
+    ("score", "wanted"), [(1.0, 2), (0.5, 2), (0.25, 2), (0.24, 3), (0.1, 3), (0.06, 4), (0.0, 4), (-1.0, 4), (1.1, 2)]
+)
+def test_the_surer_the_match_the_fewer_experts(score: float, wanted: int) -> None:
+    p = np.array([0, 0.25, 0.5, 0.1875, 0.0625, 0], np.float32)
+    experts, _ = select(p, score, 2)
+    assert experts == [2, 1, 3, 4][:wanted]
+    assert select(p, score, 2, "top-k")[0] == [2, 1]
+
+
+def test_an_expert_without_probability_is_never_named() -> None:
+    p = np.array([0, 0.5, 0, 0.5], np.float32)
+    assert select(p, -1.0, 3) == ([1, 3], [0.5, 0.5])
+    assert select(p, 1.0, 3, "top-k") == ([1, 3], [0.5, 0.5])
+    assert select(np.zeros(4, np.float32), 0.0, 2) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["delta", "top-k"])
+def test_rows_are_selected_as_each_alone(mode: str) -> None:
+    dice = np.random.default_rng(1)
+    p = dice.dirichlet(np.full(9, 0.3), 300).astype(np.float16).astype(np.float32)
+    p[:100] = np.round(p[:100], 1)  # many ties, many zeros
+    p[7] = 0
+    scores = dice.uniform(-1.0, 1.2, 300).astype(np.float32)
+    selected = select_rows(p, scores, 3, mode)  # type: ignore[arg-type]
+    for row in range(300):
+        alone, _ = select(p[row], float(scores[row]), 3, mode)  # type: ignore[arg-type]
+        assert np.flatnonzero(selected[row]).tolist() == sorted(alone)
+
+
+def test_a_union_ranks_by_the_highest_probability_of_those_who_chose() -> None:
+    p = np.array([[0.5, 0.3, 0.2, 0], [0.1, 0.3, 0.35, 0.25]], np.float32)
+    selected = np.array([[True, True, False, False], [False, False, True, True]])
+    experts, likely = union(p, selected)
+    assert experts == [0, 2, 1, 3]
+    assert likely == pytest.approx([0.5, 0.35, 0.3, 0.25])
+    assert union(p, np.zeros_like(selected)) == ([], [])

@@ -1,0 +1,175 @@
+"""What every predictor promises, what each of them means, and how scores become a prediction."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Routed
+from expertly.policies.known import Known
+from expertly.policies.predictor import PREDICTORS
+from expertly.policies.predictor.base import Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
+from expertly.testing import PREDICTOR_CHECKS, made_up
+from expertly.testing.made_up import SHAPE, ListFuture, some_future
+from expertly.testing.predictor import DISTANCES
+from tests.scheduler.drive import geometry
+from tests.weights import random_weights
+
+
+def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
+    """All that a predictor may ask for."""
+    return Known(future=future, seed=seed, learned=random_weights(shape.layers, seed=seed))
+
+
+def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
+    """The future, and every prediction with the step at which it was made (-1: before the first)."""
+    return made_up.watched(PREDICTORS[name], distance, known=known, **settings)
+
+
+@pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_conformance(name: str, distance: int, check: Any) -> None:
+    """A new predictor inherits these by being in PREDICTORS."""
+    check(PREDICTORS[name], distance, known)
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_of_one_row_scores_are_probabilities(name: str) -> None:
+    if PREDICTORS[name].gives_probabilities and name != "eam":  # which weighs them by the layers to go
+        for _, prediction in watched(name, 2)[1]:
+            assert prediction.probabilities is not None
+            assert prediction.scores == [prediction.probabilities[expert] for expert in prediction.experts]
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_without_what_it_must_be_told_it_says_so_or_needs_nothing(name: str) -> None:
+    if "future" in PREDICTORS[name].needs:
+        with pytest.raises(ConfigError, match=f"prediction '{name}'.*only a simulation"):
+            PREDICTORS[name].make(SHAPE, Known(), 1)
+    elif PREDICTORS[name].takes_weights:
+        with pytest.raises(ConfigError, match=r"no weights.*expertly train-predictor"):
+            PREDICTORS[name].make(SHAPE, Known(), 1)
+    else:
+        PREDICTORS[name].make(SHAPE, Known(), 1)
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_an_option_it_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
+        PREDICTORS[name].make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
+
+
+@pytest.mark.parametrize(("distance", "reach"), [(1, 1), (3, 3), (5, 5), (6, 5), (1 << 30, 5)])
+def test_perfect_names_every_demand_in_reach_once_as_soon_as_it_is(distance: int, reach: int) -> None:
+    future, made = watched("perfect", distance, iterations=4)
+    targets = [step + prediction.distance for step, prediction in made]
+    assert targets == list(range(1, len(future.demands))), "all but the first, in order"
+    for step, prediction in made:
+        target = step + prediction.distance
+        assert prediction.experts == future.demands[target][1]
+        assert step == max(0, target - reach)
+
+
+def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> None:
+    """An iteration that failed half-way: the next steps in reach are named, the past ones are not."""
+    future = some_future(SHAPE, 3)
+    predictor = Perfect(SHAPE, 2, known=Known(future=future))
+    router = RouterRan(0, [0], [1], [True], 1)
+    assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
+    future.step = 7
+    assert [(p.layer, p.distance) for p in predictor.router_ran(Routed(router))] == [(2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, 5])
+def test_the_modelled_lookahead_is_as_right_as_it_says(distance: int) -> None:
+    """Within five standard errors, at every distance; after the first layer it fills the layers up to its own."""
+    future, made = watched("modelled", distance, iterations=1500)
+    right, total = defaultdict(int), defaultdict(int)
+    for step, prediction in made:
+        needed = future.demands[step + prediction.distance][1]
+        total[prediction.distance] += len(prediction.experts)
+        right[prediction.distance] += len(set(needed) & set(prediction.experts))
+        assert prediction.distance == distance or future.demands[step][0] == 0
+        assert step // SHAPE.num_layers == (step + prediction.distance) // SHAPE.num_layers, "within the iteration"
+    assert sorted(total) == list(range(1, distance + 1))
+    for d, num in total.items():
+        expected = accuracy_at(d)
+        assert abs(right[d] / num - expected) < 5 * (expected * (1 - expected) / num) ** 0.5
+
+
+def test_the_accuracies_are_those_of_promoe() -> None:
+    assert accuracy_at(1) == pytest.approx(0.905) and accuracy_at(8) == pytest.approx(0.545)
+    assert accuracy_at(100) == accuracy_at(8)
+    assert [accuracy_at(d) for d in range(1, 9)] == sorted([accuracy_at(d) for d in range(1, 9)], reverse=True)
+
+
+def test_wrong_guesses_of_the_modelled_lookahead_are_spread_over_all_others() -> None:
+    future, made = watched("modelled", 5, iterations=1500)
+    wrong: dict[int, int] = defaultdict(int)
+    for step, prediction in made:
+        for expert in set(prediction.experts) - set(future.demands[step + prediction.distance][1]):
+            wrong[expert] += 1
+    assert len(wrong) == 12 and max(wrong.values()) < 1.3 * min(wrong.values())
+
+
+def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
+    future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
+    predictor = ModelledLookahead(geometry(layers=2, experts=3, top_k=1), 1, known=Known(future=future))
+    (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
+    assert prediction.experts == [2, 0, 1]
+
+
+def test_another_seed_guesses_otherwise() -> None:
+    assert watched("modelled", 3, seed=1)[1] != watched("modelled", 3, seed=2)[1]
+
+
+def naively(scores: np.ndarray, width: int) -> list[tuple[int, float]]:
+    """(expert, score), in words: of each row the best, ties to the lowest id, none of 0; the highest of each expert."""
+    best: dict[int, float] = {}
+    for row in scores.tolist():
+        for expert in sorted(range(len(row)), key=lambda e: (-row[e], e))[:width]:
+            if row[expert] > 0:
+                best[expert] = max(best.get(expert, 0.0), row[expert])
+    return sorted(best.items(), key=lambda one: (-one[1], one[0]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+@pytest.mark.parametrize("width", [1, 3, 8, 99])
+def test_it_is_the_union_of_every_rows_best(num_rows: int, width: int) -> None:
+    dice = random.Random(f"{num_rows} {width}")
+    for _ in range(100):
+        values = dice.choice([[0.0, 0.25, 0.5], [dice.random() for _ in range(20)]])  # many ties, or few
+        scores = np.array([[dice.choice(values) for _ in range(8)] for _ in range(num_rows)], np.float32)
+        expected = naively(scores, width)
+        prediction = best_of_rows(2, 3, scores, width)
+        if not expected:
+            assert prediction is None
+            continue
+        assert prediction is not None and (prediction.layer, prediction.distance) == (2, 3)
+        assert list(zip(prediction.experts, prediction.scores, strict=True)) == expected
+        assert prediction.probabilities == scores.max(axis=0).tolist()
+
+
+def test_reach() -> None:
+    reach = Reach(geometry(layers=6), 3)
+    assert list(reach.at_begin()) == [0, 1, 2]
+    assert [reach.after(layer) for layer in range(6)] == [3, 4, 5, None, None, None]
+    assert list(Reach(geometry(layers=4), 1 << 30).at_begin()) == [0, 1, 2], "no farther than the layers there are"
+    assert list(Reach(geometry(layers=1), 2).at_begin()) == [0]
+    with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
+        Reach(geometry(layers=4), 0)
+
+
+def test_a_width_of_nothing_is_refused() -> None:
+    assert WidthOptions().width is None
+    with pytest.raises(ConfigError, match="width=0: must be at least 1"):
+        WidthOptions(0)
