@@ -20,7 +20,7 @@ from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.resources import cpu_name
-from expertly.engine.division import divide
+from expertly.engine.division import MemoryRequest, divide
 from expertly.engine.learned import AUTO, find_weights
 from expertly.hardware.measure_cuda import device_name
 from expertly.policies.allocation.moepic import SplitPlan
