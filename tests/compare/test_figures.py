@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertly.compare.charts import distribution
-from expertly.compare.engine_runs import RunFailure, Runs
+from expertly.compare.engine_runs import RunFailure, ComparedRuns
 from expertly.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
 from expertly.compare.headline import best_row, headline
 from expertly.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems
@@ -126,13 +126,13 @@ def test_without_times_hits_decide() -> None:
 
 
 def test_a_system_that_failed_on_the_engine_has_no_engine_figures() -> None:
-    runs = Runs(played={("25%", "lru"): rounds([0.1]), ("25%", "lcp"): [[]]})
+    runs = ComparedRuns(played={("25%", "lru"): rounds([0.1]), ("25%", "lcp"): [[]]})
     rows = rows_of(ComparisonSettings(("lru", "lcp"), ("25%",)), runs, {})
     assert [one["system"] for one in rows] == ["lru"]
 
 
 def test_a_system_that_failed_later_has_what_was_measured() -> None:
-    runs = Runs(played={("25%", "lru"): rounds([0.1], [0.2]), ("25%", "lcp"): [*rounds([0.3]), []]})
+    runs = ComparedRuns(played={("25%", "lru"): rounds([0.1], [0.2]), ("25%", "lcp"): [*rounds([0.3]), []]})
     runs.failures.append(RunFailure("engine", "25%", "lcp", "torn"))
     rows = {one["system"]: one for one in rows_of(ComparisonSettings(("lru", "lcp"), ("25%",)), runs, {})}
     assert rows["lcp"]["has_failed"] and not rows["lru"]["has_failed"]

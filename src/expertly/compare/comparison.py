@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import expertly
-from expertly.compare.engine_runs import EngineRuns, RunFailure, Runs, can_be_together, load_arguments
+from expertly.compare.engine_runs import EngineRuns, RunFailure, ComparedRuns, can_be_together, load_arguments
 from expertly.compare.figures import rows_of
 from expertly.compare.folder import FORMAT, FORMAT_VERSION
 from expertly.compare.headline import headline
@@ -62,7 +62,7 @@ class Comparison:
     settings: ComparisonSettings
     command: str
     source: dict[str, Any]
-    runs: Runs | None = None  # None: the engine does not run
+    runs: ComparedRuns | None = None  # None: the engine does not run
     simulated: Simulated | None = None
     hardware: Hardware | None = None
     measured_on: str = ""
@@ -335,7 +335,7 @@ def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
     return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
 
 
-def _engine_values(runs: Runs) -> dict[str, Any]:
+def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
     """What was measured, request by request."""
     return {
         "together": runs.together,

@@ -31,7 +31,7 @@ class RunFailure:
 
 
 @dataclass(slots=True)
-class Runs:
+class ComparedRuns:
     """What was measured so far: `played[memory, system][round][request]`, see playing.play."""
 
     played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class EngineRuns:
         progress: Progress | None = None,
         tell: Callable[[str], None] | None = None,  # in words, where nobody sees the progress
     ) -> None:
-        self.runs = Runs()
+        self.runs = ComparedRuns()
         self._settings = settings
         self._arguments = arguments
         self._requests = requests

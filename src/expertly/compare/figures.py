@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from expertly.compare.engine_runs import Runs
+from expertly.compare.engine_runs import ComparedRuns
 from expertly.compare.playing import rates_of
 from expertly.compare.settings import BOUNDS, ComparisonSettings
 from expertly.sim.metrics import percentile
@@ -27,7 +27,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def rows_of(
-    settings: ComparisonSettings, runs: Runs | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
+    settings: ComparisonSettings, runs: ComparedRuns | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """A row for each budget and system, those of BOUNDS behind the systems asked for."""
     rows = []
@@ -43,7 +43,7 @@ def _row(
     settings: ComparisonSettings,
     memory: str,
     name: str,
-    runs: Runs | None,
+    runs: ComparedRuns | None,
     simulated: Mapping[tuple[str, str, int], dict[str, Any]],
 ) -> dict[str, Any]:
     played = None if runs is None else runs.played.get((memory, name))
