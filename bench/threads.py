@@ -3,8 +3,8 @@
     python bench/threads.py [--memory 25%] [--prompts 16,128,512,1024,2048] [--rounds 6] [--steps 6] [--experts-gib 3]
 
 One process, one model with compressed experts, random tokens: prompts, and steps of decode, with and without
-`ComputeThreads`, in turns; medians. Rounds in which the virtual machine's host took over 2 % of the processors' time are
-repeated.
+`ComputeThreads`, in turns; medians. Rounds in which the virtual machine's host took over 2 % of the processors' time
+are repeated.
 """
 
 from __future__ import annotations

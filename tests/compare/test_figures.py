@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertly.compare.charts import distribution
-from expertly.compare.engine_runs import RunFailure, ComparedRuns
+from expertly.compare.engine_runs import ComparedRuns, RunFailure
 from expertly.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
 from expertly.compare.headline import best_row, headline
 from expertly.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems

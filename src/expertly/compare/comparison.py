@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import expertly
-from expertly.compare.engine_runs import EngineRuns, RunFailure, ComparedRuns, can_be_together, load_arguments
+from expertly.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together, load_arguments
 from expertly.compare.figures import rows_of
 from expertly.compare.folder import FORMAT, FORMAT_VERSION
 from expertly.compare.headline import headline
