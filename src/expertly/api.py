@@ -15,19 +15,17 @@ from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
-from expertly.engine.backends import make_backend
 from expertly.engine.compute_threads import ComputeThreads
-from expertly.engine.device_choice import choose_devices
-from expertly.engine.device_loading import make_group
+from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.division import Request, divide
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
+from expertly.engine.group import make_executor
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.learned import AUTO, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
-from expertly.engine.runtime import Engine, Executor
+from expertly.engine.runtime import Engine
 from expertly.engine.saved_choice import Settings, find_choice
-from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
@@ -120,7 +118,8 @@ def load(
     target = targets[0]
     if len(targets) > 1 and decisions is not None:
         raise ConfigError(f"decisions={str(decisions)!r}: {len(targets)} devices decide apart; accepted: one device")
-    if target.type == "cpu":
+    runs_on_host = kind_of(target).runs_on_host
+    if runs_on_host:
         keep_few_primitives()
         keep_off_trapped_instructions()
     choose_kernels(target)  # before anything is made that would have to be ended where it raises
@@ -134,21 +133,18 @@ def load(
     known = Known() if plan is None else _known_of(plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     torch_dtype = getattr(torch, store.manifest.dtype)
-    executor: Executor
     journal: DecisionsFile | None = None
     with ExitStack() as opened:  # closed again where what comes next raises
         if len(targets) == 1:
             scheduler, journal = _scheduler(parts, geometry, budgets[0], known, order, decisions)
             if journal is not None:
                 opened.callback(journal.close)
-            backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
-            opened.callback(backend.close)
-            executor = Shard(str(target), scheduler, backend)
+            schedulers = [scheduler]
         else:
             schedulers = [parts.scheduler(*one, order=order) for one in zip(geometries, budgets, strict=True)]
-            executor = make_group(placement, targets, schedulers, store, torch_dtype, host_memory, make_backend)
-            opened.callback(executor.close)
-        decodes_here = store.codec != "none" and len(targets) == 1 and target.type == "cpu"
+        executor = make_executor(placement, targets, schedulers, store, torch_dtype, host_memory)
+        opened.callback(executor.close)
+        decodes_here = store.codec != "none" and len(targets) == 1 and runs_on_host
         engine = Engine(executor, ComputeThreads(geometry, budgets[0].memory_nbytes) if decodes_here else None)
         opened.pop_all()
 
@@ -167,7 +163,7 @@ def load(
         use_kernels(loaded, executor.shards[0].kernels)
         engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, files, weights=weights)
         tokenizer = load_tokenizer(store.folder)
-        if target.type == "cpu":
+        if runs_on_host:
             give_back_unused()
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))

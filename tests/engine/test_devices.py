@@ -138,7 +138,7 @@ def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pyte
         extents = [handle(model).store.layer_extent(layer) for layer in range(3)]
         nbytes = group.geometry.layers[0].expert_nbytes
         lock, seen = threading.Lock(), []
-        sources = [one.device._readers._source for one in group.devices]  # type: ignore[attr-defined]
+        sources = [one.device._readers._source for one in group.shards]  # type: ignore[attr-defined]
         files = {id(file): number for number, source in enumerate(sources) for file in source._files}
 
         def noting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
@@ -166,7 +166,7 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
     with loaded(case.store, devices=TWO, memory="60%") as model:
         files = {
             id(file): number
-            for number, device in enumerate(group_of(model).devices)
+            for number, device in enumerate(group_of(model).shards)
             for file in device.device._readers._source._files  # type: ignore[attr-defined]
         }
         lock, running, together = threading.Lock(), [0, 0], [0]
