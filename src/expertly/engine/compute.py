@@ -8,7 +8,7 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,6 @@ class LayerCompute:
         # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
         self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
-        self._doubled_of: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """A call of the layer begins: its inputs are new, and may lie where those of the last one lay."""
-        self._doubled_of = None
 
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether the compiled products take such inputs [n, H]."""
@@ -91,11 +86,17 @@ class LayerCompute:
     # -- the compiled products ---------------------------------------------------------------------------------
 
     def multiply(
-        self, x: torch.Tensor, spans: Sequence[Span], places: Sequence[int], out: torch.Tensor, *, adds: bool = False
+        self,
+        x: torch.Tensor,
+        spans: Sequence[Span],
+        positions: Mapping[int, int],
+        out: torch.Tensor,
+        *,
+        adds: bool = False,
     ) -> None:
-        """out[place] = expert(x [1, H]) for several spans of equal size; for one, x may be [n, H] and out is [n, H]
-        from its place on. `adds`: a span's part of the sum is added to `out`, which is float32 and without bias. Only
-        where `is_native`.
+        """out[positions[expert]] = expert(x [1, H]) for several spans of equal size; for one, x may be [n, H] and out
+        is [n, H] from there on. `adds`: a span's part of the sum is added to `out`, which is float32 and without bias.
+        Only where `is_native`.
         """
         kernels, n = self._kernels, x.shape[0]
         tasks: list[int] = []
@@ -115,12 +116,13 @@ class LayerCompute:
                 for values, bias in zip(inner, self._in_bias, strict=True)
             )
         tasks = []
-        for k, (span, place) in enumerate(zip(spans, places, strict=True)):
-            tasks += (self._down_address + span.slot * self._slot_nbytes, k * n, n, place)
+        for k, span in enumerate(spans):
+            tasks += (self._down_address + span.slot * self._slot_nbytes, k * n, n, positions[span.expert])
         kernels.sums(tasks, self._activate(*inner).contiguous(), out, self._row_nbytes, adds=adds)
         kernels.num_native += len(spans)
         if self.down_bias is not None and not adds:
-            for span, place in zip(spans, places, strict=True):
+            for span in spans:
+                place = positions[span.expert]
                 out[place : place + n] += self.down_bias[span.expert]
 
     # -- torch's -----------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class LayerCompute:
     def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
         """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
         if self.is_native(x):
-            self.multiply(x, (span,), (0,), out)
+            self.multiply(x, (span,), {span.expert: 0}, out)
             return
         inner, down = self.inner(x, span)
         torch.mm(inner, down, out=out)
@@ -163,9 +165,7 @@ class LayerCompute:
         if x.shape[0] != 1 or not self._doubles:
             return linear(x, matrices[0]), linear(x, matrices[1])
         doubled = self._doubled
-        if self._doubled_of is not x:
-            self._doubled_of = x
-            doubled[0, 0], doubled[1, 1] = x[0], x[0]
+        doubled[0, 0], doubled[1, 1] = x[0], x[0]
         width = x.shape[1]
         gate = matrices[0]  # [r, H] of [r, M, H]: its row and the up row that follows are 2H neighbours
         rows = gate.as_strided((gate.shape[0], 2 * width), gate.stride())
@@ -176,7 +176,6 @@ class LayerCall:
     """One call of a layer: its outputs [rows, H], filled span by span. `hidden` [T, H] is on the layer's device."""
 
     def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
-        compute.begin()
         self._compute = compute
         self._work = work
         self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
@@ -192,12 +191,13 @@ class LayerCall:
         if self.takes_several:
             compute, positions = self._compute, self._work.positions
             assert positions is not None
+            if compute.num_segments == 1:
+                compute.multiply(self._hidden, spans, positions, self.outputs)
+                return
             whole = [span for span in spans if span.num_segments == compute.num_segments]
             if whole:
-                compute.multiply(self._hidden, whole, [positions[span.expert] for span in whole], self.outputs)
-                if len(whole) == len(spans):
-                    return
-                spans = [span for span in spans if span.num_segments != compute.num_segments]
+                compute.multiply(self._hidden, whole, positions, self.outputs)
+            spans = [span for span in spans if span.num_segments != compute.num_segments]
         for span in spans:
             self._one(span)
 
@@ -246,7 +246,7 @@ class PartialExpert:
         """Use a span's bytes; its slots may be used again afterwards."""
         compute = self._compute
         if self._sum is not None:
-            compute.multiply(self._x, (span,), (0,), self._sum, adds=True)
+            compute.multiply(self._x, (span,), {span.expert: 0}, self._sum, adds=True)
         else:
             inner, down = compute.inner(self._x, span)
             first = span.segment * down.shape[0] // span.num_segments

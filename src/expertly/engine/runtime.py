@@ -293,20 +293,15 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
     num_tokens, top_k = top_k_index.shape
     if num_tokens == 1:
         ids = top_k_index[0].tolist()
-        positions = {expert: k for k, expert in enumerate(ids) if 0 <= expert < num_experts}
-        if len(positions) == top_k:
-            experts = list(positions)
-            decode, real = _single(info)
-            router = RouterRan(layer, experts, [real] * top_k, [decode] * top_k, real)
+        positions = dict(zip(ids, range(top_k), strict=True))
+        if len(positions) == top_k and min(ids) >= 0 and max(ids) < num_experts:
+            is_decode, num_real = True, 1
+            if info is not None and len(info.is_prefill) == 1:
+                is_decode = not info.is_prefill[0]
+                num_real = int(info.is_pad is None or not info.is_pad[0])
+            router = RouterRan(layer, ids, [num_real] * top_k, [is_decode] * top_k, num_real)
             return Dispatch(router, top_k, top_k, True, None, positions)
     return _dispatch_many(layer, top_k_index, num_experts, info)
-
-
-def _single(info: IterationInfo | None) -> tuple[bool, int]:
-    """Whether the one row is decoding, and 1 unless it is a pad."""
-    if info is None or len(info.is_prefill) != 1:
-        return True, 1
-    return not info.is_prefill[0], int(info.is_pad is None or not info.is_pad[0])
 
 
 def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:

@@ -85,25 +85,26 @@ class Shard:
     ) -> tuple[torch.Tensor, int]:
         """`hidden` is on this device. Of a share of the layer, the outputs are in the order of `work`."""
         device, router = self.device, work.router
+        waited_ns = device.waited_ns
         call = LayerCall(self._layers[router.layer], work, hidden)
         if self.configuring is not None:
             return self._run_measured(call, work, routed, self.configuring.times)
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
-        return call.outputs, device.stall_ns()
+        return call.outputs, device.waited_ns - waited_ns
 
     def _run_measured(
         self, call: LayerCall, work: Dispatch, routed: Callable[[], Routed] | None, times: StepTimes
     ) -> tuple[torch.Tensor, int]:
         """The same, with what the configurator wants to know of a decode step's parts."""
-        transport, router = _MeasuredTransport(self.device), work.router
+        transport, router, before_ns = _MeasuredTransport(self.device), work.router, self.device.waited_ns
         is_decode = False not in router.is_decode
         compute = _using(self.device, call.compute)
         if is_decode:
             compute = _timed(compute, times)
         together = call.takes_several and not is_decode
         run_layer(self.scheduler, transport, router, compute, self.prefetcher, routed, together=together)
-        stall_ns = self.device.stall_ns()
+        stall_ns = self.device.waited_ns - before_ns
         if transport.num_segments:
             # Where kernels wait for a copy on the device, that is no part of what the host waited for.
             elapsed_ns = transport.elapsed_ns + max(0, stall_ns - transport.waited_ns)
