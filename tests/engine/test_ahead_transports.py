@@ -15,10 +15,10 @@ import torch
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine import reads
+from expertly.engine import reading
 from expertly.engine.cpu import CpuDevice
+from expertly.engine.cuda import CudaDevice
 from expertly.engine.device import Device
-from expertly.engine.tiered import CudaDevice
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
@@ -115,11 +115,11 @@ class WatchedBackend(CudaDevice):
         streams = self._streams
         before = [mark for mark in self.ahead if not streams.has_run(mark)]
         assert len(before) <= 1, "one segment ahead is on the stream at a time"
-        if transfer.is_ahead:
+        if transfer.is_prefetch:
             assert not before and all(map(streams.has_run, self.demands)), "nothing begins beside a demand"
-            assert all(map(streams.has_run, self._readers_of(transfer.span))), "it would wait for kernels"
+            assert all(map(streams.has_run, self._uses_of(transfer.span))), "it would wait for kernels"
         super()._copy(transfer, source)
-        (self.ahead if transfer.is_ahead else self.demands).append(transfer.mark)
+        (self.ahead if transfer.is_prefetch else self.demands).append(transfer.mark)
 
 
 def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Device:
@@ -184,7 +184,7 @@ def soak(
     control = CheckedController(shape, budget, lambda capacity: LRU(), **way).watch(future)  # type: ignore[arg-type]
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
-    monkeypatch.setattr(reads, "ExpertFile", disk.open)
+    monkeypatch.setattr(reading, "ExpertFile", disk.open)
     backend = make(kind, disk, shape, budget.pool_slots(), dice)
     transport = Counted(backend)
     guesses = RandomGuesses(dice, shape, routers)

@@ -12,8 +12,9 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.engine import device_loading
-from expertly.engine.device_choice import choose_devices
+from expertly.engine import cpu, cuda
+from expertly.engine.device import choose_devices
+from expertly.engine.group import choose_amounts
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.test_devices import THREE, TWO, of_devices
@@ -60,17 +61,18 @@ def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPa
     with loaded(store) as model:
         whole = expertly.stats(model).as_dict()["expert_bytes"]
     free = (600 << 20) + (4 << 20) + whole * 3 // 4
-    monkeypatch.setattr(device_loading, "available_nbytes", lambda target: free)
+    for kind in (cpu.KIND, cuda.KIND):
+        monkeypatch.setattr(kind, "available_nbytes", lambda target: free)
     with loaded(store, devices=TWO, memory="auto", context=8) as model:
         stats = expertly.stats(model).as_dict()
         assert stats["memory_reason"].startswith("memory auto over 2 devices: cpu: ")
         assert stats["memory_bytes"] <= whole
-    amounts, reason = device_loading.choose_amounts(
+    amounts, reason = choose_amounts(
         [torch.device("cuda:0"), torch.device("cuda:1")], [handle_geometry(store)] * 2, 1 << 20, 1 << 20, 8
     )
     assert amounts == [whole, whole] and "cuda:0: " in reason and "; cuda:1: " in reason
-    monkeypatch.setattr(device_loading, "available_nbytes", lambda target: (600 << 20) + (target.index + 1) * 30_000)
-    amounts, _ = device_loading.choose_amounts(
+    monkeypatch.setattr(cuda.KIND, "available_nbytes", lambda target: (600 << 20) + (target.index + 1) * 30_000)
+    amounts, _ = choose_amounts(
         [torch.device("cuda:0"), torch.device("cuda:1")], [handle_geometry(store)] * 2, 10_000, 5_000, 8
     )
     assert amounts == [15_000, 60_000], "each its own, the first after the dense part and the cache"

@@ -13,19 +13,18 @@ import pytest
 import torch
 
 import expertly
-from expertly import api
 from expertly.api import handle
 from expertly.core.errors import ConfigError, EngineClosedError
-from expertly.engine import backends
-from expertly.engine.device_group import DeviceGroup
-from expertly.engine.tiered import CudaDevice
+from expertly.engine import group as groups
+from expertly.engine.device import make_device
+from expertly.engine.group import ShardGroup
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Cases
 from tests.engine.observe import counts, loaded, open_files, reader_threads
 from tests.engine.predictors import Diary, Everything
+from tests.engine.streams import put_in_place
 from tests.engine.test_batching import run_batch
-from tests.engine.test_tiered import LateStreams
 from tests.families import generate, load_reference, logits_of, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,9 +32,9 @@ pytestmark = pytest.mark.timeout(120)
 TWO, THREE = "cpu:0,cpu:1", ["cpu:0", "cpu:1", "cpu:2"]
 
 
-def group_of(model: Any) -> DeviceGroup:
+def group_of(model: Any) -> ShardGroup:
     group = handle(model).engine.executor
-    assert isinstance(group, DeviceGroup)
+    assert isinstance(group, ShardGroup)
     return group
 
 
@@ -194,13 +193,7 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
 def test_tiered_devices_copy_what_they_load(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of an accelerator, with copies that happen as late as they may."""
     case = cases["mixtral"]
-    made: list[CudaDevice] = []
-
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
-        made.append(CudaDevice(torch.device("cpu"), LateStreams(), store, geometry, slots, dtype, geometry.nbytes))
-        return made[-1]
-
-    monkeypatch.setattr(api, "make_backend", make_backend)
+    made = put_in_place(monkeypatch)
     with loaded(case.store, devices=TWO, memory="60%", system="fmoe", segments=4) as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
@@ -312,13 +305,13 @@ def test_a_model_that_is_dropped_ends_its_threads(cases: Cases) -> None:
 def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    def make_backend(*args: Any) -> Any:
+    def make(*args: Any) -> Any:
         if made:
             raise ConfigError("no second one")
-        made.append(backends.make_backend(*args))
+        made.append(make_device(*args))
         return made[0]
 
-    monkeypatch.setattr(api, "make_backend", make_backend)
+    monkeypatch.setattr(groups, "make_device", make)
     with pytest.raises(ConfigError, match="no second one"):
         expertly.load(str(cases["qwen3_moe"].store), memory="60%", devices=TWO)
     assert made and not reader_threads() and not open_files(cases["qwen3_moe"].store)

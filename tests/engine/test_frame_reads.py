@@ -13,7 +13,7 @@ import pytest
 
 from expertly.core.errors import TransferError
 from expertly.core.messages import Span
-from expertly.engine import frame_reads
+from expertly.engine import reading
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
@@ -101,13 +101,13 @@ def test_readers_share_an_expert_and_decode_at_the_same_time(make: MakeBench, mo
         together.wait(20)
         decode(*args)
 
-    monkeypatch.setattr(frame_reads, "MIN_DECODE_NBYTES", 1)
+    monkeypatch.setattr(reading, "MIN_DECODE_NBYTES", 1)
     monkeypatch.setattr(FrameDecoder, "decode", meet)
     make().load([Span(0, 2, 0, 1, 0)])
 
 
 def test_what_no_scratch_would_hold_is_cut_at_frames(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_reads, "MAX_SCRATCH_NBYTES", 4096)  # so one frame and its pages
+    monkeypatch.setattr(reading, "MAX_SCRATCH_NBYTES", 4096)  # so one frame and its pages
     reads = Reads(monkeypatch)
     bench = make()
     bench.load(bench.spans())

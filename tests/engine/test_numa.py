@@ -14,7 +14,7 @@ import torch
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine import backends, numa, reads
+from expertly.engine import cpu, numa, reading
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.numa import MemoryNode, node_of_cpu_device, node_of_pci_device
 from tests.engine.disk import Disk
@@ -87,7 +87,7 @@ def test_where_there_is_one_node_or_nothing_is_known_nothing_is_bound(
 def run_on(node: MemoryNode | None, monkeypatch: pytest.MonkeyPatch) -> CpuDevice:
     """A backend that has read one expert."""
     disk = Disk(Geometry((LayerGeometry(8, 1, 2048, 4, 2, 1),) * 2))
-    monkeypatch.setattr(reads, "ExpertFile", disk.open)
+    monkeypatch.setattr(reading, "ExpertFile", disk.open)
     disk.let_all_end()
     backend = CpuDevice(disk, disk.geometry, [3], torch.bfloat16, node)
     backend.submit([Span(1, 5, 0, 1, 2)])
@@ -132,9 +132,9 @@ def test_a_device_without_a_number_is_left_where_it_is(tmp_path: Path, monkeypat
     def node_of(index: int) -> None:
         asked.append(index)
 
-    monkeypatch.setattr(backends, "node_of_cpu_device", node_of)
-    assert backends.memory_node(torch.device("cpu")) is None and asked == []
-    assert backends.memory_node(torch.device("cpu:3")) is None and asked == [3]
+    monkeypatch.setattr(cpu, "node_of_cpu_device", node_of)
+    assert cpu.KIND.memory_node(torch.device("cpu")) is None and asked == []
+    assert cpu.KIND.memory_node(torch.device("cpu:3")) is None and asked == [3]
 
 
 class FakeLibrary:
@@ -204,10 +204,10 @@ def test_binding_for_real_where_the_kernel_has_it() -> None:
     """On one node or many, to node 0: memory works as before."""
     flat = torch.empty(0)
     node = MemoryNode(0, frozenset())
-    from expertly.engine.pool import HostPool
+    from expertly.engine.reading import HostPool
 
     pool = HostPool(Geometry((LayerGeometry(2, 1, 64, 16, 2, 1),)), [2], [2048], torch.uint8, node)
-    pool.buffer(0, 0, 1)[:4] = b"abcd"
+    pool.buffer(Span(0, 0, 0, 1, 0))[:4] = b"abcd"
     flat = pool.rows(0).reshape(-1)[:4]
     assert bytes(flat.tolist()) == b"abcd"
     assert (node.problem is None) == (node.bound_nbytes > 0)

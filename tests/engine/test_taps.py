@@ -10,7 +10,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement
-from expertly.engine.taps import Taps
+from expertly.engine.group import SharedChannel
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import InlineChannel
 
@@ -49,8 +49,8 @@ def predictor() -> Counting:
 
 
 @pytest.fixture
-def taps(predictor: Counting) -> Taps:
-    return Taps(InlineChannel(predictor), Placement(SHAPE, 2))
+def shared(predictor: Counting) -> SharedChannel:
+    return SharedChannel(InlineChannel(predictor), Placement(SHAPE, 2))
 
 
 def shown(layer: int) -> Callable[[], Routed]:
@@ -63,8 +63,8 @@ def start() -> Began:
     return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 
 
-def test_whoever_comes_first_publishes(taps: Taps, predictor: Counting) -> None:
-    first, second = taps.of_devices
+def test_whoever_comes_first_publishes(shared: SharedChannel, predictor: Counting) -> None:
+    first, second = shared.of_shards
     for iteration in range(2):
         base = iteration * 3
         for tap in (second, first):
@@ -77,9 +77,9 @@ def test_whoever_comes_first_publishes(taps: Taps, predictor: Counting) -> None:
     assert predictor.told == ["begin", "router 0", "router 1", "router 2", "end True"] * 2
 
 
-def test_each_hears_of_its_experts(taps: Taps) -> None:
+def test_each_hears_of_its_experts(shared: SharedChannel) -> None:
     named = []
-    for device, tap in enumerate(taps.of_devices):
+    for device, tap in enumerate(shared.of_shards):
         tap.begin_iteration(-1, start)
         seen = tap.take()
         assert seen is not None and seen.step == -1 and tap.take() is None
@@ -88,9 +88,9 @@ def test_each_hears_of_its_experts(taps: Taps) -> None:
     assert sorted(named) == list(range(6))
 
 
-def test_nobody_hears_of_a_step_before_it_has_come_there(taps: Taps) -> None:
+def test_nobody_hears_of_a_step_before_it_has_come_there(shared: SharedChannel) -> None:
     """One device is already at layer 0's router while the other has yet to see what came before."""
-    fast, slow = taps.of_devices
+    fast, slow = shared.of_shards
     for tap in (fast, slow):
         tap.begin_iteration(-1, start)
     fast.router_ran(0, shown(0))
@@ -104,8 +104,10 @@ def test_nobody_hears_of_a_step_before_it_has_come_there(taps: Taps) -> None:
     assert second is not None and (second.step, second.prediction.layer) == (0, 1)
 
 
-def test_an_end_that_two_tell_is_one_and_a_failed_beginning_has_none(taps: Taps, predictor: Counting) -> None:
-    first, second = taps.of_devices
+def test_an_end_is_told_once_and_a_failed_beginning_has_none(
+    shared: SharedChannel, predictor: Counting
+) -> None:
+    first, second = shared.of_shards
 
     with pytest.raises(NotImplementedError):
         first.begin_iteration(-1, began)

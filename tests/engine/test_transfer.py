@@ -15,8 +15,8 @@ import pytest
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine import reads
-from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine import reading
+from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
 from tests.engine.disk import Disk
 
@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, expert_nbytes: int, monkeypatch: pytest.MonkeyPatch, num_readers: int = 4) -> None:
         self.disk = Disk(Geometry((LayerGeometry(64, 1, 2048, expert_nbytes // 4096, 2, 1),) * 3))
-        monkeypatch.setattr(reads, "ExpertFile", self.disk.open)
+        monkeypatch.setattr(reading, "ExpertFile", self.disk.open)
         self.slots = [bytearray(expert_nbytes) for _ in range(64)]
         self.readers = Readers(self.disk, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers)
 

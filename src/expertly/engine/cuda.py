@@ -246,9 +246,11 @@ class CudaDevice:
         """Ask the host tier for prefetches, and copy a segment of one if the stream is free."""
         if self._prefetches and not self._backlog:
             spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._in_host}
-            while self._prefetches and (request := self.tier.request(self._prefetches[0].span, True, spared)) is not None:
-                transfer = self._prefetches.popleft()
-                _, reads = request
+            while self._prefetches:
+                request = self.tier.request(self._prefetches[0].span, True, spared)
+                if request is None:
+                    break
+                transfer, (_, reads) = self._prefetches.popleft(), request
                 if reads:
                     transfer.was_read = True
                     transfer.waits_for = dict.fromkeys(reads)
@@ -628,7 +630,14 @@ class _Cuda:
     def check(self, device: torch.device, field: str) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != device.type:
-            raise ConfigError(f"{field}={str(device)!r}: this machine (or this torch) has no CUDA device; accepted: cpu")
+            raise ConfigError(
+                f"{field}={str(device)!r}: this machine (or this torch) has no CUDA device; accepted: cpu"
+            )
+        count = torch.accelerator.device_count()
+        if device.index is not None and device.index >= count:
+            accepted = ", ".join(f"cuda:{i}" for i in range(count))
+            why = "this machine (or this torch) has no CUDA device"
+            raise ConfigError(f"{field}={str(device)!r}: {why}; accepted: cpu")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             accepted = ", ".join(f"cuda:{i}" for i in range(count))
