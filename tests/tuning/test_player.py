@@ -15,7 +15,6 @@ from expertly import api
 from expertly.engine import cpu
 from expertly.engine.learned import reuse_models
 from expertly.scheduler.presets import get_system
-from expertly.sim.storage import Storage
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.player import EnginePlayer
@@ -53,7 +52,7 @@ def player(model: Path, workload: Workload, tmp_path: Path) -> Iterator[EnginePl
 
 def candidate(workload: Workload, name: str) -> Candidate:
     nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
-    return Candidate(get_system(name), nbytes, Storage())
+    return Candidate(get_system(name), nbytes, "none")
 
 
 def num_maps(player: EnginePlayer, one: Candidate) -> int:
