@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from expertly.engine import group
+from expertly.engine import cpu
 from expertly.engine.cuda import CudaDevice
 
 
@@ -107,5 +107,5 @@ def put_in_place(
         made.append(CudaDevice(torch.device("cpu"), make(), store, geometry, slots, dtype, nbytes))
         return made[-1]
 
-    monkeypatch.setattr(group, "make_device", make_device)
+    monkeypatch.setattr(cpu.KIND, "make", make_device)
     return made

@@ -22,8 +22,7 @@ from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement
 from expertly.engine import cpu, cuda
-from expertly.engine import group as groups
-from expertly.engine.device import choose_devices, make_device
+from expertly.engine.device import choose_devices
 from expertly.engine.group import ShardGroup, SharedChannel, choose_amounts
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import InlineChannel
@@ -388,14 +387,15 @@ def test_a_model_that_is_dropped_ends_its_threads(cases: Cases) -> None:
 
 def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
+    original = cpu.KIND.make
 
     def make(*args: Any) -> Any:
         if made:
             raise ConfigError("no second one")
-        made.append(make_device(*args))
+        made.append(original(*args))
         return made[0]
 
-    monkeypatch.setattr(groups, "make_device", make)
+    monkeypatch.setattr(cpu.KIND, "make", make)
     with pytest.raises(ConfigError, match="no second one"):
         expertly.load(str(cases["qwen3_moe"].store), memory="60%", devices=TWO)
     assert made and not reader_threads() and not open_files(cases["qwen3_moe"].store)

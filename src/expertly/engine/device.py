@@ -140,18 +140,6 @@ def kind_of(device: torch.device) -> DeviceKind:
     return kind
 
 
-def make_device(
-    device: torch.device,
-    store: ExtentSource,
-    geometry: Geometry,
-    slots_per_class: list[int],
-    dtype: torch.dtype,
-    host_nbytes: int,
-) -> Device:
-    """A device with empty slots. `cpu:i` is a logical one: slots and threads of its own."""
-    return kind_of(device).make(device, store, geometry, slots_per_class, dtype, host_nbytes)
-
-
 def choose_devices(device: str | None, devices: str | Sequence[str] | None) -> list[torch.device]:
     """One device, or several with a number each; the first is where the dense part goes. None of both: the accelerator,
     where there is one. The same device may be named twice. Raises ConfigError naming what is accepted.

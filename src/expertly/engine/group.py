@@ -23,7 +23,7 @@ from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement, Share
 from expertly.engine.compute import Dispatch
-from expertly.engine.device import Handover, kind_of, make_device
+from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import WORKING_NBYTES, choose_budget
 from expertly.engine.reading import ExtentSource
 from expertly.engine.runtime import Executor
@@ -55,7 +55,7 @@ def make_executor(
     if len(targets) == 1:
         (target,), (scheduler,) = targets, schedulers
         slots = scheduler.budget.pool_slots()
-        device = make_device(target, store, geometry, slots, dtype, host_nbytes)
+        device = kind.make(target, store, geometry, slots, dtype, host_nbytes)
         try:
             return Shard(str(target), scheduler, device)
         except BaseException:
@@ -66,7 +66,7 @@ def make_executor(
     try:
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
             slots = scheduler.budget.pool_slots()
-            device = make_device(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
+            device = kind.make(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
             shards.append(Shard(str(target), scheduler, device))
         return ShardGroup(placement, shards, kind.handover(targets[0]))
     except BaseException:
