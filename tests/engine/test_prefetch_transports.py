@@ -27,9 +27,9 @@ from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
+from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
 from tests.engine.streams import Mark, RandomStreams
-from tests.policies.futures import ListFuture
 
 pytestmark = pytest.mark.timeout(120)
 
