@@ -55,7 +55,7 @@ def test_each_device_has_a_gate(cases: Cases) -> None:
     ) as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
-        gates = [device.scheduler.gate for device in handle(model).engine.executor.shards]
+        gates = [device.scheduler.filter for device in handle(model).engine.executor.shards]
         assert len(set(map(id, gates))) == 2 and None not in gates
         assert [one["gate"]["kind"] for one in expertly.stats(model).as_dict()["devices"]] == ["confidence"] * 2
 

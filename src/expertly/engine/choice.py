@@ -20,9 +20,9 @@ from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.resources import cpu_name
-from expertly.engine.division import MemoryRequest, divide
+from expertly.engine.device import kind_of
 from expertly.engine.learned import AUTO, find_weights
-from expertly.hardware.measure_cuda import device_name
+from expertly.engine.memory import MemoryRequest, divide
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system, paths_in
 from expertly.scheduler.system import System
@@ -267,7 +267,7 @@ class FoundChoice(NamedTuple):
 def this_machine(device: torch.device) -> TunedOn:
     """The one that a model runs on."""
     cpu = cpu_name() or "unknown"
-    name = device_name(device) if device.type == "cuda" else cpu
+    name = kind_of(device).name(device) or cpu
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return TunedOn(device.type, name, cpu, num_cpus, torch.get_num_threads())
 

@@ -1,10 +1,21 @@
-"""The budget a user states, and the budget we choose when none is stated."""
+"""What a stated budget is divided into, over devices and into slots, and what is chosen when none is stated."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
+from expertly.engine.device import kind_of
+from expertly.scheduler.budget import Budget, least_nbytes, split_budget
+from expertly.scheduler.system import System
+from expertly.store.packed import PackedStore
 
 WORKING_NBYTES = 600 << 20
 """What Python, torch and the activations of a forward pass take beside weights and cache, of any model."""
@@ -13,6 +24,139 @@ BESIDE_NBYTES = 80 << 20
 """What a process that has imported torch and transformers still comes to take beside weights, KV cache and activations:
 58 MiB were measured with the demo model, of which code of libraries is a half.
 """
+
+DEFAULT_CONTEXT = 4096
+"""Tokens of KV cache that `memory="auto"` leaves room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """What a user says of memory; see `expertly.load`."""
+
+    memory: str | int | None = None
+    ring: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The slots of each device, and why so many."""
+
+    budgets: list[Budget]
+    reason: str
+
+
+def divide(
+    store: PackedStore,
+    geometries: Sequence[Geometry],
+    system: System,
+    request: MemoryRequest,
+    targets: Sequence[torch.device],
+) -> Division:
+    """Of each device's share of the experts. `resident` takes everything and accepts no less.
+
+    Raises ConfigError (BudgetError) naming the setting that cannot be.
+    """
+    amounts, reason = _amounts(store, geometries, system, request, targets)
+    if system.keeps_everything:
+        return Division([split_budget(one, one.nbytes) for one in geometries], reason)
+    try:
+        return Division(split_over(geometries, amounts, request.ring), reason)
+    except BudgetError as error:
+        why = f"; {reason}" if request.memory in (None, "auto") else ""
+        raise BudgetError(f"{error}{why}") from None
+
+
+def _amounts(
+    store: PackedStore,
+    geometries: Sequence[Geometry],
+    system: System,
+    request: MemoryRequest,
+    targets: Sequence[torch.device],
+) -> tuple[list[int], str]:
+    """What each device gives to experts, and why so much."""
+    memory, context = request.memory, request.context
+    total_nbytes = sum(one.nbytes for one in geometries)
+    if context is not None and context < 1:
+        raise ConfigError(f"context={context}: must be at least 1 token")
+    if context is not None and (system.keeps_everything or memory not in (None, "auto")):
+        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={memory!r}")
+    if system.keeps_everything:
+        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, total_nbytes)
+        if nbytes is not None and nbytes < total_nbytes:
+            raise ConfigError(
+                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
+            )
+        return [one.nbytes for one in geometries], f"system {system.name}: all experts"
+    nbytes = parse_memory("auto" if memory is None else memory, total_nbytes)
+    if nbytes is None:
+        tokens = context or DEFAULT_CONTEXT
+        itemsize = geometries[0].layers[0].itemsize
+        cache = kv_cache_nbytes(store.config, tokens, itemsize)
+        is_host = kind_of(targets[0]).runs_on_host
+        working = working_nbytes(store.config, tokens, itemsize) if is_host else WORKING_NBYTES
+        return choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens, working)
+    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+    return shares_of(nbytes, geometries), f"memory {memory}{over}"
+
+
+def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
+    """An amount divided over devices in proportion to their experts; what is left over goes to nobody."""
+    total = sum(one.nbytes for one in geometries)
+    return [nbytes * one.nbytes // total for one in geometries]
+
+
+def split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
+    """The slots of each device from its amount; `ring`: the staging slots of each. Raises BudgetError naming the least
+    that all need together.
+    """
+    if len(geometries) == 1:
+        return [split_budget(geometries[0], amounts[0], ring)]
+    least = [least_nbytes(one, ring) if ring is None or ring > 0 else 0 for one in geometries]
+    if any(amount < need for amount, need in zip(amounts, least, strict=True)):
+        total = sum(one.nbytes for one in geometries)
+        enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
+        raise BudgetError(
+            f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the rings through which each streams "
+            f"its experts; the least that works is {enough} bytes"
+        )
+    return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
+
+
+def choose_amounts(
+    targets: Sequence[torch.device],
+    geometries: Sequence[Geometry],
+    dense_nbytes: int,
+    cache_nbytes: int,
+    context: int,
+    working_nbytes: int = WORKING_NBYTES,
+) -> tuple[list[int], str]:
+    """What each device can give to experts, and why: of the memory that is free, which logical devices share; the first
+    device also holds the dense part and the KV cache. `working_nbytes`: what a forward pass takes beside these.
+    """
+    amounts = [0] * len(targets)
+    reasons = []
+    owners = [kind_of(target).memory_of(target) for target in targets]
+    for owner in dict.fromkeys(owners):
+        here = [number for number, one in enumerate(owners) if one == owner]
+        target, of_experts = targets[here[0]], [geometries[number] for number in here]
+        dense, cache, tokens = (dense_nbytes, cache_nbytes, context) if 0 in here else (0, 0, 0)
+        available, expert_nbytes = kind_of(target).available_nbytes(target), sum(one.nbytes for one in of_experts)
+        chosen = choose_budget(available, expert_nbytes, dense, cache, tokens, working_nbytes)
+        for number, amount in zip(here, shares_of(chosen.nbytes, of_experts), strict=True):
+            amounts[number] = amount
+        reasons.append(chosen.reason)
+    if len(targets) == 1:
+        return amounts, reasons[0]
+    whys = [reason.removeprefix("memory auto: ") for reason in reasons]
+    told = [f"{owner}: {why}" for owner, why in zip(dict.fromkeys(owners), whys, strict=True)]
+    return amounts, f"memory auto over {len(targets)} devices: {'; '.join(told)}"
+
+
+# -- running them ----------------------------------------------------------------------------------------------------
+
+
+# -- what is free, and what the model takes beside experts -------------------------------------------------------------
 
 
 def working_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:

@@ -24,6 +24,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
+from expertly.engine.device import kind_of
 from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, LearnedFiles, SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
@@ -520,8 +521,7 @@ def _thread_of(device: torch.device) -> Iterator[None]:
     """Where the matcher thread runs: what it is told was computed when it was told, so it need not wait for what the
     model has queued since.
     """
-    stream: Any = contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
-    with torch.inference_mode(), stream:
+    with torch.inference_mode(), kind_of(device).beside(device):
         yield
 
 

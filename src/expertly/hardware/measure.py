@@ -24,7 +24,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
-from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import NUM_READERS, Readers
 from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
 from expertly.native.kernels import choose_kernels

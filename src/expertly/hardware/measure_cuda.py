@@ -20,11 +20,6 @@ def measure_devices(seconds: float) -> tuple[DeviceProfile, ...]:
     return tuple(_measure_device(torch.device("cuda", i), seconds) for i in range(torch.cuda.device_count()))
 
 
-def device_name(device: torch.device) -> str:
-    """Of an accelerator, as its driver has it."""
-    return torch.cuda.get_device_name(device)
-
-
 def _measure_device(device: torch.device, seconds: float) -> DeviceProfile:
     each = seconds / (2 * len(COPY_SIZES))
     host = torch.ones(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
