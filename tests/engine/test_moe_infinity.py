@@ -80,7 +80,7 @@ def test_what_goes_is_what_the_matrices_say(cases: Cases) -> None:
         for _ in range(3):
             generate(model, case.prompts[:1])
         scheduler = handle(model).engine.scheduler
-        policy = scheduler.caches[0].policy
+        policy = scheduler.cache.partitions[0].policy
         assert isinstance(policy, EAMEviction) and policy._has_outlook
         assert policy._likely.any() and of_phases(model, "evicted_bytes") > 0
 

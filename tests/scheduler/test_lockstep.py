@@ -64,7 +64,7 @@ def test_every_decision_is_the_references(system: str, segments: int, kinds: lis
                         missing = len(loads.get(expert, ()))
                         kind = "hits" if not missing else "misses" if missing == segments else "partial_hits"
                         seen[is_decode, kind] += 1
-                resident = {eid: set(bits(mask)) for eid, mask in enumerate(control.residency.resident) if mask}
+                resident = {eid: set(bits(mask)) for eid, mask in enumerate(control.slots.resident) if mask}
                 assert resident == reference.kept, f"step {step}"
         control.check()
         for is_decode, kind in list(seen):
@@ -86,4 +86,4 @@ def test_layers_of_several_shapes_decide_each_for_itself(system: str) -> None:
             ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice, check=True)
             loads = reference.layer(layer, chosen, tokens, decode)
             assert {e: set(bits(mask)) for e, mask in ran.loaded.items()} == loads
-            assert {e: set(bits(m)) for e, m in enumerate(control.residency.resident) if m} == reference.kept
+            assert {e: set(bits(m)) for e, m in enumerate(control.slots.resident) if m} == reference.kept

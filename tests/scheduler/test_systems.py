@@ -45,7 +45,10 @@ def test_fmoe_is_the_papers() -> None:
     )
     assert isinstance(predictor, FMoE)
     assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
-    assert isinstance(control.caches[0].policy, FMoEEviction) and control.caches[0] is control.caches[3]
+    assert (
+        isinstance(control.cache.partitions[0].policy, FMoEEviction)
+        and control.cache.partitions[0] is control.cache.partitions[3]
+    )
     assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
 
 
@@ -72,7 +75,10 @@ def test_moe_infinity_is_the_papers() -> None:
     control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
     assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
     assert isinstance(predictor, EAM) and predictor.store.capacity == 120
-    assert isinstance(control.caches[0].policy, EAMEviction) and control.caches[0] is control.caches[3]
+    assert (
+        isinstance(control.cache.partitions[0].policy, EAMEviction)
+        and control.cache.partitions[0] is control.cache.partitions[3]
+    )
     assert system.learns == "matrices"
 
 
@@ -122,14 +128,17 @@ def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None
 
 def test_other_parts_are_what_it_is_made_of() -> None:
     control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
-    assert isinstance(control.caches[0].policy, LRU) and control.caches[0] is not control.caches[1]
-    assert control.speculation.window == 5 and control.speculation._is_steady
-    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._is_steady
+    assert (
+        isinstance(control.cache.partitions[0].policy, LRU)
+        and control.cache.partitions[0] is not control.cache.partitions[1]
+    )
+    assert control.queue.window == 5 and control.queue._is_steady
+    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).queue._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
     assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
     best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
-    assert isinstance(best.caches[0].policy, Belady)
+    assert isinstance(best.cache.partitions[0].policy, Belady)
 
 
 def test_moepic_is_the_papers() -> None:
@@ -137,7 +146,7 @@ def test_moepic_is_the_papers() -> None:
     control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
     assert (system.scope, system.eviction, system.prediction, system.distance) == ("layer", "lcp", "speculative", 1)
     assert (system.ahead, system.transfer, system.segments) == ("ring", "asynchronous", 4)
-    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.keeper.tops} == {2}
+    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.cache.tops} == {2}
     assert "moepic" in runnable_systems()
 
 

@@ -30,29 +30,29 @@ class Checking(Scheduler):
 
     num_checks = 0
 
-    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Span] = ()) -> Plan:
-        step = super().begin_layer(router, withdrawn)
-        self.keeper.check()
+    def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
+        step = super().begin_layer(router, cancelled)
+        self.cache.check()
         return step
 
     def loaded(self, span: Span) -> bool:
         is_awaited = super().loaded(span)
-        self.keeper.check()
+        self.cache.check()
         return is_awaited
 
-    def computed(self, span: Span) -> Plan | None:
-        step = super().computed(span)
-        self.keeper.check()
+    def computed(self, spans: Sequence[Span]) -> Plan | None:
+        step = super().computed(spans)
+        self.cache.check()
         return step
 
-    def end_layer(self, withdrawn: Sequence[Span] = ()) -> None:
-        super().end_layer(withdrawn)
+    def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
+        super().end_layer(cancelled)
         self.check()
         self.num_checks += 1
 
-    def load_ahead(self) -> list[Span]:
-        spans = super().load_ahead()
-        self.keeper.check()
+    def prefetch(self) -> list[Span]:
+        spans = super().prefetch()
+        self.cache.check()
         return spans
 
 
