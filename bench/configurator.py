@@ -30,10 +30,8 @@ from report import print_report
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.forecast import Forecaster
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics, Timing, configure
+from expertly.policies.allocation.moepic.configurator import Forecaster
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import numpy as np
 import zstandard
 from report import print_report
 
-from expertly.store.codec_choice import decoded_expert, index_of, sampled
-from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, zstd_parameters
+from expertly.store.codec_choice import index_of, sampled
+from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, read_frames, zstd_parameters
 from expertly.store.packed import PackedStore
+from expertly.store.reader import ExpertFile
 
 LEVELS = (1, 3, -1)
 
@@ -68,7 +70,10 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
     store = PackedStore.open(folder)
     layer = store.manifest.layers[0]
     frame_nbytes = store.frames[0].frame_nbytes
-    experts = [list(decoded_expert(store.frames[one], expert)) for one, expert in sampled(store.manifest.layers)]
+    experts = []
+    for one, expert in sampled(store.manifest.layers):
+        with closing(ExpertFile(store.frames[one].path)) as file:
+            experts.append([decoded.copy() for _, decoded in read_frames(file, store.frames[one], [expert])])
     named = {f"level {level}": zstandard.ZstdCompressionParameters.from_level(level) for level in LEVELS}
     named["as stored"] = zstd_parameters()
     encoded = {

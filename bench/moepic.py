@@ -39,11 +39,9 @@ from report import print_report
 from expertly.core.messages import Span
 from expertly.lab.study import study as train
 from expertly.lab.train import TrainOptions
-from expertly.policies.eviction import MakeEviction
+from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.geometry_file import read_geometry
@@ -60,8 +58,8 @@ POLICIES = {
     "lfu": "lfu",
     "lru": "lru",
     "lcp": "lcp",
-    "lcp_omega_32": "lcp:eviction=moepic.OMEGA_32",
-    "lcp_decode": "lcp:eviction=moepic.OF_DECODE",
+    "lcp_omega_32": "lcp:omega=32",
+    "lcp_decode": "lcp:eviction=moepic.LCPOfDecode",
 }
 
 
@@ -73,10 +71,6 @@ class LCPOfDecode(LCP):
             super().used(experts, num_tokens, batch_tokens)
 
 
-OMEGA_32 = MakeEviction(lambda geometry, capacity, known: LCP(omega=32), is_scored=True)
-"""LCP that forgets four times as fast."""
-OF_DECODE = MakeEviction(lambda geometry, capacity, known: LCPOfDecode(), is_scored=True)
-"""LCP that leaves prompts out."""
 SEGMENTS = 8  # of the sweep over theta
 OTHERS = ("lru", "lcp", "mixtral-offloading", "adapmoe", "fmoe", "promoe", "moe-infinity", "oracle", "resident")
 WITHOUT = {

@@ -96,7 +96,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     import expertly
-    from expertly.policies.learned_file import PredictorFile, save_predictor
+    from expertly.policies.learned import read_learned, save_learned
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 
@@ -106,11 +107,11 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     models = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "predictor.safetensors"
-        file = PredictorFile.read(Path(arguments["predictor"]))
+        file = read_learned(Path(arguments["predictor"]), LearnedWeights)
         beside, _ = expertly.load(arguments["model"], memory="25%", system="lru", device="cpu")
         identity = beside._expertly_handle.store.manifest.identity
         expertly.unload(beside)
-        save_predictor(weights, file.weights, identity, dict(file.about))
+        save_learned(weights, file.learned, identity, file.header.about)
         for label, name in TECHNIQUES.items():
             models[label], _ = expertly.load(
                 arguments["model"],
@@ -181,7 +182,7 @@ def run_request(model: Any, ids: list[int], num_prompt: int) -> dict[str, float]
 def main() -> None:
     from expertly.lab.study import study
     from expertly.lab.train import TrainOptions
-    from expertly.policies.learned_file import save_predictor
+    from expertly.policies.learned import save_learned
     from expertly.scheduler.presets import get_system
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
@@ -208,7 +209,7 @@ def main() -> None:
     if not args.simulated_only:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "predictor.safetensors"
-            save_predictor(path, trained.weights, "0" * 64, {})
+            save_learned(path, trained.weights, "0" * 64, {})
             settings = vars(args) | {"model": str(inflated_model(args.experts_gib)), "predictor": str(path)}
             settings["trace"] = str(Path(args.trace).resolve())
             rows += child("promoe_techniques.py", settings, timeout=3000)

@@ -27,7 +27,8 @@ import numpy as np
 from report import print_report
 
 from expertly.core.errors import ExpertlyError
-from expertly.policies.learned_file import PredictorFile
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.reproduce.moe_infinity.recovery import requests_back
 from expertly.scheduler.presets import get_system, runnable_systems
 from expertly.sim.geometry_file import read_geometry
@@ -66,7 +67,7 @@ class Change:
         self._args = args
         self._hardware = Hardware.read(args.hardware)
         self._memory = Memory(args.memory)
-        self._weights = None if args.predictor is None else PredictorFile.read(args.predictor).weights
+        self._weights = None if args.predictor is None else read_learned(args.predictor, LearnedWeights).learned
         sizes = [layer.geometry() for layer in trace.manifest.layers]
         self._layers = tuple(size for size in sizes if size is not None) or None
         self._dense = trace.manifest.dense

@@ -106,9 +106,9 @@ def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest
 
 def test_the_policies_of_the_page_decide(folder: Path) -> None:
     """They are not LRU under another name, and options reach the predictor."""
-    again = "lru:prediction=my_predictor.PREDICTOR"
+    again = "lru:prediction=my_predictor.Again"
     (folder / "random.py").write_text('raise RuntimeError("stands in for a library")', encoding="utf-8")
-    systems = ["lru", "lru:eviction=my_policies.EVICTION", again, f"{again}:width=1"]
+    systems = ["lru", "lru:eviction=my_policies.Fading", again, f"{again}:width=1"]
     found = rows(
         call(folder, "expertly", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
     )
@@ -121,7 +121,7 @@ def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: P
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon"}\n', encoding="utf-8")
     record = "trace record --prompts prompts.jsonl --out recorded --max-new-tokens 4 --memory 25%"
-    system = "lru:eviction=my_policies.EVICTION:prediction=my_predictor.PREDICTOR"
+    system = "lru:eviction=my_policies.Fading:prediction=my_predictor.Again"
     assert main([*record.split(), "--system", system, "--decisions", "decisions.jsonl"]) == 0
     replay = ("trace", "replay", "--allow-imports")
     assert main([*replay, "decisions.jsonl"]) == 0
@@ -149,21 +149,22 @@ def test_an_installed_package_brings_names(folder: Path, installed: Path) -> Non
 def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, installed: Path) -> None:
     (installed / "broken.py").write_text('raise RuntimeError("out of order")\n', encoding="utf-8")
     (installed / "quits.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
-    names = {"lru": "my_policies:EVICTION", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
-    lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:PREDICTOR"}).items())
-    install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:EVICTION"})
-    install(installed, "zeta", {"expertly.evictions": "fading = my_policies:EVICTION"})
+    names = {"lru": "my_policies:Fading", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
+    lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:Again"}).items())
+    install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:Fading"})
+    install(installed, "zeta", {"expertly.evictions": "fading = my_policies:Fading"})
     done = call(folder, "expertly", "systems", path=installed)
     assert done.returncode == 0 and "fading-again" in done.stdout and "eviction: lru, lfu" in done.stdout
     notes = done.stderr.splitlines()
     for expected in (
         "note: eviction='out' (broken:X of acme): cannot be loaded (RuntimeError: out of order)",
         "note: eviction='quits' (quits:X of acme): cannot be loaded (SystemExit: 3)",
-        "note: eviction='wrong' (my_predictor:PREDICTOR of acme): is of type MakePredictor; accepted: a MakeEviction",
+        "note: eviction='wrong' (my_predictor:Again of acme): is the class Again; "
+        "accepted: a class that extends EvictionPolicy",
         "note: eviction='lost' (my_policies:X of acme): cannot be loaded (AttributeError: ",
-        "note: eviction='lru' (my_policies:EVICTION of acme): expertly has one of that name, which is used",
-        "note: eviction='fading' (my_policies:EVICTION of zeta): mine has one of that name, which is used",
-        "note: system='sick' (my_policies:EVICTION of acme): is of type MakeEviction; accepted: a System",
+        "note: eviction='lru' (my_policies:Fading of acme): expertly has one of that name, which is used",
+        "note: eviction='fading' (my_policies:Fading of zeta): mine has one of that name, which is used",
+        "note: system='sick' (my_policies:Fading of acme): is the class Fading; accepted: a System",
     ):
         assert sum(expected in note for note in notes) == 1, expected
     assert len(notes) == 7

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from expertly.policies.learned import LearnedWeights, Mlp, pairs
-from expertly.policies.learned_file import save_predictor
+from expertly.policies.learned import save_learned
+from expertly.policies.predictor.learned import LearnedWeights, Mlp, pairs
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 
@@ -47,5 +47,5 @@ def put_beside(store: Path, hidden_size: int) -> Path:
     """Save weights where a packed store's model looks for them."""
     manifest = Manifest.read(store)
     path = learned_beside(store, "predictor")
-    save_predictor(path, random_weights(manifest.layers, hidden_size), manifest.identity, {"model": "made up"})
+    save_learned(path, random_weights(manifest.layers, hidden_size), manifest.identity, {"model": "made up"})
     return path

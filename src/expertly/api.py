@@ -25,22 +25,19 @@ from expertly.engine.engine import Engine
 from expertly.engine.executor import Executor
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
 from expertly.engine.instructions import keep_off_trapped_instructions
+from expertly.engine.learned import AUTO, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.saved_choice import Settings, find_choice
-from expertly.engine.saved_maps import AUTO, maps_path
-from expertly.engine.saved_predictor import find_weights
-from expertly.engine.saved_reuse import open_reuse, reuse_path
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
+from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
-from expertly.scheduler.plans import check_plan, read_plan
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System
@@ -129,8 +126,7 @@ def load(
         keep_off_trapped_instructions()
     choose_kernels(target)  # before anything is made that would have to be ended where it raises
     store = packed or pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
-    path = maps_path(maps, parts, store)
-    place = reuse_path(maps, path, parts, store, len(targets), is_replayed=decisions is not None)
+    files = find_files(maps, parts, store, num_devices=len(targets), is_replayed=decisions is not None)
     weights = find_weights(predictor, parts, store)
     geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
     placement = Placement(geometry, len(targets))
@@ -165,14 +161,12 @@ def load(
                 journal.close()
 
     try:
-        engine.reuse = open_reuse(executor, store, *place, is_auto=maps == AUTO)
+        engine.reuse = save_of_eviction(executor, store, files)
         home = executor.devices[0].backend.device
         loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
         executor.bind(experts_modules(loaded))
         use_kernels(loaded, executor.devices[0].kernels)
-        engine.prefetching = make_prefetching(
-            parts, loaded, store, engine, matcher, path, path_is_auto=maps == AUTO, weights=weights
-        )
+        engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, files, weights=weights)
         tokenizer = load_tokenizer(store.folder)
         if target.type == "cpu":
             give_back_unused()
@@ -216,7 +210,7 @@ def _known_of(
     if len(geometries) > 1:
         raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
     read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
-    check_plan(read, system, geometries[0], budgets[0])
+    system.check_plan(read, geometries[0], budgets[0])
     return Known(plan=read)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
-from expertly.scheduler.plans import save_plan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, save_plan
 from expertly.trace.schema import TraceLayer
 from tests.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized

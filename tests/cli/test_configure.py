@@ -10,7 +10,7 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import DenseShape, LayerGeometry
-from expertly.scheduler.plans import read_plan
+from expertly.policies.allocation.moepic import read_plan
 from expertly.trace.schema import TraceLayer
 from tests.families import make_checkpoint
 from tests.sim.drive import make_trace, random_passes

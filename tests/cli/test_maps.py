@@ -14,17 +14,16 @@ from expertly.cli.main import main
 from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
-from expertly.policies.maps.store import NONE, MapShape
+from expertly.policies.learned import ModelShape, save_learned
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from expertly.policies.state.coverage import mean_similarities
-from expertly.policies.state.file import load_maps, save_maps
+from expertly.policies.predictor.fmoe.store import NONE, mean_similarities
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.families import make_checkpoint
-from tests.policies.state.builders import IDENTITY, assert_same, make_store
+from tests.policies.learned_builders import IDENTITY, assert_same, load_maps, make_store
 from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
@@ -65,8 +64,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def files(tmp_path: Path) -> list[Path]:
     """Two files of one model: 15 of 20 maps, and 9 of 12."""
     paths = [tmp_path / "a.maps", tmp_path / "b.maps"]
-    save_maps(paths[0], make_store(), IDENTITY, {"model": "toy", "source": "a test"})
-    save_maps(paths[1], make_store(9, 12, seed=1), IDENTITY)
+    save_learned(paths[0], make_store(), IDENTITY, {"model": "toy", "source": "a test"})
+    save_learned(paths[1], make_store(9, 12, seed=1), IDENTITY)
     return paths
 
 
@@ -129,7 +128,7 @@ def test_info_says_the_same_to_people(files, capsys):
 
 
 def test_a_terminal_does_not_obey_a_file(tmp_path, capsys):
-    save_maps(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
+    save_learned(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
     assert main(["maps", "info", str(tmp_path / "a.maps")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "x1b[2J" in out and "'a\\nb'" in out
@@ -147,9 +146,9 @@ def test_merge_makes_one_of_two(files, tmp_path, capsys):
 def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
     other = tmp_path / "other.maps"
     out = tmp_path / "c.maps"
-    save_maps(other, make_store(), "5" * 64)
+    save_learned(other, make_store(), "5" * 64)
     assert "other.maps: identity='5555" in refused(capsys, "merge", out, files[0], other)
-    save_maps(other, make_store(hidden_size=7), IDENTITY)
+    save_learned(other, make_store(hidden_size=7), IDENTITY)
     assert "other.maps: tensor 'embeddings': 7 numbers each" in refused(capsys, "merge", out, files[0], other)
     assert not out.exists()
 
@@ -216,8 +215,8 @@ def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
     training = make_schedule(opened, Selection(split=(7, 3))).training
     for history in histories(opened, training, predictor.wants):
         predictor.learn(history)
-    assert predictor.store.num_maps > 10
-    assert_same(load_maps(tmp_path / "a.maps"), predictor.store)
+    assert predictor.learned.num_maps > 10
+    assert_same(load_maps(tmp_path / "a.maps"), predictor.learned)
 
 
 def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
@@ -243,7 +242,7 @@ def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys)
 def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
     folder = make_checkpoint("qwen3_moe", tmp_path / "model")
     store = pack_cached(folder, cache_dir=tmp_path / "cache")
-    identity, shape = store.manifest.identity, MapShape.of(store.geometry())
+    identity, shape = store.manifest.identity, ModelShape.of(store.geometry())
     layers = tuple(TraceLayer(*numbers) for numbers in zip(shape.num_experts, shape.top_k, strict=True))
     trace = make_trace(tmp_path / "trace", layers)
     paths = [tmp_path / f"{number}.maps" for number in range(4)]

@@ -10,25 +10,23 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import read_learned, save_learned
 from expertly.policies.predictor.eam import EAM
-from expertly.policies.state.file import save_maps
-from expertly.policies.state.matrices_file import load_matrices, save_matrices
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from tests.cli.test_maps import LAYERS, LENGTHS, make_trace, printed, refused
-from tests.policies.state.builders import IDENTITY, make_store
-from tests.policies.state.test_matrices_file import assert_same_matrices, make_matrices
+from tests.policies.learned_builders import IDENTITY, assert_same_state, make_matrices, make_store
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     """Two files of one model, and one of maps."""
     paths = [tmp_path / "a.matrices", tmp_path / "b.matrices", tmp_path / "c.maps"]
-    save_matrices(paths[0], make_matrices(), IDENTITY, {"model": "toy", "source": "a test"})
-    save_matrices(paths[1], make_matrices(1, 3, 5, seed=1), IDENTITY)
-    save_maps(paths[2], make_store(), IDENTITY)
+    save_learned(paths[0], make_matrices(), IDENTITY, {"model": "toy", "source": "a test"})
+    save_learned(paths[1], make_matrices(1, 3, 5, seed=1), IDENTITY)
+    save_learned(paths[2], make_store(), IDENTITY)
     return paths
 
 
@@ -46,7 +44,7 @@ def test_info_says_the_same_to_people(files, capsys):
     out = capsys.readouterr().out
     assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
     assert "2 L E = 44 of them; here are 9.1%" in out and "6 of at most 8 matrices" in out
-    save_matrices(files[0], make_matrices(), IDENTITY, {"model": "\x1b[2J"})
+    save_learned(files[0], make_matrices(), IDENTITY, {"model": "\x1b[2J"})
     assert main(["maps", "info", str(files[0])]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
@@ -57,16 +55,16 @@ def test_merge_and_trim(files, tmp_path, capsys):
     assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (5, 8, 8)
     assert facts["identity"] == IDENTITY and str(files[1]) in facts["about"]["source"]
     facts = printed(capsys, "merge", out, *files[:2], "--capacity", 20)
-    assert facts["decode_matrices"] == 9 == load_matrices(out, IDENTITY).decode.num_matrices
+    assert facts["decode_matrices"] == 9 == read_learned(out, Matrices, identity=IDENTITY).learned.decode.num_matrices
     facts = printed(capsys, "trim", out, "--capacity", 3)
     assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, str(out))
 
 
 def test_kinds_do_not_mix(files, tmp_path, capsys):
     out = tmp_path / "d"
-    assert "holds expert maps, by which fmoe predicts" in refused(capsys, "merge", out, files[0], files[2])
-    assert "holds activation matrices" in refused(capsys, "merge", out, files[2], files[0])
-    save_matrices(files[1], make_matrices(), "5" * 64)
+    assert "format='expertly-maps'" in refused(capsys, "merge", out, files[0], files[2])
+    assert "format='expertly-matrices'" in refused(capsys, "merge", out, files[2], files[0])
+    save_learned(files[1], make_matrices(), "5" * 64)
     assert "b.matrices: identity='5555" in refused(capsys, "merge", out, files[0], files[1])
     assert not out.exists()
 
@@ -92,9 +90,9 @@ def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):
     for history in histories(opened, make_schedule(opened, Selection(split=(7, 3))).training, predictor.wants):
         predictor.learn(history)
     predictor.finish()
-    small = Matrices(predictor.store.shape, 4)
-    small.decode.extend(predictor.store.decode)
-    assert_same_matrices(load_matrices(out), small)
+    small = Matrices(predictor.learned.shape, 4)
+    small.decode.extend(predictor.learned.decode)
+    assert_same_state(read_learned(out, Matrices).learned, small)
     for flag in ("--quota", "--distance"):
         message = refused(capsys, "build", trace, out, "--kind", "matrices", flag, "1")
         assert f"{flag[2:]}=1" in message and "of no use with kind='matrices'; accepted: kind=maps" in message

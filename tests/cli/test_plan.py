@@ -11,8 +11,7 @@ import pytest
 import expertly
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
-from expertly.scheduler.plans import read_plan, save_plan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.cli.test_trace_record import write_prompts

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from tests.policies.state.builders import IDENTITY, SHAPE, make_store
-from tests.policies.state.reuse import learned
+from tests.policies.learned_builders import IDENTITY, make_store, taught
 
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from expertly.policies.state.reuse_file import save_reuse
+    from expertly.policies.learned import save_learned
 
     path = tmp_path / "a.reuse"
     about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
-    save_reuse(path, learned(70), IDENTITY, SHAPE, about)
+    save_learned(path, taught(70), IDENTITY, about)
     return path
 
 
@@ -81,19 +80,14 @@ def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_other_commands_say_what_they_take(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from expertly.policies.state.file import save_maps
+    from expertly.policies.learned import save_learned
 
     maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), file.read_bytes()
-    save_maps(maps, make_store(), IDENTITY)
-    accepted = (
-        "holds what was learned of reuse, by which expertly keeps experts; accepted: a file of expert maps, by which "
-        "fmoe predicts or activation matrices, by which moe-infinity predicts"
-    )
+    save_learned(maps, make_store(), IDENTITY)
+    accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
     for arguments in (("trim", str(file), "--capacity", "5"), ("export", str(file), out), ("merge", out, str(file))):
         assert main(["maps", *arguments]) == 2
         assert accepted in capsys.readouterr().err
     assert main(["maps", "merge", out, str(maps), str(file)]) == 2
-    assert (
-        "holds what was learned of reuse, by which expertly keeps experts, not expert maps" in capsys.readouterr().err
-    )
+    assert accepted in capsys.readouterr().err
     assert file.read_bytes() == before and not Path(out).exists()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from expertly.policies.state.file import load_maps
 from expertly.trace.reader import Trace
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
+from tests.policies.learned_builders import load_maps
 
 PROMPTS = ("Once upon a time", "def main():", "2 + 2 = ")
 CATEGORIES = ("story", None, "math")

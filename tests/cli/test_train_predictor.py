@@ -12,7 +12,8 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.model.packing import pack_cached
-from expertly.policies.learned_file import PredictorFile
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside
 from tests.families import make_checkpoint
 from tests.lab.planted import planted_trace
@@ -71,10 +72,10 @@ def test_json_is_one_object_and_the_file_says_the_same(
     assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", 2**62 + 3, 16, "cpu")
     assert result["bytes"] == out.stat().st_size and result["scratch_bytes"] > 0 and result["peak_rss_bytes"] > 0
     assert result["seconds"] > 0 and result["mean"]["1"]["learned"] > result["mean"]["1"]["token_id"] + 0.05
-    file = PredictorFile.read(out)
-    assert file.about["mean"] == result["mean"] and file.about["split"] == "7:3" and file.about["seed"] == 2**62 + 3
-    assert [row[:2] for row in file.about["accuracy"]] == [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]
-    assert "--json" not in file.about["source"] and file.about["source"].startswith("960 tokens of 16 requests")
+    about = read_learned(out, LearnedWeights).header.about
+    assert about["mean"] == result["mean"] and about["split"] == "7:3" and about["seed"] == 2**62 + 3
+    assert [row[:2] for row in about["accuracy"]] == [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]
+    assert "--json" not in about["source"] and about["source"].startswith("960 tokens of 16 requests")
 
 
 def test_a_lookahead_below_token_ids_is_marked() -> None:
@@ -175,7 +176,7 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
     assert main([*common, learned, "--split", "7:3", "--predictor", str(trained)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["predictor"] == str(trained) and result["results"][0]["skipped"] is None
-    expected = PredictorFile.read(trained).about["mean"]["1"]["learned"]
+    expected = read_learned(trained, LearnedWeights).header.about["mean"]["1"]["learned"]
     assert result["results"][0]["prediction_accuracy"] == pytest.approx(expected, abs=0.05), "by demands, not layers"
     told = [note for note in result["notes"] if note.startswith("predictor:")]
     assert told == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
@@ -193,10 +194,10 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
 def test_weights_of_another_model_are_refused_by_simulate(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from expertly.policies.learned_file import save_predictor
+    from expertly.policies.learned import save_learned
     from expertly.trace.schema import TraceLayer
 
-    save_predictor(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})
+    save_learned(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})
     system = "lru:prediction=learned"
     assert main(["simulate", str(trace), "--system", system, "--predictor", str(tmp_path / "other")]) == 2
     assert "num_experts=[9, 9, 9, 9]" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from expertly.compare.player import Player
 from expertly.compare.playing import PlayedRequest
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
-from expertly.engine.saved_reuse import reuse_models
+from expertly.engine.learned import reuse_models
 from expertly.sim.schedule import Selection
 from expertly.trace.reader import Trace
 from tests.families import make_checkpoint

@@ -12,7 +12,8 @@ import pytest
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed, Want
-from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
+from expertly.policies.predictor import PREDICTORS, Predictor
+from expertly.policies.predictor.popularity import Popularity
 
 SYSTEM = "lru:prediction=popularity:distance=2"
 """What runs a predictor that was `put`."""
@@ -20,8 +21,13 @@ SYSTEM = "lru:prediction=popularity:distance=2"
 
 def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:
     """The system whose predictor `make` makes."""
-    maker = MakePredictor("popularity", lambda geometry, known, distance, options: make(geometry))
-    monkeypatch.setitem(PREDICTORS.built_in, "popularity", maker)
+
+    class Put(Popularity):
+        @classmethod
+        def make(cls, geometry: Geometry, *given: Any) -> Predictor:
+            return make(geometry)
+
+    monkeypatch.setitem(PREDICTORS.built_in, "popularity", Put)
     return SYSTEM
 
 

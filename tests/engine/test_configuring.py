@@ -14,8 +14,7 @@ from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.engine.configuring import Configuring
 from expertly.engine.step_times import StepTimes
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.statistics import LayerRates
+from expertly.policies.allocation.moepic import LayerRates, configure
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import get_system

@@ -15,7 +15,8 @@ from expertly.api import handle
 from expertly.core.errors import StoreError
 from expertly.engine import prediction as prediction_module
 from expertly.policies.eviction.eam import EAMEviction
-from expertly.policies.state.matrices_file import MatricesFile, load_matrices
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
@@ -118,8 +119,7 @@ def test_auto_is_beside_the_store_in_a_file_of_its_own(own: tuple[Case, Path]) -
         assert (facts["maps_read"], facts["history"], facts["maps_file"]) == (2 * num, "warm", str(matrices))
         generate(model, case.prompts, 1)
         assert stats_of(model)["prediction"]["predictor"]["searches"] > 0, "at the first token"
-    identity = MatricesFile.read(matrices).header.identity
-    found = load_matrices(matrices, identity)
+    found = read_learned(matrices, Matrices).learned
     prompts = sum(map(len, case.prompts))
     assert found.prefill.total.sum(axis=1)[0] >= prompts, "what was running when it was unloaded is there"
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, own: tuple[Case, Path
     path = store.with_name("store.matrices")
     if damage == "maps":
         learn(store, case, system="fmoe", maps=path)
-        expected = "holds expert maps, by which fmoe predicts, not activation matrices"
+        expected = "format='expertly-maps'"
     else:
         learn(store, case)
         raw = bytearray(path.read_bytes())
@@ -162,7 +162,7 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, own: tuple[Case, Path
 def test_matrices_are_refused_as_maps(own: tuple[Case, Path]) -> None:
     case, store = own
     learn(store, case)
-    with pytest.raises(StoreError, match="holds activation matrices, by which moe-infinity predicts, not expert maps"):
+    with pytest.raises(StoreError, match="format='expertly-matrices'"):
         learn(store, case, system="fmoe", maps=store.with_name("store.matrices"))
 
 
@@ -190,8 +190,8 @@ def test_a_failed_write_leaves_the_old_file(own: tuple[Case, Path], monkeypatch:
     def fail(*args: Any) -> None:
         raise StoreError("disk full")
 
-    monkeypatch.setattr("expertly.engine.saved_maps.save_matrices", fail)
-    with pytest.warns(UserWarning, match="the activation matrices were not saved: disk full"):
+    monkeypatch.setattr("expertly.engine.learned.save_learned", fail)
+    with pytest.warns(UserWarning, match="not saved: disk full"):
         learn(store, case)
     assert path.read_bytes() == before
 
@@ -209,7 +209,7 @@ def test_they_are_written_while_the_model_runs(own: tuple[Case, Path], monkeypat
         while not path.exists():
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert load_matrices(path).num_matrices > 0
+        assert read_learned(path, Matrices).learned.num_matrices > 0
         assert generate(model, case.prompts) == case.tokens
 
 

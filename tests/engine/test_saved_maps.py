@@ -14,12 +14,13 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import prediction as prediction_module
-from expertly.policies.maps.store import MapShape, MapStore
-from expertly.policies.state.file import MapsFile, load_maps, save_maps
+from expertly.policies.learned import ModelShape, read_learned, save_learned
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction, reader_threads, run_python
 from tests.families import generate
+from tests.policies.learned_builders import load_maps
 from tests.store.mounts import tiny_disk
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,7 +45,7 @@ def test_auto_is_beside_the_store_and_is_found_again(own: tuple[Case, Path]) -> 
         assert stats["predictor"]["maps"] == stats["maps_read"]
         geometry = handle(model).engine.scheduler.geometry
         identity = handle(model).store.manifest.identity
-    assert load_maps(path, identity, MapShape.of(geometry)).num_maps == rows
+    assert load_maps(path, identity, ModelShape.of(geometry)).num_maps == rows
     generation = path.stat().st_mtime_ns
     with loaded(store, system="fmoe", maps="auto"):
         pass
@@ -123,11 +124,11 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
     case, store = own
     path = store.with_name("store.maps")
     learn(store, case)
-    found = MapsFile.read(path)
-    state = found.store.state()
+    found = read_learned(path, MapStore)
+    state = found.learned.state()
     hidden_size = state["embeddings"].shape[1]
     state["embeddings"] = np.pad(state["embeddings"], ((0, 0), (0, 3)))
-    save_maps(path, MapStore.from_state(found.store.shape, state), found.header.identity)
+    save_learned(path, MapStore.from_state(found.learned.shape, state), found.header.identity)
     message = rf"store\.maps: tensor 'embeddings': {hidden_size + 3} numbers each.*{hidden_size}"
     with pytest.raises(StoreError, match=message):
         learn(store, case, maps=path)
@@ -180,8 +181,8 @@ def test_maps_that_cannot_be_written(own: tuple[Case, Path], monkeypatch: pytest
     def fail(*args: Any) -> None:
         raise StoreError("disk full")
 
-    monkeypatch.setattr("expertly.engine.saved_maps.save_maps", fail)
-    with pytest.warns(UserWarning, match="the maps were not saved: disk full"):
+    monkeypatch.setattr("expertly.engine.learned.save_learned", fail)
+    with pytest.warns(UserWarning, match="not saved: disk full"):
         learn(store, case)
     model, _ = expertly.load(str(store), system="fmoe", maps=store.with_name("my.maps"), memory="50%", device="cpu")
     generate(model, case.prompts)

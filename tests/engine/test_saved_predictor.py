@@ -15,7 +15,8 @@ from expertly.data import demo_predictor
 from expertly.lab.recording import record
 from expertly.lab.study import study
 from expertly.lab.train import TrainOptions
-from expertly.policies.learned_file import PredictorFile, save_predictor
+from expertly.policies.learned import read_learned, save_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 from expertly.trace.reader import Trace
@@ -62,7 +63,7 @@ def test_auto_is_beside_the_store_and_off_is_not(own: tuple[Case, Path]) -> None
 def test_a_file_of_another_model_or_none_is_named(own: tuple[Case, Path], tmp_path: Path) -> None:
     _, store = own
     path = tmp_path / "other"
-    save_predictor(path, random_weights(Manifest.read(store).layers, HIDDEN_SIZE), "b" * 64, {})
+    save_learned(path, random_weights(Manifest.read(store).layers, HIDDEN_SIZE), "b" * 64, {})
     wrong: list[tuple[str, type[Exception], str]] = [
         (str(path), StoreError, "identity='bbb.*of another model"),
         (str(tmp_path / "missing"), ConfigError, "no such file.*train-predictor"),
@@ -87,14 +88,14 @@ def test_weights_for_other_router_inputs_or_distances_are_refused(own: tuple[Cas
     _, store = own
     manifest = Manifest.read(store)
     path = tmp_path / "weights"
-    save_predictor(path, random_weights(manifest.layers, HIDDEN_SIZE + 1), manifest.identity, {})
+    save_learned(path, random_weights(manifest.layers, HIDDEN_SIZE + 1), manifest.identity, {})
     named = f"router inputs of {HIDDEN_SIZE + 1} numbers; this model's have {HIDDEN_SIZE}"
     with pytest.raises(ConfigError, match=named):
         expertly.load(str(store), system=SYSTEM, memory="50%", predictor=path, device="cpu")
     weights = random_weights(manifest.layers, HIDDEN_SIZE)
     mlps = {pair: mlp for pair, mlp in weights.mlps.items() if pair[1] - pair[0] == 1}
     few = type(weights)(weights.num_experts, weights.top_k, weights.starts, (1,), mlps)
-    save_predictor(path, few, manifest.identity, {})
+    save_learned(path, few, manifest.identity, {})
     with pytest.raises(ConfigError, match="distance=2: its weights are not of that; accepted with them: 1"):
         expertly.load(str(store), system="promoe:distance=2", memory="50%", predictor=path, device="cpu")
 
@@ -111,7 +112,7 @@ def test_what_a_model_was_trained_on_predicts_it_better_than_counts(own: tuple[C
     options = TrainOptions((1,), hidden=32, epochs=20, batch=32, learning_rate=5e-3)
     found = study(Trace.open(tmp_path / "trace"), (7, 3), options)
     path = tmp_path / "weights"
-    save_predictor(path, found.trained.weights, Manifest.read(store).identity, {})
+    save_learned(path, found.trained.weights, Manifest.read(store).identity, {})
     rates = {}
     for system, more in ((SYSTEM, {"predictor": path}), ("lru:prediction=counts:distance=1", {})):
         with loaded(store, system=system, memory="50%", matcher="inline", **more) as model:
@@ -122,9 +123,9 @@ def test_what_a_model_was_trained_on_predicts_it_better_than_counts(own: tuple[C
 
 
 def test_the_demo_models_weights_ship_with_it() -> None:
-    file = PredictorFile.read(demo_predictor())
-    assert file.weights.distances == (1, 2, 4, 8) and file.nbytes < 3_000_000
-    for distance, row in file.about["mean"].items():
+    file = read_learned(demo_predictor(), LearnedWeights)
+    assert file.learned.distances == (1, 2, 4, 8) and file.nbytes < 3_000_000
+    for distance, row in file.header.about["mean"].items():
         assert row["learned_over_lookahead"] == row["learned_over_token_id"] == 11, distance
     model, tokenizer = expertly.load(system="promoe", memory="25%", matcher="inline", device="cpu")
     try:

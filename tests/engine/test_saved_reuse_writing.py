@@ -11,17 +11,21 @@ import pytest
 
 import expertly
 from expertly.core.errors import StoreError
-from expertly.engine import saved_reuse as saved_reuse_module
-from expertly.engine.saved_reuse import SavedReuse
-from expertly.policies.maps.store import MapShape
-from expertly.policies.reuse.layer import LayerReuse
-from expertly.policies.reuse.model import ReuseModel
-from expertly.policies.state.reuse_file import ReuseFile, save_reuse
+from expertly.engine import learned as learned_module
+from expertly.engine.learned import SavedState
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction.reuse import LayerReuse, Reuse, ReuseModel
+from expertly.policies.learned import read_learned, save_learned
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.engine.test_saved_reuse import NUM_TOKENS, learn, of_reuse
 from tests.families import generate
 from tests.scheduler.drive import geometry, one_token
+
+
+def num_tokens_in(path: Path) -> int:
+    return read_learned(path, ReuseModel).learned.num_tokens
+
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,8 +37,8 @@ def test_what_cannot_be_written(own: tuple[Case, Path], monkeypatch: pytest.Monk
     def fail(*args: Any) -> None:
         raise StoreError("disk full")
 
-    monkeypatch.setattr(saved_reuse_module, "save_reuse", fail)
-    with pytest.warns(UserWarning, match="what was learned of reuse was not saved: disk full"):
+    monkeypatch.setattr(learned_module, "save_learned", fail)
+    with pytest.warns(UserWarning, match="not saved: disk full"):
         learn(store, case)
     path = store.with_name("my.reuse")
     model, _ = expertly.load(str(store), system="expertly", maps=path, memory="50%", device="cpu")
@@ -47,7 +51,7 @@ def test_what_cannot_be_written(own: tuple[Case, Path], monkeypatch: pytest.Monk
 
 def test_it_is_written_while_the_model_runs(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     case, store = own
-    monkeypatch.setattr(saved_reuse_module, "SAVE_EVERY_S", 0.05)
+    monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.05)
     path = store.with_name("store.reuse")
     with loaded(store, system="expertly", maps="auto") as model:
         end, seen = time.monotonic() + 60, set[int]()
@@ -55,18 +59,19 @@ def test_it_is_written_while_the_model_runs(own: tuple[Case, Path], monkeypatch:
             assert time.monotonic() < end
             assert generate(model, case.prompts) == case.tokens
             if path.exists():
-                seen.add(ReuseFile.read(path).num_tokens)
-    assert ReuseFile.read(path).num_tokens >= max(seen) > 0
+                seen.add(num_tokens_in(path))
+    assert num_tokens_in(path) >= max(seen) > 0
 
 
-def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedReuse, ReuseModel]:
+def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedState, ReuseModel]:
     """The file of a model that has seen a token, and saves whenever a pass ends."""
-    monkeypatch.setattr(saved_reuse_module, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.0)
     shape = geometry()
-    model = ReuseModel(shape)
-    saved = SavedReuse(model, "4" * 64, MapShape.of(shape), path)
-    model.observe(one_token(0, [1, 2]))
-    return saved, model
+    policy = EVICTIONS["reuse"].of_model(shape)(4)
+    assert isinstance(policy, Reuse)
+    saved = SavedState(policy, path, "4" * 64)
+    policy.model.observe(one_token(0, [1, 2]))
+    return saved, policy.model
 
 
 def test_who_closes_it_while_it_is_written_waits_or_is_the_writer(
@@ -82,19 +87,19 @@ def test_who_closes_it_while_it_is_written_waits_or_is_the_writer(
         if len(writers) == 1:
             model.observe(one_token(0, [1, 2]))
             saved.close()
-        save_reuse(*args)
+        save_learned(*args)
 
-    monkeypatch.setattr(saved_reuse_module, "save_reuse", closing_meanwhile)
+    monkeypatch.setattr(learned_module, "save_learned", closing_meanwhile)
     saved.pass_ended()
     for thread in reader_threads():
         thread.join(20)
-    assert ReuseFile.read(path).num_tokens == 2
+    assert num_tokens_in(path) == 2
     assert len(writers) == 2 and writers[0] is writers[1] is not threading.current_thread()
     model.observe(one_token(0, [1, 2]))
     saved.pass_ended()
     model.observe(one_token(0, [1, 2]))
     saved.close()
-    assert ReuseFile.read(path).num_tokens == 4 and not reader_threads()
+    assert num_tokens_in(path) == 4 and not reader_threads()
 
 
 def test_what_ends_the_writer_reaches_who_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +109,13 @@ def test_what_ends_the_writer_reaches_who_closes(tmp_path: Path, monkeypatch: py
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(saved_reuse_module, "save_reuse", fail)
+        patched.setattr(learned_module, "save_learned", fail)
         saved.pass_ended()
         for thread in reader_threads():
             thread.join(20)
     with pytest.raises(MemoryError):
         saved.close()
-    assert ReuseFile.read(tmp_path / "my.reuse").num_tokens == 1, "and it is written at the end all the same"
+    assert num_tokens_in(tmp_path / "my.reuse") == 1, "and it is written at the end all the same"
 
 
 def test_between_two_writes_a_pass_does_nothing(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +137,7 @@ model.generate(torch.tensor([[5, 6, 7, 8]]), do_sample=False, max_new_tokens=4)
 """
     done = run_python(code, str(own[1]))
     assert done.returncode == 0, done.stderr
-    assert ReuseFile.read(own[1].with_name("store.reuse")).num_tokens == 4 + 3
+    assert num_tokens_in(own[1].with_name("store.reuse")) == 4 + 3
 
 
 def test_what_an_interrupt_left_half_done_is_not_written(own: tuple[Case, Path]) -> None:
@@ -172,4 +177,4 @@ def test_a_pass_that_fails_elsewhere_loses_nothing(own: tuple[Case, Path]) -> No
             generate(model, case.prompts)
         hook.remove()
         assert generate(model, case.prompts) == case.tokens
-    assert ReuseFile.read(store.with_name("store.reuse")).num_tokens > 2 * NUM_TOKENS
+    assert num_tokens_in(store.with_name("store.reuse")) > 2 * NUM_TOKENS

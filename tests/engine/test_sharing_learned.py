@@ -8,10 +8,9 @@ import pytest
 from expertly.core.errors import StoreError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.engine.sharing import Sharing
+from expertly.engine.learned import LearnedExchange
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from expertly.policies.state.sharing import digests_of
 from tests.policies.maps.reference import random_scores, top
 from tests.scheduler.drive import geometry
 
@@ -33,7 +32,7 @@ def learned(seed: int, num_rows: int = 5, capacity: int = 100) -> FMoE:
     return predictor
 
 
-def pass_on(sharings: dict[str, Sharing]) -> int:
+def pass_on(sharings: dict[str, LearnedExchange]) -> int:
     """What has been told goes to all others, who take it; how many told something."""
     told = {name: arrays for name, one in sharings.items() if (arrays := one.take()) is not None}
     for name, sharing in sharings.items():
@@ -46,11 +45,11 @@ def pass_on(sharings: dict[str, Sharing]) -> int:
 
 def test_all_come_to_know_the_same_and_then_there_is_nothing_to_tell() -> None:
     predictors = {name: learned(seed) for seed, name in enumerate("abc", 1)}
-    sharings = {name: Sharing(one) for name, one in predictors.items()}
+    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
     for one in sharings.values():
         one.exchange()
     assert pass_on(sharings) == 3
-    known = [digests_of(one.store) for one in predictors.values()]
+    known = [one.learned.digests() for one in predictors.values()]
     assert [len(one) for one in known] == [15, 15, 15]
     assert known[0] == known[1] == known[2]
     assert [one.num_taken for one in sharings.values()] == [10, 10, 10]
@@ -61,7 +60,7 @@ def test_all_come_to_know_the_same_and_then_there_is_nothing_to_tell() -> None:
 
 def test_what_has_been_displaced_does_not_come_back() -> None:
     mine, other = learned(1, 5, capacity=5), learned(2, 5, capacity=5)
-    sharings = {"mine": Sharing(mine), "other": Sharing(other)}
+    sharings = {"mine": LearnedExchange(mine), "other": LearnedExchange(other)}
     for one in sharings.values():
         one.exchange()
     for _ in range(6):
@@ -87,19 +86,19 @@ def go_on(predictor: FMoE, rows: History, layers: range) -> list[int]:
 def test_in_the_middle_of_a_pass_nothing_goes_wrong() -> None:
     """What the pass has found is of a store that had fewer maps."""
     predictor, other = learned(1), learned(2, 30)
-    sharing, rows = Sharing(predictor), history(3, 2)
+    sharing, rows = LearnedExchange(predictor), history(3, 2)
     begin(predictor, rows)
     go_on(predictor, rows, range(2))
-    sharing.give("other", {name: array.copy() for name, array in other.store.state().items()})
+    sharing.give("other", {name: array.copy() for name, array in other.learned.state().items()})
     sharing.exchange()
-    assert predictor.store.num_maps == 35
+    assert predictor.learned.num_maps == 35
     go_on(predictor, rows, range(2, LAYERS))
     predictor.end_iteration(True)
-    assert predictor.store.num_maps == 35, "the pass was left out"
+    assert predictor.learned.num_maps == 35, "the pass was left out"
     begin(predictor, rows)
     assert go_on(predictor, rows, range(LAYERS)) == [2, 3]
     predictor.end_iteration(True)
-    assert predictor.store.num_maps == 37
+    assert predictor.learned.num_maps == 37
 
 
 def test_matrices_go_the_same_way() -> None:
@@ -107,17 +106,17 @@ def test_matrices_go_the_same_way() -> None:
     for seed, one in enumerate(predictors.values(), 1):
         one.learn(history(seed, 5))
         one.finish()
-    sharings = {name: Sharing(one) for name, one in predictors.items()}
+    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
     for sharing in sharings.values():
         sharing.exchange()
     assert pass_on(sharings) == 2
-    assert digests_of(predictors["a"].store) == digests_of(predictors["b"].store)
+    assert predictors["a"].learned.digests() == predictors["b"].learned.digests()
     assert sharings["a"].num_taken > 0
 
 
 def test_another_models_maps_are_refused_where_they_are_given() -> None:
-    sharing = Sharing(learned(1))
-    other = FMoE(geometry(layers=2, experts=4, top_k=1), 1).store
+    sharing = LearnedExchange(learned(1))
+    other = FMoE(geometry(layers=2, experts=4, top_k=1), 1).learned
     with pytest.raises(StoreError):
         sharing.give("other", other.state())
     sharing.exchange()

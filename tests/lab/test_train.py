@@ -16,6 +16,7 @@ from expertly.lab.accuracy import is_below, means
 from expertly.lab.dataset import Dataset, needed
 from expertly.lab.study import TrainingStudy, study
 from expertly.lab.train import TrainOptions, train
+from expertly.policies.known import Known
 from expertly.policies.predictor.learned import Learned
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace
@@ -54,7 +55,7 @@ def test_it_learns_what_popularity_and_token_ids_do_not_know(found: TrainingStud
 def test_what_is_said_of_it_is_what_the_predictor_does(found: TrainingStudy, trace: Trace) -> None:
     """Recounted with the predictor itself, a row at a time, over the decode rows of the requests kept back."""
     layers = tuple(LayerGeometry(one.num_experts, one.top_k, 2, 4, 2, 1) for one in LAYERS)
-    predictor = Learned(Geometry(layers), found.trained.weights, 2)
+    predictor = Learned(Geometry(layers), 2, known=Known(learned=found.trained.weights))
     right, named = np.zeros(4), np.zeros(4)
     for span in make_schedule(trace, Selection(split=SPLIT)).test:
         rows = slice(span.first_row, span.first_row + span.num_rows)

@@ -13,11 +13,9 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.adapmoe import AdapMoE
-from expertly.policies.allocation.optimum import cheapest_shares
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, cheapest_shares
 from expertly.policies.allocation.uniform import Uniform, uniform_shares
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.known import Known, Usage
 from expertly.scheduler.budget import allocate, check_shares, split_budget
 from tests.scheduler.drive import geometry
@@ -49,14 +47,14 @@ class TestConformance:
         least = split_budget(shape, shape.nbytes).kept_slots
         for percent in range(30, 101, 5):
             before = split_budget(shape, shape.nbytes * percent // 100)
-            after = allocate(shape, before, ALLOCATIONS[name](shape, known))
+            after = allocate(shape, before, ALLOCATIONS[name].make(shape, known))
             assert after.pool_slots() == before.pool_slots() and after.memory_nbytes == before.memory_nbytes
             assert list(after.kept_slots) == check_shares(shape, after.layer_shares)
             assert after.kept_slots == (before.kept_slots if ALLOCATIONS[name].keeps else (0,) * len(least))
-            assert allocate(shape, after, ALLOCATIONS[name](shape, known)) == after, "it is divided once"
+            assert allocate(shape, after, ALLOCATIONS[name].make(shape, known)) == after, "it is divided once"
 
     def test_new_shares_have_the_sums_of_the_old(self, name: str, shape: Geometry, usage: bool) -> None:
-        allocation = ALLOCATIONS[name](shape, Known(usage=some_usage(shape) if usage else None))
+        allocation = ALLOCATIONS[name].make(shape, Known(usage=some_usage(shape) if usage else None))
         if not allocation.is_online or allocation.is_configured:  # which changes shares when it is told to
             return
         budget, dice = allocate(shape, split_budget(shape, shape.nbytes * 8 // 10), allocation), random.Random(0)
@@ -75,7 +73,7 @@ def test_none_makes_everything_a_ring() -> None:
     shape = SHAPES[1]
     for share in (0.3, 1.0):
         before = split_budget(shape, int(shape.nbytes * share))
-        budget = allocate(shape, before, ALLOCATIONS["none"](shape))
+        budget = allocate(shape, before, ALLOCATIONS["none"].make(shape))
         assert budget.ring_slots == tuple(before.pool_slots()) and budget.layer_shares == (0, 0, 0)
 
 
@@ -147,7 +145,10 @@ def test_it_is_never_worse_than_equal_shares() -> None:
             def cost(shares: list[int]) -> float:
                 return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
 
-            best, equal = AdapMoE(shape, usage).shares([num_experts]), uniform_shares(shape, [num_experts])
+            best, equal = (
+                AdapMoE(shape, known=Known(usage=usage)).shares([num_experts]),
+                uniform_shares(shape, [num_experts]),
+            )
             assert cost(best) <= cost(equal) + 1e-6
 
 

@@ -94,12 +94,12 @@ def test_what_is_never_needed_again_passes_and_ties_go_to_the_lowest_id() -> Non
     future = ListFuture(shape, [(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])
     control = SYSTEMS["belady"].scheduler(shape, with_shares(shape, [2], 3), Known(future=future))
     assert list(run_layer(control, 0, [2, 1, 0]).loaded) == [2, 0, 1], "what is kept is loaded first"
-    assert set(control.caches[0].kept) == {0, 2}
+    assert set(control.cache.partitions[0].kept) == {0, 2}
     future.step = 1
     assert run_layer(control, 0, [0, 2]).loads == []
     future.step = 2
     run_layer(control, 0, [3, 0])
-    assert set(control.caches[0].kept) == {2, 3}, "none is needed again: 0 goes first"
+    assert set(control.cache.partitions[0].kept) == {2, 3}, "none is needed again: 0 goes first"
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -147,13 +147,13 @@ def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
 
 def test_the_registry_hands_out_what_is_known() -> None:
     """A popularity profile to `static`, a seed to `random`."""
-    static = EVICTIONS["static"](geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
+    static = EVICTIONS["static"].make(geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
     for expert in (3, 0, 1, 2):
         static.admitted(expert)
     assert list(static.victims(())) == [3, 2], "0 and 1 are pinned from the start"
 
     def victims(seed: int) -> list[int]:
-        policy = EVICTIONS["random"](geometry(), 8, Known(seed=seed))
+        policy = EVICTIONS["random"].make(geometry(), 8, Known(seed=seed))
         for expert in range(40):
             policy.admitted(expert)
         return list(policy.victims(()))

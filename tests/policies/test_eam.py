@@ -8,9 +8,9 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Matrices
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam import EAM, EAMOptions
+from expertly.policies.predictor.eam.matrices import Matrices
 from tests.policies.matrices.reference import NaiveCollection, choices, matrix_of
 from tests.scheduler.drive import geometry
 
@@ -64,7 +64,7 @@ def test_rows_of_an_iteration_sum_to_its_tokens_up_to_the_layer_that_runs_and_th
         num[is_prefill] += count
         for phase, matrix in zip((True, False), eam._open[3], strict=True):
             assert matrix.sum(axis=1).tolist() == [num[phase] * TOP_K] * LAYERS
-    assert eam.store.num_matrices == 0, "the request is not over"
+    assert eam.learned.num_matrices == 0, "the request is not over"
 
 
 @pytest.mark.parametrize("end", ["another request", "finish"])
@@ -74,12 +74,12 @@ def test_a_request_that_is_over_enters_the_collections_of_its_phases(end: str) -
     one_pass(eam, [5] * 4, prompt, is_prefill=True)
     one_pass(eam, [5], first)
     one_pass(eam, [5], second)
-    assert eam.store.num_matrices == 0
+    assert eam.learned.num_matrices == 0
     if end == "finish":
         eam.finish()
     else:
         one_pass(eam, [6], rows(dice, 1))
-    prefill, decode = eam.store.prefill, eam.store.decode
+    prefill, decode = eam.learned.prefill, eam.learned.decode
     assert (prefill.num_matrices, decode.num_matrices) == (1, 1)
     np.testing.assert_array_equal(prefill.matrices[0], matrix_of(prompt))
     np.testing.assert_array_equal(decode.matrices[0], matrix_of(first) + matrix_of(second))
@@ -96,7 +96,7 @@ def test_an_iteration_that_failed_or_was_not_seen_whole_is_left_out(harm: dict) 
     for chosen in kept[1:]:
         one_pass(eam, [5], chosen)
     eam.finish()
-    np.testing.assert_array_equal(eam.store.decode.matrices[0], sum(matrix_of(chosen) for chosen in kept))
+    np.testing.assert_array_equal(eam.learned.decode.matrices[0], sum(matrix_of(chosen) for chosen in kept))
     assert eam.facts()["left_out"] == 1
 
 
@@ -125,8 +125,8 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
             if step:
                 assert both.confidence == pytest.approx((first.confidence + second.confidence) / 2)
     eam.finish()
-    newest = np.argsort(eam.store.decode.born[:22])[-2:]
-    np.testing.assert_array_equal(eam.store.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
+    newest = np.argsort(eam.learned.decode.born[:22])[-2:]
+    np.testing.assert_array_equal(eam.learned.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
 
 
 @pytest.mark.parametrize("matches", [1, 3])
@@ -219,29 +219,29 @@ def test_what_is_learned_is_what_running_shows() -> None:
         experts = np.stack([row[2] for row in block])
         eam.learn(History(requests, is_prefill, experts, np.zeros((len(block), LAYERS, EXPERTS), np.float32)))
     eam.finish()
-    for name, found in eam.store.state().items():
-        np.testing.assert_array_equal(found, other.store.state()[name], err_msg=name)
-    assert eam.store.prefill.num_matrices == eam.store.decode.num_matrices == 9
+    for name, found in eam.learned.state().items():
+        np.testing.assert_array_equal(found, other.learned.state()[name], err_msg=name)
+    assert eam.learned.prefill.num_matrices == eam.learned.decode.num_matrices == 9
 
 
 def test_what_runs_is_not_learned_from_where_nobody_wants_it() -> None:
     dice, eam = np.random.default_rng(7), EAM(SHAPE, 1, EAMOptions(update=False))
     one_pass(eam, [1], rows(dice, 1))
     eam.finish()
-    assert eam.store.num_matrices == 0
+    assert eam.learned.num_matrices == 0
 
 
 def test_a_store_of_another_capacity_is_cut_and_of_another_model_refused() -> None:
     dice, eam, small = np.random.default_rng(8), EAM(SHAPE), EAM(SHAPE, 1, EAMOptions(capacity=3))
     for number in range(10):
         one_pass(eam, [number], rows(dice, 1))
-    small.store = eam.store
-    assert (small.store.capacity, small.store.decode.num_matrices) == (3, 3)
+    small.adopt(eam.learned)
+    assert (small.learned.capacity, small.learned.decode.num_matrices) == (3, 3)
     same = EAM(SHAPE)
-    same.store = eam.store
-    assert same.store is eam.store
+    same.adopt(eam.learned)
+    assert same.learned is eam.learned
     with pytest.raises(ConfigError, match="activation matrices: are of another model"):
-        eam.store = Matrices(MapShape((4,), (2,)))
+        eam.adopt(Matrices(ModelShape((4,), (2,))))
 
 
 @pytest.mark.parametrize(

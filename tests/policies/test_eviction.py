@@ -9,11 +9,9 @@ import pytest
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lcp import LCP
-from expertly.policies.eviction.lfu import LFU
-from expertly.policies.eviction.lru import LRU
-from expertly.policies.eviction.random import RandomEviction
-from expertly.policies.eviction.static import Static
+from expertly.policies.eviction.lcp import LCP, LCPOptions
+from expertly.policies.eviction.simple import LFU, LRU, RandomEviction
+from expertly.policies.eviction.static import Static, StaticOptions
 from expertly.testing import EVICTION_CHECKS
 from tests.policies.futures import KNOWN
 from tests.scheduler.drive import geometry
@@ -23,7 +21,7 @@ SHAPE = geometry(layers=16, experts=64)
 
 @pytest.fixture(params=EVICTIONS)
 def make(request: pytest.FixtureRequest):
-    return lambda capacity: EVICTIONS[request.param](SHAPE, capacity, KNOWN)
+    return lambda capacity: EVICTIONS[request.param].make(SHAPE, capacity, KNOWN)
 
 
 def admit(policy: EvictionPolicy, experts: list[int]) -> None:
@@ -40,7 +38,7 @@ def test_conformance(make, check) -> None:
 
 def test_what_the_registry_says_of_a_policy_is_so() -> None:
     for name, one in EVICTIONS.items():
-        assert isinstance(one(SHAPE, 4, KNOWN), ScoredPolicy) == one.is_scored, name
+        assert isinstance(one.make(SHAPE, 4, KNOWN), ScoredPolicy) == one.is_scored, name
     assert [name for name, one in EVICTIONS.items() if one.needs_future] == ["belady"]
 
 
@@ -201,7 +199,7 @@ def test_ties_go_to_the_lowest_id(policy_class: type) -> None:
 def test_lcp_is_the_papers_formula() -> None:
     """mu * rho ** (nu / omega) computed directly, over a long random history (equation 4)."""
     rho, omega, dice = 0.25, 128.0, random.Random(0)
-    policy = LCP(rho, omega)
+    policy = LCP(LCPOptions(rho, omega))
     count, last, now = dict.fromkeys(range(12), 0), {}, 0
     for expert in range(12):
         policy.admitted(expert)
@@ -258,13 +256,13 @@ def test_random_is_seeded_and_spreads() -> None:
 
 
 def test_static_pins_the_most_popular_of_a_profile_and_replaces_the_spare_ones() -> None:
-    policy = Static(4, profile={0: 9, 1: 8, 2: 7, 3: 1}, num_spare=2)
+    policy = Static(4, {0: 9, 1: 8, 2: 7, 3: 1})
     admit(policy, [0, 1, 5, 6])
     assert list(policy.victims(set())) == [5, 6], "0 and 1 are pinned"
 
 
 def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
-    policy = Static(3, num_spare=1, profile_tokens=10)
+    policy = Static(3, options=StaticOptions(spare=1, profile_tokens=10))
     policy.admitted(0)
     policy.admitted(1)
     policy.admitted(2)
@@ -277,7 +275,7 @@ def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
 
 
 def test_static_pins_what_a_profile_ranks_first_with_ties_to_the_lowest_id() -> None:
-    policy = Static(3, profile={7: 5, 4: 5, 2: 5, 9: 1}, num_spare=1)
+    policy = Static(3, {7: 5, 4: 5, 2: 5, 9: 1}, StaticOptions(spare=1))
     admit(policy, [7, 4, 2])
     assert list(policy.victims(())) == [7], "2 and 4 are pinned"
 

@@ -11,10 +11,11 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, History, Routed
-from expertly.policies.maps.selection import select
-from expertly.policies.maps.store import MapShape, MapStore
-from expertly.policies.predictor import fmoe as fmoe_module
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.predictor.fmoe import predictor as fmoe_module
+from expertly.policies.predictor.fmoe.predictor import select
+from expertly.policies.predictor.fmoe.store import MapStore
 from tests.policies.maps.reference import cosine, random_scores, top
 from tests.scheduler.drive import geometry
 
@@ -63,6 +64,13 @@ def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **op
     return predictor
 
 
+def begun(store: MapStore, distance: int = 2, **options: object) -> FMoE:
+    """One that goes on from these maps."""
+    predictor = FMoE(SHAPE, distance, FMoEOptions(**options))  # type: ignore[arg-type]
+    predictor.adopt(store)
+    return predictor
+
+
 @pytest.mark.parametrize("distance", [1, 2, 3, 5])
 def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers_ahead(distance: int) -> None:
     found = run(learned(distance), Rows(2, 1))
@@ -75,14 +83,14 @@ def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers
 def test_a_distance_beyond_the_model_is_its_last_layer() -> None:
     assert [one.layer for one in run(learned(99), Rows(2, 1))] == list(range(LAYERS))
     single = FMoE(geometry(layers=1, experts=EXPERTS, top_k=TOP_K), 3)
-    assert single.store.semantic_weight == 1.0
+    assert single.learned.semantic_weight == 1.0
 
 
 def test_an_empty_store_predicts_nothing_and_the_pass_fills_it() -> None:
     predictor = FMoE(SHAPE, 2)
     rows = Rows(3, 1)
     assert run(predictor, rows) == []
-    assert predictor.store.num_maps == 1
+    assert predictor.learned.num_maps == 1
     again = run(predictor, rows)
     assert [one.confidence for one in again] == pytest.approx([1] * LAYERS, abs=1e-5)
     assert all(one.experts == rows.chosen[0, one.layer].tolist() for one in again)
@@ -91,7 +99,7 @@ def test_an_empty_store_predicts_nothing_and_the_pass_fills_it() -> None:
 @pytest.mark.parametrize("mode", ["delta", "top-k"])
 def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> None:
     predictor = learned(2, select=mode)
-    store = predictor.store
+    store = predictor.learned
     maps, rows = store.maps.copy(), Rows(4, 1)
     assert store.embeddings is not None
     for one in run(predictor, rows):
@@ -134,7 +142,7 @@ def test_trajectory_alone_leaves_out_the_first_layers_and_needs_no_embedding() -
     predictor = learned(2, semantic=False)
     assert predictor.wants == {"experts", "scores"}
     assert [one.layer for one in run(predictor, Rows(6, 1))] == [2, 3, 4, 5]
-    assert predictor.store.embeddings is None
+    assert predictor.learned.embeddings is None
     assert FMoE(SHAPE, 2).wants == {"experts", "scores", "embedding"}
 
 
@@ -149,23 +157,23 @@ def test_without_embeddings_the_first_layers_go_without() -> None:
     rows = Rows(6, 1)
     rows.embedding = None  # type: ignore[assignment]
     assert [one.layer for one in run(predictor, rows)] == [2, 3, 4, 5]
-    assert predictor.store.num_maps == 41
+    assert predictor.learned.num_maps == 41
 
 
 def test_the_later_layers_know_more_than_the_first() -> None:
     predictor = learned(2)
     rows = Rows(6, 1)
-    rows.scores = predictor.store.maps[:, 7][None].copy()
-    assert predictor.store.embeddings is not None
-    rows.embedding = predictor.store.embeddings[9][None].copy()
+    rows.scores = predictor.learned.maps[:, 7][None].copy()
+    assert predictor.learned.embeddings is not None
+    rows.embedding = predictor.learned.embeddings[9][None].copy()
     found = run(predictor, rows)
-    maps = predictor.store.maps
+    maps = predictor.learned.maps
     assert [one.probabilities for one in found[:2]] == [maps[layer, 9].tolist() for layer in range(2)]
     assert [one.probabilities for one in found[2:]] == [maps[layer, 7].tolist() for layer in range(2, LAYERS)]
 
 
 def state_of(predictor: FMoE) -> dict[str, list[object]]:
-    return {name: array.tolist() for name, array in predictor.store.state().items()}
+    return {name: array.tolist() for name, array in predictor.learned.state().items()}
 
 
 @pytest.mark.parametrize("semantic", [True, False])
@@ -176,7 +184,7 @@ def test_learning_a_history_equals_having_run_it(semantic: bool) -> None:
         rows = Rows(seed + 10, size, [seed] * size if size == 40 else None)
         run(online, rows)
         offline.learn(rows.history())
-    assert online.store.num_maps == 25
+    assert online.learned.num_maps == 25
     assert state_of(online) == state_of(offline)
 
 
@@ -186,10 +194,10 @@ def test_a_pass_that_failed_or_lost_a_layer_is_not_learned() -> None:
     run(predictor, Rows(2, 1), ok=False)
     run(predictor, Rows(3, 2), layers=[0, 1, 2, 4, 5])
     run(predictor, Rows(4, 1), layers=[])
-    assert predictor.store.requests[: predictor.store.num_maps].tolist() == [1000]
+    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000]
     run(predictor, Rows(5, 1), end=False)  # its end was left out
     run(predictor, Rows(6, 1))
-    assert predictor.store.requests[: predictor.store.num_maps].tolist() == [1000, 6000]
+    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000, 6000]
     assert predictor.facts()["left_out"] == 2
 
 
@@ -198,7 +206,7 @@ ENCODER, DECODER = range(2), range(2, LAYERS)
 
 def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
     """Of each map the request, and the layers of which it has something."""
-    store = predictor.store
+    store = predictor.learned
     return [
         (int(store.requests[slot]), np.flatnonzero(store.maps[:, slot].any(axis=1)).tolist())
         for slot in range(store.num_maps)
@@ -233,7 +241,7 @@ def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_
         assert one.probabilities == pytest.approx(rows.scores[:, one.layer].max(axis=0), abs=1e-3)
     found = run(predictor, rows, stack=ENCODER)
     assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
-    found = run(FMoE(SHAPE, 1, FMoEOptions(semantic=semantic), store=predictor.store), rows, stack=ENCODER)
+    found = run(begun(predictor.learned, 1, semantic=semantic), rows, stack=ENCODER)
     assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
 
 
@@ -247,9 +255,9 @@ def test_without_a_map_of_the_stack_nothing_is_predicted() -> None:
 
 def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() -> None:
     predictor = learned(2, num_maps=5)
-    state = {name: array.copy() for name, array in predictor.store.state().items()}
+    state = {name: array.copy() for name, array in predictor.learned.state().items()}
     state["maps"][3, 4] = 0  # that row chose nothing there
-    predictor.store = MapStore.from_state(predictor.store.shape, state, semantic_weight=2 / LAYERS)
+    predictor.adopt(MapStore.from_state(predictor.learned.shape, state, semantic_weight=2 / LAYERS))
     rows = Rows(6, 1)
     rows.scores = state["maps"][:, 4][None].copy()
     found = {one.layer: one for one in run(predictor, rows)}
@@ -276,7 +284,7 @@ def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: 
 
 def test_layers_left_out_do_not_stop_the_search() -> None:
     predictor = learned(2)
-    maps = predictor.store.maps[:, :40].copy()
+    maps = predictor.learned.maps[:, :40].copy()
     rows = Rows(8, 1)
     found = {one.layer: one for one in run(predictor, rows, layers=[0, 3])}
     assert sorted(found) == [0, 1, 2, 5]
@@ -293,7 +301,7 @@ def test_rows_of_another_stack_are_not_matched() -> None:
     assert predictor.router_ran(Routed(router, other.chosen[:, 0], other.scores[:, 0])) == []
     assert predictor.router_ran(Routed(RouterRan(1, [0], [1], [True], 1))) == []  # no scores known
     predictor.end_iteration(True)
-    assert predictor.store.num_maps == 5
+    assert predictor.learned.num_maps == 5
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -302,13 +310,13 @@ def test_what_is_not_finite_predicts_and_teaches_nothing(num_rows: int) -> None:
     rows = Rows(8, num_rows)
     rows.scores[0, 2, 0] = rows.embedding[0, 3] = np.nan
     assert [one.layer for one in run(predictor, rows)] == [2, 3]
-    assert predictor.store.num_maps == 5 + num_rows - 1
+    assert predictor.learned.num_maps == 5 + num_rows - 1
 
 
 def test_without_update_nothing_is_learned_online() -> None:
     predictor = learned(2, num_maps=5, update=False)
     run(predictor, Rows(8, 3))
-    assert predictor.store.num_maps == 5
+    assert predictor.learned.num_maps == 5
 
 
 def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +326,7 @@ def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytes
     prefill = Rows(2, 31, [77] * 31)
     found = run(predictor, prefill)
     assert [one.layer for one in found] == list(range(LAYERS))
-    store = predictor.store
+    store = predictor.learned
     assert store.num_maps == 30
     assert (store.maps[:, 20] == prefill.scores[0]).all()
     assert (store.maps[:, 29] == prefill.scores[30]).all()
@@ -342,16 +350,16 @@ def test_facts_and_work_say_what_was_done() -> None:
 
 
 def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
-    given = learned(2).store
-    assert FMoE(SHAPE, 2, store=given).store is given
-    small = FMoE(SHAPE, 3, FMoEOptions(capacity=10, quota=1.0), store=given).store
+    given = learned(2).learned
+    assert begun(given).learned is given
+    small = begun(given, 3, capacity=10, quota=1.0).learned
     assert (small.num_maps, small.capacity, small.semantic_weight) == (10, 10, 0.5)
     large = FMoE(SHAPE, 2, FMoEOptions(capacity=2000))
-    large.store = given
-    assert (large.store.num_maps, large.store.capacity) == (40, 2000)
-    assert run(large, Rows(3, 1)) == run(FMoE(SHAPE, 2, store=given.copy()), Rows(3, 1))
+    large.adopt(given)
+    assert (large.learned.num_maps, large.learned.capacity) == (40, 2000)
+    assert run(large, Rows(3, 1)) == run(begun(given.copy()), Rows(3, 1))
     with pytest.raises(ConfigError, match="another model"):
-        large.store = MapStore(MapShape((4,), (1,)))
+        large.adopt(MapStore(ModelShape((4,), (1,))))
 
 
 def test_a_store_set_or_filled_within_a_pass_takes_effect_with_the_next_one() -> None:
@@ -363,7 +371,7 @@ def test_a_store_set_or_filled_within_a_pass_takes_effect_with_the_next_one() ->
         router = RouterRan(layer, [0], [1], [True], 1)
         assert predictor.router_ran(Routed(router, rows.chosen[:, layer], rows.scores[:, layer])) == []
     predictor.end_iteration(True)
-    assert predictor.store.num_maps == 9
+    assert predictor.learned.num_maps == 9
     assert run(predictor, Rows(5, 1))
 
 

@@ -9,11 +9,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.moepic import MoEpic, MoEpicOptions
-from expertly.policies.allocation.split import Split, SplitOptions
+from expertly.policies.allocation.moepic import LayerStatistics, MoEpic, MoEpicOptions, Split, SplitOptions, Timing
 from expertly.policies.allocation.uniform import uniform_shares
-from expertly.policies.moepic.statistics import LayerStatistics
-from expertly.policies.moepic.timing import Timing
 from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
 
@@ -145,7 +142,7 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
 
 def test_what_is_not_counted_changes_no_configuration() -> None:
     for spans in (True, False):
-        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", spans=spans))
+        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=spans))
         allocation.begin(allocation.shares([49]))
         for token in range(30):
             tell(allocation, token)
@@ -199,10 +196,10 @@ def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> No
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("split", {"theta": "0"}, r"theta=0.0: must be above 0 and at most 1"),
+        ("split", {"theta": "0"}, r"theta=0.0: must be above 0, up to 1"),
         ("split", {"theta": "1.5"}, r"theta=1.5: must be"),
         ("split", {"tau": "5"}, r"option 'tau': unknown; accepted: theta"),
-        ("moepic", {"tau": "0"}, r"tau=0: must be at least 1 token"),
+        ("moepic", {"tau": "0"}, r"tau=0: must be at least 1"),
         ("moepic", {"zeta": "1"}, r"zeta=1.0: must be above 0 and below 1"),
         ("moepic", {"start": "whole"}, r"start='whole': unknown; accepted: timed, half"),
         ("moepic", {"pieces": "1"}, r"pieces='1': accepted: yes, true"),
@@ -211,4 +208,4 @@ def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> No
 )
 def test_options_that_cannot_be(name: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ALLOCATIONS[name](SHAPE, options=options)
+        ALLOCATIONS[name].make(SHAPE, given=options)

@@ -20,7 +20,7 @@ SHAPE = geometry(layers=4, experts=6, top_k=2)
 
 
 def predictor(name: str, distance: int = 1, known: Known | None = None, **options: str) -> Predictor:
-    return PREDICTORS[name](SHAPE, known or Known(), distance, options)
+    return PREDICTORS[name].make(SHAPE, known or Known(), distance, options)
 
 
 def began(*requests: int) -> Began:
@@ -80,7 +80,7 @@ def test_the_width_is_a_choice_and_what_is_impossible_is_not_named() -> None:
 
 def test_lookahead_knows_how_many_experts_each_layer_has() -> None:
     small, large = LayerGeometry(3, 1, 4, 16, 3, 2), LayerGeometry(6, 2, 4, 16, 3, 2)
-    ahead = PREDICTORS["lookahead"](Geometry((large, small)), Known(), 1)
+    ahead = PREDICTORS["lookahead"].make(Geometry((large, small)), Known(), 1)
     (prediction,) = ahead.router_ran(looks(0, [[0.2, 0.5, 0.3, 0, 0, 0]]))
     assert prediction.experts == [1] and prediction.probabilities == pytest.approx([0.2, 0.5, 0.3])
 

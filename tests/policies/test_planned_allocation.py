@@ -7,9 +7,8 @@ import pytest
 
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, Timing
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
-from expertly.policies.moepic.timing import Timing
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
@@ -27,7 +26,7 @@ def test_these_take_one() -> None:
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_layers_keep_what_it_says(name: str) -> None:
-    allocation = ALLOCATIONS[name](GEOMETRY, KNOWN)
+    allocation = ALLOCATIONS[name].make(GEOMETRY, KNOWN)
     shares = allocation.shares([40])
     assert shares == [7, 0, 12]
     assert allocation.tops(shares) == [3, 4, 4], "of an expert that a layer without any would keep, all"
@@ -40,15 +39,15 @@ def test_the_rest_is_the_rings_until_another_plan_keeps_it(name: str) -> None:
     given = system.budget(GEOMETRY, budget, KNOWN)
     assert (given.kept_slots, given.ring_slots) == (budget.kept_slots, budget.ring_slots) == ((28,), (8,))
     scheduler = system.scheduler(GEOMETRY, given, KNOWN)
-    assert scheduler.keeper.shares == [6, 0, 12] and scheduler.keeper.ring == [36 - 18]
+    assert scheduler.cache.quotas == [6, 0, 12] and scheduler.cache.staging == [36 - 18]
     if name == "split":
         return  # it keeps to its plan
     scheduler.configure(SplitPlan(GEOMETRY, (LayerSplit(4, 2, 8), LayerSplit(2, 4, 8), LayerSplit(3, 4, 12))))
-    assert scheduler.keeper.shares == [8, 8, 12] and scheduler.keeper.ring == [8], "all 28 that the memory keeps"
+    assert scheduler.cache.quotas == [8, 8, 12] and scheduler.cache.staging == [8], "all 28 that the memory keeps"
 
 
 def test_it_is_configured_anew_after_tau_tokens_within_the_plans_memory() -> None:
-    allocation = ALLOCATIONS["moepic"](GEOMETRY, KNOWN, {"tau": "5"})
+    allocation = ALLOCATIONS["moepic"].make(GEOMETRY, KNOWN, {"tau": "5"})
     allocation.begin(allocation.shares([40]))
     dice = np.random.default_rng(0)
     for token in range(5):

@@ -13,8 +13,7 @@ from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Routed
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.modelled import ModelledLookahead, accuracy_at
-from expertly.policies.predictor.perfect import Perfect
+from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
 from expertly.testing import PREDICTOR_CHECKS, passes
 from expertly.testing.futures import some_future
 from expertly.testing.passes import SHAPE
@@ -54,18 +53,18 @@ def test_of_one_row_scores_are_probabilities(name: str) -> None:
 def test_without_what_it_must_be_told_it_says_so_or_needs_nothing(name: str) -> None:
     if "future" in PREDICTORS[name].needs:
         with pytest.raises(ConfigError, match=f"prediction '{name}'.*only a simulation"):
-            PREDICTORS[name](SHAPE, Known(), 1)
+            PREDICTORS[name].make(SHAPE, Known(), 1)
     elif PREDICTORS[name].takes_weights:
         with pytest.raises(ConfigError, match=r"no weights.*expertly train-predictor"):
-            PREDICTORS[name](SHAPE, Known(), 1)
+            PREDICTORS[name].make(SHAPE, Known(), 1)
     else:
-        PREDICTORS[name](SHAPE, Known(), 1)
+        PREDICTORS[name].make(SHAPE, Known(), 1)
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_an_option_it_does_not_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
-        PREDICTORS[name](SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
+        PREDICTORS[name].make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
 
 
 @pytest.mark.parametrize(("distance", "reach"), [(1, 1), (3, 3), (5, 5), (6, 5), (1 << 30, 5)])
@@ -82,7 +81,7 @@ def test_perfect_names_every_demand_in_reach_once_as_soon_as_it_is(distance: int
 def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> None:
     """An iteration that failed half-way: the next steps in reach are named, the past ones are not."""
     future = some_future(SHAPE, 3)
-    predictor = Perfect(SHAPE.num_layers, Known(future=future), 2)
+    predictor = Perfect(SHAPE, 2, known=Known(future=future))
     router = RouterRan(0, [0], [1], [True], 1)
     assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
     future.step = 7
@@ -123,7 +122,7 @@ def test_wrong_guesses_of_the_modelled_lookahead_are_spread_over_all_others() ->
 
 def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
     future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
-    predictor = ModelledLookahead([3, 3], Known(future=future))
+    predictor = ModelledLookahead(geometry(layers=2, experts=3, top_k=1), 1, known=Known(future=future))
     (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]
 

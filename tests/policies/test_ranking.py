@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.base import Reach, WidthOptions, best_of_rows
 from tests.scheduler.drive import geometry
 
 

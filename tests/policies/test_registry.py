@@ -21,13 +21,13 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"outside_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         "from expertly.scheduler.system import System\n"
-        "from expertly.policies.eviction import EVICTIONS, MakeEviction\n"
+        "from expertly.policies.eviction import EVICTIONS\n"
         "NUMBER = 7\nTEXT = 'seven'\n"
         "from expertly.policies.prefetch import PrefetchOrder\n"
         "class Sooner(PrefetchOrder):\n"
         "    def priority(self, score, layers_to_go):\n        return score\n"
         "SYSTEM = System('as-it-likes', 'summary', eviction='lru', scope='layer')\n"
-        "EVICTION = MakeEviction(EVICTIONS['lfu'].make, is_scored=True)\n",
+        "class Counted(EVICTIONS['lfu']):\n    pass\n",
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -146,7 +146,7 @@ def test_a_system_is_called_as_it_was_asked_for(outside: str) -> None:
 @pytest.mark.parametrize(
     ("options", "spec", "message"),
     [
-        ("int", "", "is of type MakePredictor; accepted: a MakePredictor whose options are a dataclass"),
+        ("int", "", "is the class Mine; accepted: a class that extends Predictor, whose options are a dataclass"),
         ("Colours", ":names=red", r"names='red': an option of type .*list.*; accepted: bool, int, float"),
         ("Colours", ":window=3", "its option 'window' is called as a part is"),
     ],
@@ -158,18 +158,18 @@ def test_options_that_could_not_be_written_are_refused(
     field = "window: int = 1" if "window" in spec else "names: list[str] = field(default_factory=list)"
     (tmp_path / f"{name}.py").write_text(
         "from dataclasses import dataclass, field\n"
-        "from expertly.policies.predictor import MakePredictor\n"
+        "from expertly.policies.predictor import Predictor\n"
         f"@dataclass(frozen=True)\nclass Colours:\n    {field}\n"
-        f"PREDICTOR = MakePredictor('colours', lambda *given: None, {options})\n",
+        f"class Mine(Predictor):\n    options = {options}\n    def router_ran(self, routed):\n        return ()\n",
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        get_system(f"lru:prediction={name}.PREDICTOR{spec}")
+        get_system(f"lru:prediction={name}.Mine{spec}")
 
 
 def test_parts_from_outside_make_a_system(outside: str) -> None:
-    spec = f"fmoe:eviction={outside}.EVICTION:prefetch={outside}.Sooner:admission=best"
+    spec = f"fmoe:eviction={outside}.Counted:prefetch={outside}.Sooner:admission=best"
     system = get_system(spec)
     assert system.name == spec and get_system(system.name) == system
     assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5

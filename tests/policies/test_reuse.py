@@ -9,9 +9,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.reuse import family
+from expertly.policies.eviction.reuse import Reuse, ReuseModel
 from expertly.policies.known import Known
-from expertly.policies.reuse.model import ReuseModel
 from expertly.scheduler.presets import SYSTEMS, get_system
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
 
@@ -73,7 +72,7 @@ def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
 
 def test_what_was_taught_of_another_model_is_not_taken() -> None:
     other = ReuseModel(geometry(layers=2, experts=8))
-    policy = EVICTIONS["reuse"](SHAPE, 4, Known(reuse=other))
+    policy = EVICTIONS["reuse"].make(SHAPE, 4, Known(reuse=other))
     policy.needed([1, 2], one_token(0, [1, 2]))
     assert policy.score(1) == policy.score(2) > policy.score(3) == 0.0
 
@@ -99,7 +98,7 @@ def test_victims_are_those_of_sorting(seed: int) -> None:
     """Of hundreds that are kept, with equal scores among them, read to any depth."""
     dice = random.Random(seed)
     shape = geometry(layers=12, experts=64, top_k=4)
-    policy, kept = family(shape, None)(300), set[int]()
+    policy, kept = Reuse.of_model(shape)(300), set[int]()
     for _ in range(60):
         layer = dice.randrange(12)
         experts = dice.sample(range(64), 4)
@@ -112,7 +111,7 @@ def test_victims_are_those_of_sorting(seed: int) -> None:
                 kept.add(expert)
                 policy.admitted(expert)
         protected = set(dice.sample(sorted(kept), min(len(kept), dice.choice([0, 3, 30]))))
-        worth = policy._model.worth()
+        worth = policy.model.worth()
         expected = sorted((float(worth[e]), e) for e in kept if e not in protected)
         depth = dice.choice([1, 5, 40, len(expected)])
         asked = policy.scored_victims(protected)

@@ -20,7 +20,7 @@ ALL = 1 << 30
 
 
 def token_id(distance: int = ALL, known: Known | None = None, **options: str) -> Predictor:
-    return PREDICTORS["token-id"](SHAPE, known or Known(), distance, options)
+    return PREDICTORS["token-id"].make(SHAPE, known or Known(), distance, options)
 
 
 def began(*tokens: int, layers: range | None = None) -> Began:
@@ -190,7 +190,7 @@ def test_a_system_that_takes_it_looks_ahead_over_all_layers_unless_it_says_how_f
 
 
 def test_index_names_the_next_layer_by_number() -> None:
-    one = PREDICTORS["index"](SHAPE, Known(), 1)
+    one = PREDICTORS["index"].make(SHAPE, Known(), 1)
     (first,) = one.begin_iteration(began(7))
     assert (first.layer, first.distance, first.experts) == (0, 1, [0, 1, 2, 3, 4, 5])
     (second,) = one.router_ran(chose(0, [5, 4]))
@@ -200,9 +200,9 @@ def test_index_names_the_next_layer_by_number() -> None:
 
 
 def test_index_finishes_a_nearer_layer_first_and_takes_a_width() -> None:
-    one = PREDICTORS["index"](SHAPE, Known(), 2, {"width": "3"})
+    one = PREDICTORS["index"].make(SHAPE, Known(), 2, {"width": "3"})
     near, far = one.begin_iteration(began(7))
     assert near.experts == far.experts == [0, 1, 2]
     assert (near.distance, far.distance) == (1, 2) and near.scores[-1] > far.scores[0]
     with pytest.raises(ConfigError, match="width=0: must be at least 1"):
-        PREDICTORS["index"](SHAPE, Known(), 1, {"width": "0"})
+        PREDICTORS["index"].make(SHAPE, Known(), 1, {"width": "0"})

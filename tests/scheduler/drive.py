@@ -11,7 +11,7 @@ from typing import Any
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Routed
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from expertly.scheduler.scheduler import Scheduler

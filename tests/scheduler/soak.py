@@ -16,9 +16,9 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.allocation import Allocation
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.budget import check_shares, split_budget

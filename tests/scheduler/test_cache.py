@@ -11,7 +11,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.decisions import record, replay

@@ -9,11 +9,9 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
-from expertly.policies.moepic.uniform import uniform_plan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan, uniform_plan
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import header_of
-from expertly.scheduler.plans import check_plan, read_plan, save_plan
 from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
 
@@ -63,27 +61,27 @@ def test_what_is_no_plan(tmp_path: Path) -> None:
 def test_a_system_without_splits_takes_none(system: str) -> None:
     assert not get_system(system).takes_plan
     with pytest.raises(ConfigError, match=f"plan: system '{system}' takes none"):
-        check_plan(PLAN, get_system(system), GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes))
+        get_system(system).check_plan(PLAN, GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes))
 
 
 def test_it_must_fit_the_model_and_its_segments() -> None:
     system = get_system("moepic")
     budget = split_budget(GEOMETRY, GEOMETRY.nbytes)
-    check_plan(PLAN, system, GEOMETRY, budget)
+    system.check_plan(PLAN, GEOMETRY, budget)
     with pytest.raises(ConfigError, match="segments_per_expert=4: must be 2, as it runs"):
-        check_plan(PLAN, system, Geometry(GEOMETRY.layers, 2), budget)
+        system.check_plan(PLAN, Geometry(GEOMETRY.layers, 2), budget)
     other = shape_of(3, width=32)
     with pytest.raises(ConfigError, match=r"layers\[0\].intermediate_size=16: must be 32, as the model has it"):
-        check_plan(PLAN, system, other, budget)
+        system.check_plan(PLAN, other, budget)
 
 
 def test_it_must_fit_the_memory() -> None:
     """17 segments in budgets; half of 72 less a ring of 8 keeps 28, a third 16."""
     system = get_system("moepic")
-    check_plan(PLAN, system, GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes // 2))
+    system.check_plan(PLAN, GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes // 2))
     small = split_budget(GEOMETRY, GEOMETRY.nbytes // 3)
-    with pytest.raises(ConfigError, match=r"budgets of 17 segments together; must be at most the 16 that \d+ bytes"):
-        check_plan(PLAN, system, GEOMETRY, small)
+    with pytest.raises(ConfigError, match=r"budgets of 17 segments together; must be at most the 16 "):
+        system.check_plan(PLAN, GEOMETRY, small)
 
 
 def test_recorded_decisions_say_by_which_plan() -> None:

@@ -10,7 +10,7 @@ import pytest
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Routed
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES, ByProximity
 from expertly.scheduler.budget import Budget, split_budget

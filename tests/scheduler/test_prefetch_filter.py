@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.loop import Prefetcher, run_layer

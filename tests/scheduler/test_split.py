@@ -9,7 +9,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, Span
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import record

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.allocation import ALLOCATIONS, MakeAllocation
+from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.allocation.uniform import Uniform
-from expertly.policies.eviction.belady import Belady
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU, Belady
 from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
@@ -44,7 +43,7 @@ def test_fmoe_is_the_papers() -> None:
         "asynchronous",
     )
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
     assert (
         isinstance(control.cache.partitions[0].policy, FMoEEviction)
         and control.cache.partitions[0] is control.cache.partitions[3]
@@ -74,7 +73,7 @@ def test_moe_infinity_is_the_papers() -> None:
     system = get_system("moe-infinity")
     control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
     assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
-    assert isinstance(predictor, EAM) and predictor.store.capacity == 120
+    assert isinstance(predictor, EAM) and predictor.learned.capacity == 120
     assert (
         isinstance(control.cache.partitions[0].policy, EAMEviction)
         and control.cache.partitions[0] is control.cache.partitions[3]
@@ -136,7 +135,7 @@ def test_other_parts_are_what_it_is_made_of() -> None:
     assert not get_system("fmoe").scheduler(SHAPE, BUDGET).queue._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
-    assert (predictor.store.capacity, predictor.store.semantic_weight) == (17, 2 / 4)
+    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (17, 2 / 4)
     best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
     assert isinstance(best.cache.partitions[0].policy, Belady)
 
@@ -172,8 +171,10 @@ def test_options_are_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         width: int = 1
 
-    shares = MakeAllocation(lambda shape, known, options: Uniform(shape), Options)
-    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", shares)
+    class Wide(Uniform):
+        options = Options
+
+    monkeypatch.setitem(ALLOCATIONS.built_in, "wide", Wide)
     with pytest.raises(ConfigError, match="allocation='wide': its option 'width' is called as one of prediction='"):
         get_system("lru:allocation=wide:prediction=counts")
     assert get_system("lru:allocation=wide:width=3").options == (("width", "3"),)
@@ -216,7 +217,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
         ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),
         ("fmoe:quota=2", r"system='fmoe:quota=2': quota=2.0: "),
-        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576 maps"),
+        ("fmoe:capacity=1048577", r"capacity=1048577: must be from 1 to 1048576"),
         ("lru:prediction=counts:width=0", r"system='lru:prediction=counts:width=0': width=0: must be at least 1"),
         ("lru:distance=2", r"distance=2: of no use where nothing is predicted"),
         ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),
@@ -236,9 +237,9 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("moepic:fill=idle", r"fill='idle': .*is loaded when it is needed; accepted: leave it out"),
         ("lru:prediction=lookahead:gate=measured", r"gate='measured': .*; accepted: none, confidence"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
-        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split: .*theta"),
-        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1 token"),
-        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0 and at most 1"),
+        ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
+        ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1"),
+        ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0, up to 1"),
         ("lru:segments=0", r"segments=0: must be at least 1"),
         ("lru:segments=half", r"segments='half': must be a whole number"),
         ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),

@@ -15,9 +15,10 @@ import pytest
 
 from expertly.cli.main import build_parser
 from expertly.model.packing import pack_cached
-from expertly.policies.maps.store import MapShape, MapStore
-from expertly.policies.state.file import load_maps, save_maps
+from expertly.policies.learned import ModelShape, save_learned
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.store.cache import learned_beside, remove_entry
+from tests.policies.learned_builders import load_maps
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -83,21 +84,21 @@ def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path
     """As documented: the cache folder is copied with hard links, then used, packed again, learned into."""
     old, new = tmp_path / "0.1", tmp_path / "0.2"
     store = pack_cached(None, "bfloat16", old)
-    shape = MapShape.of(store.geometry())
+    shape = ModelShape.of(store.geometry())
     learned = learned_beside(store.folder, "maps")
-    save_maps(learned, some_maps(shape, 1), store.manifest.identity)
+    save_learned(learned, some_maps(shape, 1), store.manifest.identity)
     subprocess.run(["cp", "-al", str(old), str(new)], check=True)
     before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
     copied = pack_cached(None, "bfloat16", new)
     assert copied.folder.parent.parent == new
-    save_maps(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
+    save_learned(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
     remove_entry(copied.folder.name, new)
     pack_cached(None, "bfloat16", new)
     assert {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()} == before
     assert load_maps(learned, store.manifest.identity, shape).num_maps == 1
 
 
-def some_maps(shape: MapShape, num: int) -> MapStore:
+def some_maps(shape: ModelShape, num: int) -> MapStore:
     made = MapStore(shape, 10)
     scores = np.random.default_rng(num).random((num, shape.num_layers, shape.max_experts), np.float32)
     scores /= 2 * scores.sum(axis=-1, keepdims=True)

@@ -187,9 +187,9 @@ def test_predictions_and_what_comes_of_them_agree(
         predictor = engine.prefetching.predictor
     assert simulator.predictor is not None and simulator.predictor.facts() == predictor.facts()
     if isinstance(predictor, FMoE):
-        assert isinstance(simulator.predictor, FMoE) and predictor.store.num_maps >= 4, "quotas of two requests"
-        for name, array in predictor.store.state().items():
+        assert isinstance(simulator.predictor, FMoE) and predictor.learned.num_maps >= 4, "quotas of two requests"
+        for name, array in predictor.learned.state().items():
             if name != "requests":  # numbered by who serves them
-                np.testing.assert_array_equal(simulator.predictor.store.state()[name], array)
+                np.testing.assert_array_equal(simulator.predictor.learned.state()[name], array)
     decode = [layer["decode"] for layer in expected]
     assert sum(one["predicted"] for one in decode) > 0 and sum(one["prefetched_in_time"] for one in decode) > 0

@@ -201,7 +201,7 @@ def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
     study = make_study(trace, selection=Selection(num_tokens=50), matcher="inline")
     simulator = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry))
     assert isinstance(simulator.predictor, FMoE)
-    store = simulator.predictor.store
+    store = simulator.predictor.learned
     experts = trace.rows("experts", 0, 50)
     assert store.num_maps == 50
     np.testing.assert_array_equal(np.sort(store.requests[:50]), trace.rows("request", 0, 50))

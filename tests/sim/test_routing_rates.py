@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.policies.moepic.statistics import LayerStatistics
+from expertly.policies.allocation.moepic import LayerStatistics
 from expertly.sim.routing_rates import RoutingRates, rates_of_trace
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from expertly.core.geometry import LayerGeometry, fitting_segments
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.policies.known import Known
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection

@@ -9,11 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry
-from expertly.policies.eviction import EVICTIONS, MakeEviction
-from expertly.policies.eviction.lru import LRU
-from expertly.policies.predictor import PREDICTORS, MakePredictor, Predictor
-from expertly.policies.predictor.index import Index
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction.simple import LRU
+from expertly.policies.predictor import PREDICTORS, Predictor
+from expertly.policies.predictor.baselines import Index
 from expertly.policies.prefetch import ByProximity, PrefetchOrder
 from expertly.testing import check_eviction, check_predictor, check_prefetch
 
@@ -76,34 +75,31 @@ class Unrepeatable(LRU):
 )
 def test_an_eviction_policy_that_breaks_a_promise_is_told_which(policy: type[LRU], promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
-        check_eviction(MakeEviction(lambda geometry, capacity, known: policy()))
+        check_eviction(policy)
 
 
-def test_what_a_maker_says_of_its_policy_is_checked() -> None:
+def test_what_a_policy_says_of_itself_is_checked() -> None:
     check_eviction(EVICTIONS["lru"])
     check_eviction(EVICTIONS["lcp"])
-    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'LRU'"):
-        check_eviction(replace(EVICTIONS["lru"], is_scored=True))
+    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'Boasting'"):
+        check_eviction(type("Boasting", (LRU,), {"is_scored": True}))
 
 
 class Wrong(Index):
     """Its predictions are changed by a function."""
 
-    def __init__(self, geometry: Geometry, distance: int, change) -> None:
-        super().__init__(geometry, distance)
-        self._change = change
+    change = staticmethod(lambda one: one)
 
     def begin_iteration(self, began):
         return ()
 
     def router_ran(self, routed):
-        return [self._change(one) for one in super().router_ran(routed)]
+        return [self.change(one) for one in super().router_ran(routed)]
 
 
-def wrong(change) -> MakePredictor:
-    return MakePredictor(
-        "wrong", lambda geometry, known, distance, options: Wrong(geometry, distance, change), gives_probabilities=False
-    )
+def wrong(change, gives_probabilities: bool = False) -> type[Predictor]:
+    said = {"change": staticmethod(change), "gives_probabilities": gives_probabilities}
+    return type("WrongInItsWay", (Wrong,), said)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +134,15 @@ def test_a_predictor_that_breaks_a_promise_is_told_which(change, promise: str) -
 )
 def test_probabilities_that_are_none_are_found(change, promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
-        check_predictor(replace(wrong(change), gives_probabilities=True), distances=(1,))
+        check_predictor(wrong(change, gives_probabilities=True), distances=(1,))
 
 
 class Silent(Predictor):
+    gives_probabilities = False
+
+    def __init__(self, geometry, distance, options, known):
+        super().__init__()
+
     def router_ran(self, routed):
         return ()
 
@@ -160,11 +161,8 @@ class Trusting(Index):
     ],
 )
 def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, error, promise: str) -> None:
-    def make(geometry, known, distance, options):
-        return predictor() if predictor is Silent else predictor(geometry, distance)
-
     with pytest.raises(error, match=promise):
-        check_predictor(MakePredictor("mine", make, gives_probabilities=False), distances=(1,))
+        check_predictor(predictor, distances=(1,))
 
 
 def test_what_keeps_its_promises_passes() -> None:

@@ -17,7 +17,7 @@ from expertly.cli.main import main
 from expertly.engine.choices import Choice, Gain, read_choices, save_choice
 from expertly.engine.saved_choice import choices_path, this_machine
 from expertly.model.packing import pack_cached
-from expertly.policies.moepic.uniform import uniform_plan
+from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.serve.planning import Wishes, plan

@@ -13,7 +13,7 @@ import pytest
 from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.engine.choices import Choice, Gain, Machine, read_choices, save_choice
-from expertly.policies.moepic.uniform import uniform_plan
+from expertly.policies.allocation.moepic import uniform_plan
 
 MACHINE = Machine("cpu", "a processor", "a processor", 2, 2)
 PLAN = uniform_plan(Geometry((LayerGeometry(8, 2, 32, 16, 3, 4),) * 3, 4), [48])

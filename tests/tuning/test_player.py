@@ -12,7 +12,7 @@ import pytest
 
 import expertly
 from expertly import api
-from expertly.engine.saved_reuse import reuse_models
+from expertly.engine.learned import reuse_models
 from expertly.scheduler.presets import get_system
 from expertly.sim.storage import Storage
 from expertly.tuning import player as players

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import positive_int, proper_share, seconds, seed, split
 from expertly.cli.output import add_json_flag, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
-from expertly.policies.moepic.configurator import DEFAULT_ZETA
+from expertly.policies.allocation.moepic import DEFAULT_ZETA
 
 if TYPE_CHECKING:
     from expertly.cli.configure_sources import Observed
-    from expertly.policies.moepic.configurator import Configuration
+    from expertly.policies.allocation.moepic import Configuration
     from expertly.scheduler.budget import Budget
 
 SYSTEM = "moepic"
@@ -145,7 +145,7 @@ def _check_arguments(args: argparse.Namespace, of_trace: bool) -> None:
 
 def _configured(seen: Observed, budget: Budget, zeta: float) -> tuple[Configuration, float]:
     """And the seconds that it took."""
-    from expertly.policies.moepic.configurator import configure
+    from expertly.policies.allocation.moepic import configure
 
     start = time.perf_counter()
     found = configure(seen.geometry, budget.kept_slots, seen.rates.layers, seen.timing, zeta)
@@ -153,7 +153,7 @@ def _configured(seen: Observed, budget: Budget, zeta: float) -> tuple[Configurat
 
 
 def _save(args: argparse.Namespace, seen: Observed, memory: str, found: Configuration) -> None:
-    from expertly.scheduler.plans import save_plan
+    from expertly.policies.allocation.moepic import save_plan
 
     about: dict[str, str | int | float | None] = {
         "model": seen.model,

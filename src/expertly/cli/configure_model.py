@@ -17,7 +17,7 @@ from expertly.core.errors import ConfigError
 from expertly.lab.model_profile import measure_model
 from expertly.lab.playing import max_positions
 from expertly.lab.recording import record
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import Measured
 from expertly.sim.hardware import Hardware

@@ -13,7 +13,7 @@ from expertly.cli.configure_sources import Observed, is_trace, segments_of
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
 
 if TYPE_CHECKING:
-    from expertly.policies.moepic.configurator import Configuration
+    from expertly.policies.allocation.moepic import Configuration
     from expertly.scheduler.budget import Budget
 
 Found = tuple[str, "Budget", "Configuration", float]

@@ -26,7 +26,7 @@ from expertly.trace.reader import Trace
 from expertly.trace.schema import FORMAT, MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from expertly.policies.moepic.timing import Timing
+    from expertly.policies.allocation.moepic import Timing
     from expertly.scheduler.budget import Budget
 
 

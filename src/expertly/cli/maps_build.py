@@ -17,9 +17,9 @@ from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertly.core.observation import History, Want
-    from expertly.policies.maps.store import MapStore
-    from expertly.policies.matrices.collection import Matrices
-    from expertly.policies.state.any_file import AnyStore
+    from expertly.policies.learned import LearnedStore
+    from expertly.policies.predictor.eam.matrices import Matrices
+    from expertly.policies.predictor.fmoe.store import MapStore
     from expertly.sim.workload import RowRange
     from expertly.trace.reader import Trace
 
@@ -92,16 +92,17 @@ def run(args: argparse.Namespace) -> int:
         "source": f"{num_rows} tokens of {_requests(trace, spans)} requests of {args.trace}",
         "command": shlex.join(["expertly", *sys.argv[1:]]),
     }
-    store: AnyStore = _maps(args, trace, spans) if args.kind == "maps" else _matrices(args, trace, spans)
+    store: LearnedStore = _maps(args, trace, spans) if args.kind == "maps" else _matrices(args, trace, spans)
     write_file(args.out, store, identity, about, args.json)
     return 0
 
 
 def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapStore:
-    from expertly.policies.maps.store import MapShape, MapStore
+    from expertly.policies.learned import ModelShape
+    from expertly.policies.predictor.fmoe.store import MapStore
 
     layers = trace.manifest.layers
-    shape = MapShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+    shape = ModelShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
     has_embeddings = trace.is_real("embedding")
     if trace.has("embedding") and not has_embeddings:
         message("expertly: the trace's embeddings are made up: the maps go without")
@@ -118,16 +119,17 @@ def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapS
 
 
 def _matrices(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> Matrices:
-    from expertly.core.geometry import Geometry, LayerGeometry
+    from expertly.policies.learned import ModelShape
     from expertly.policies.predictor.eam import EAM, EAMOptions
 
-    sizes = [(layer.num_experts, layer.top_k) for layer in trace.manifest.layers]
-    geometry = Geometry(tuple(LayerGeometry(*size, 1, 1, 2, 1) for size in sizes))  # of experts of any size
-    predictor = EAM(geometry, options=EAMOptions(capacity=args.capacity or DEFAULT_CAPACITY["matrices"]))
+    layers = trace.manifest.layers
+    shape = ModelShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+    options = EAMOptions(capacity=args.capacity or DEFAULT_CAPACITY["matrices"])
+    predictor = EAM(shape.geometry(), options=options)
     for rows in _histories(trace, spans, predictor.wants):
         predictor.learn(rows)
     predictor.finish()
-    return predictor.store
+    return predictor.learned
 
 
 def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> Iterator[History]:

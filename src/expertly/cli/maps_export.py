@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from expertly.cli.maps_summary import read_stores
 from expertly.cli.output import add_json_flag, format_nbytes, message, print_json
 from expertly.core.errors import ConfigError, StoreError
 
@@ -28,15 +29,13 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from expertly.core.files import disk_errors, replacing
-    from expertly.policies.state.any_file import read_any
-    from expertly.policies.state.file import MapsFile
 
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
-    file = read_any(args.file)
+    file = read_stores(args.file)
     shape = file.header.shape
     arrays: dict[str, Any] = {
-        **file.store.state(),
+        **(file.learned.state() or {}),
         "num_experts": np.array(shape.num_experts),
         "top_k": np.array(shape.top_k),
         "identity": np.array(file.header.identity),
@@ -48,6 +47,6 @@ def run(args: argparse.Namespace) -> int:
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         print_json({"file": str(args.file), "out": str(args.out), "bytes": nbytes, "arrays": shapes})
     else:
-        what = f"{file.store.num_maps} maps" if isinstance(file, MapsFile) else f"{file.store.num_matrices} matrices"
+        what = f"{file.learned.num_learned} {file.learned.kind}"
         message(f"expertly: {args.out}: {what}, {format_nbytes(nbytes)}")
     return 0

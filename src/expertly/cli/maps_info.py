@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.maps_reuse import print_reuse
-from expertly.cli.maps_summary import facts_of, headline
+from expertly.cli.maps_summary import facts_of, headline, read_stores
 from expertly.cli.output import add_json_flag, format_nbytes, format_share, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.policies.state.file import MapsFile
+    from expertly.policies.learned import LearnedFile
 
 _NUM_SAMPLED = 512
 _BOUNDS = ("2 L E", "L E ln(L E) / 2")
@@ -29,17 +29,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.policies.state.any_file import format_of, read_any
-    from expertly.policies.state.coverage import coverage_bounds
-    from expertly.policies.state.file import MapsFile
-    from expertly.policies.state.reuse_file import KIND
+    from expertly.policies.eviction.reuse import ReuseModel
+    from expertly.policies.learned import kind_of
+    from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
 
-    if format_of(args.file) == KIND:
+    if kind_of(args.file) == ReuseModel.kind:
         print_reuse(args.file, args.json)
         return 0
-    file = read_any(args.file)
-    is_maps = isinstance(file, MapsFile)
-    facts = facts_of(file) | (_similarity(file) if isinstance(file, MapsFile) else {})
+    file = read_stores(args.file)
+    is_maps = isinstance(file.learned, MapStore)
+    facts = facts_of(file) | (_similarity(file) if is_maps else {})
     facts["coverage"] = [
         {"similarity": bound.similarity, "maps" if is_maps else "matrices": bound.num_maps}
         for bound in coverage_bounds(file.header.shape)
@@ -55,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _similarity(file: MapsFile) -> dict[str, Any]:
-    from expertly.policies.state.coverage import mean_similarities
+def _similarity(file: LearnedFile[Any]) -> dict[str, Any]:
+    from expertly.policies.predictor.fmoe.store import mean_similarities
 
-    of_maps, of_embeddings = mean_similarities(file.store, _NUM_SAMPLED)
+    of_maps, of_embeddings = mean_similarities(file.learned, _NUM_SAMPLED)
     return {
         "mean_similarity": of_maps,
         "mean_embedding_similarity": of_embeddings,
-        "sampled_maps": min(_NUM_SAMPLED, file.store.num_maps),
+        "sampled_maps": min(_NUM_SAMPLED, file.learned.num_maps),
     }
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int
-from expertly.cli.maps_summary import write_file
+from expertly.cli.maps_summary import read_stores, write_file
 from expertly.cli.output import add_json_flag
 from expertly.core.errors import StoreError
 
 if TYPE_CHECKING:
-    from expertly.policies.state.any_file import AnyFile
+    from expertly.policies.learned import LearnedFile
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,26 +26,30 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.policies.state.any_file import merged_any, read_any
-
-    first = read_any(args.files[0])
-    files = [first, *(read_any(path, first) for path in args.files[1:])]
+    first = read_stores(args.files[0])
+    files = [first, *(read_stores(path, first) for path in args.files[1:])]
     _check_embeddings(files)
-    capacity = args.capacity or max(file.store.capacity for file in files)
+    capacity = args.capacity or max(file.learned.capacity for file in files)
     sources = ", ".join(str(file.path) for file in files)
     about = {**first.header.about, "source": f"merged from {sources}"}
-    write_file(args.out, merged_any([file.store for file in files], capacity), first.header.identity, about, args.json)
+    write_file(
+        args.out,
+        first.learned.merged([file.learned for file in files], capacity),
+        first.header.identity,
+        about,
+        args.json,
+    )
     return 0
 
 
-def _check_embeddings(files: Sequence[AnyFile]) -> None:
+def _check_embeddings(files: Sequence[LearnedFile[Any]]) -> None:
     """Raises StoreError where two files have embeddings of different sizes."""
-    from expertly.policies.state.file import MapsFile
+    from expertly.policies.predictor.fmoe.store import MapStore
 
     known = None
     for file in files:
-        if isinstance(file, MapsFile) and file.store.embeddings is not None:
-            size = file.store.embeddings.shape[1]
+        if isinstance(file.learned, MapStore) and file.learned.embeddings is not None:
+            size = file.learned.embeddings.shape[1]
             if known not in (None, size):
                 raise StoreError(
                     f"{file.path}: tensor 'embeddings': {size} numbers each; those merged before have {known}"

@@ -27,15 +27,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from expertly.core.geometry import Geometry
-    from expertly.policies.maps.store import MapShape, MapStore
-    from expertly.policies.state.coverage import coverage_bounds
+    from expertly.policies.learned import ModelShape
+    from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
     from expertly.sim.geometry_file import read_geometry
 
     capacities = [_capacity(text) for text in _parts("capacity", args.capacity)]
     models: list[dict[str, Any]] = []
     for name in _parts("geometry", args.geometry):
         geometry = Geometry(read_geometry(name).layers)
-        shape, hidden_size = MapShape.of(geometry), geometry.layers[0].hidden_size
+        shape, hidden_size = ModelShape.of(geometry), geometry.layers[0].hidden_size
         sizes = [MapStore.nbytes_of(shape, capacity, hidden_size) for capacity in capacities]
         models.append(
             {

@@ -11,30 +11,40 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, print_json, printable
 
 if TYPE_CHECKING:
-    from expertly.policies.maps.store import MapStore
-    from expertly.policies.matrices.collection import Collection, Matrices
-    from expertly.policies.state.any_file import AnyFile, AnyStore
-    from expertly.policies.state.header import Facts
+    from expertly.policies.learned import Facts, LearnedFile, LearnedStore
+    from expertly.policies.predictor.eam.matrices import Collection, Matrices
+    from expertly.policies.predictor.fmoe.store import MapStore
 
 
-def write_file(out: Path, store: AnyStore, identity: str, about: Facts, is_json: bool) -> None:
+def read_stores(path: Path, like: LearnedFile[Any] | None = None) -> LearnedFile[Any]:
+    """A file of maps or of activation matrices; `like`: of the same kind and model as this one. Raises StoreError."""
+    from expertly.policies.learned import read_learned
+    from expertly.policies.predictor.eam.matrices import Matrices
+    from expertly.policies.predictor.fmoe.store import MapStore
+
+    if like is not None:
+        return read_learned(path, type(like.learned), identity=like.header.identity, shape=like.header.shape)
+    return read_learned(path, MapStore, Matrices)
+
+
+def write_file(out: Path, store: LearnedStore, identity: str, about: Facts, is_json: bool) -> None:
     """Write the file, read it back and print what it is."""
-    from expertly.policies.state.any_file import read_any, save_any
+    from expertly.policies.learned import save_learned
 
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    save_any(out, store, identity, {**about, "created": created})
-    file = read_any(out)
+    save_learned(out, store, identity, {**about, "created": created})
+    file = read_stores(out)
     if is_json:
         print_json(facts_of(file))
     else:
         print(headline(file))
 
 
-def facts_of(file: AnyFile) -> dict[str, Any]:
+def facts_of(file: LearnedFile[Any]) -> dict[str, Any]:
     """For --json. Bytes are those of what is stored in memory, and of what is full."""
-    from expertly.policies.matrices.collection import Matrices
+    from expertly.policies.predictor.eam.matrices import Matrices
 
-    store, shape = file.store, file.header.shape
+    store, shape = file.learned, file.header.shape
     return {
         "file": str(file.path),
         "identity": file.header.identity,
@@ -47,10 +57,8 @@ def facts_of(file: AnyFile) -> dict[str, Any]:
     }
 
 
-def headline(file: AnyFile) -> str:
+def headline(file: LearnedFile[Any]) -> str:
     """One line."""
-    from expertly.policies.state.header import describe
-
     facts = facts_of(file)
     counts: tuple[str, ...]
     if "maps" in facts:
@@ -65,7 +73,7 @@ def headline(file: AnyFile) -> str:
             f"at most {facts['capacity']} each",
         )
     model = printable(facts["about"].get("model") or facts["identity"][:16])
-    parts = [model, describe(file.header.shape), *counts, format_nbytes(facts["file_bytes"]), facts["file"]]
+    parts = [model, str(file.header.shape), *counts, format_nbytes(facts["file_bytes"]), facts["file"]]
     return "[" + " | ".join(parts) + "]"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.cli.arguments import positive_int
-from expertly.cli.maps_summary import write_file
+from expertly.cli.maps_summary import read_stores, write_file
 from expertly.cli.output import add_json_flag
 
 
@@ -21,9 +21,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.policies.state.any_file import merged_any, read_any
-
-    file = read_any(args.file)
-    store = merged_any([file.store], args.capacity)
+    file = read_stores(args.file)
+    store = file.learned.merged([file.learned], args.capacity)
     write_file(args.out or args.file, store, file.header.identity, file.header.about, args.json)
     return 0

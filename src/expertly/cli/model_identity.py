@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def identity_of(model: str | None, trace: Trace) -> str:
     """Of the model, or of nothing but a trace. Raises ConfigError where the model cannot have made the trace."""
-    from expertly.policies.state.metadata import OF_A_TRACE
+    from expertly.policies.learned import OF_A_TRACE
 
     if model is None:
         return f"{OF_A_TRACE}{trace.manifest.model}"

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             is_queued=arrivals is not None,
             order=args.order,
             matcher=args.matcher,
-            learned=None if predictor is None else predictor.weights,
+            learned=None if predictor is None else predictor.learned,
             plan=plan,
             chrome=chrome,
             progress=progress,

@@ -11,7 +11,8 @@ from expertly.scheduler.presets import get_system
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from expertly.policies.learned_file import PredictorFile
+    from expertly.policies.learned import LearnedFile
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.study import Study
 
 
@@ -31,7 +32,7 @@ def about(
     study: Study,
     systems: Sequence[str],
     geometry_name: str | None,
-    predictor: PredictorFile | None = None,
+    predictor: LearnedFile[LearnedWeights] | None = None,
 ) -> dict[str, Any]:
     """Everything but the results."""
     manifest = study.trace.manifest
@@ -100,12 +101,14 @@ def _notes_on_codec(study: Study) -> list[str]:
     ]
 
 
-def _notes_on_weights(args: argparse.Namespace, study: Study, predictor: PredictorFile | None) -> list[str]:
+def _notes_on_weights(
+    args: argparse.Namespace, study: Study, predictor: LearnedFile[LearnedWeights] | None
+) -> list[str]:
     """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
     if predictor is None:
         return []
 
-    told = predictor.about
+    told = predictor.header.about
     notes = [f"predictor: {printable(told.get('model', '?'))}, learned from {printable(told.get('source', '?'))}"]
     own = (None if args.split is None else _parts(args.split), args.seed)
     if told.get("trace") == study.trace.fingerprint and own != (told.get("split"), told.get("seed")):

@@ -10,24 +10,26 @@ from expertly.core.errors import ConfigError
 from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
-    from expertly.policies.learned_file import PredictorFile
-    from expertly.policies.moepic.plan import SplitPlan
+    from expertly.policies.allocation.moepic import SplitPlan
+    from expertly.policies.learned import LearnedFile
+    from expertly.policies.predictor.learned import LearnedWeights
 
 
-def predictor_for(systems: Sequence[str], path: Path | None) -> PredictorFile | None:
+def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[LearnedWeights] | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
-    from expertly.policies.learned_file import PredictorFile
+    from expertly.policies.learned import read_learned
+    from expertly.policies.predictor.learned import LearnedWeights
 
     if path is None:
         return None
     if not any(get_system(name).takes_weights for name in systems):
         raise ConfigError(f"predictor={str(path)!r}: no system of {', '.join(systems)} takes trained weights")
-    return PredictorFile.read(path)
+    return read_learned(path, LearnedWeights)
 
 
 def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
-    from expertly.scheduler.plans import read_plan
+    from expertly.policies.allocation.moepic import read_plan
 
     if path is None:
         return None

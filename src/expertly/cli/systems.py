@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from expertly.cli.output import add_json_flag, message, print_json, table
-from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.scheduler.presets import SYSTEMS
 from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
 

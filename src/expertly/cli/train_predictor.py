@@ -75,7 +75,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from expertly.lab.study import study
     from expertly.lab.train import TrainOptions
-    from expertly.policies.learned_file import PredictorFile, save_predictor
+    from expertly.policies.learned import read_learned, save_learned
+    from expertly.policies.predictor.learned import LearnedWeights
     from expertly.trace.reader import Trace
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
@@ -86,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar(unit="step") as progress:
         found = study(trace, args.split, options, progress)
     seconds = time.perf_counter() - start
-    save_predictor(args.out, found.trained.weights, identity, _about(args, trace, options, found))
-    result = _result(args, PredictorFile.read(args.out, identity), found, seconds)
+    save_learned(args.out, found.trained.weights, identity, _about(args, trace, options, found))
+    result = _result(args, read_learned(args.out, LearnedWeights, identity=identity), found, seconds)
     if args.json:
         print_json(result)
     else:
@@ -149,17 +150,17 @@ def _rounded(share: float | None) -> float | None:
 def _result(args: argparse.Namespace, file: Any, found: TrainingStudy, seconds: float) -> dict[str, Any]:
     from expertly.engine.process import peak_rss_nbytes
 
-    weights = file.weights
+    weights = file.learned
     return {
         "out": str(file.path),
-        "model": file.about["model"],
-        "identity": file.identity,
+        "model": file.header.about["model"],
+        "identity": file.header.identity,
         "distances": list(weights.distances),
         "num_layers": len(weights.num_experts),
         "networks": len(weights.mlps),
         "hidden": args.hidden,
         "parameters": max((mlp.num_parameters for mlp in weights.mlps.values()), default=0),
-        "split": file.about["split"],
+        "split": file.header.about["split"],
         "seed": args.seed,
         "device": args.device,
         "seconds": seconds,

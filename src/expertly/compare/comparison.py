@@ -25,9 +25,9 @@ from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus
 from expertly.engine.memory import available_host_nbytes
 from expertly.hardware.machine import cpu_name
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.learned_file import PredictorFile
-from expertly.scheduler.plans import read_plan
+from expertly.policies.allocation.moepic import read_plan
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.memory import Memory
@@ -146,7 +146,7 @@ def compare_trace(
     comparison.hardware, comparison.measured_on = Hardware.read(name), f"profile {name}"
     selection = selection_of(settings, trace, NUM_TRACE_REQUESTS)
     schedule = pick(trace, selection, settings.tokens)
-    learned = None if settings.predictor is None else PredictorFile.read(settings.predictor).weights
+    learned = None if settings.predictor is None else read_learned(settings.predictor, LearnedWeights).learned
     ground = _ground(settings, trace, schedule, comparison.hardware, geometry, learned)
     check_budgets(ground, settings)
     comparison.source |= _about_trace(trace, schedule)

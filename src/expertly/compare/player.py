@@ -13,14 +13,13 @@ from expertly.api import handle
 from expertly.compare.playing import PlayedRequest, play
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine.learned import find_weights, reuse_models
 from expertly.engine.process import peak_rss_nbytes
-from expertly.engine.saved_predictor import find_weights
-from expertly.engine.saved_reuse import reuse_models
 from expertly.hardware.measure_codec import store_costs
 from expertly.lab.model_profile import Measurement
 from expertly.lab.playing import answer, chooser, max_positions
 from expertly.lab.recording import record
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.reuse_learning import teach

@@ -11,8 +11,8 @@ from expertly.compare.settings import BOUNDS, Settings
 from expertly.compare.timeline import TokenTimelines
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
 from expertly.sim.storage import Storage

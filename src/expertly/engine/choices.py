@@ -13,7 +13,7 @@ from typing import Any
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import get_system, paths_in
 from expertly.scheduler.system import System
 

@@ -7,8 +7,7 @@ import time
 
 from expertly.engine.step_times import StepTimes
 from expertly.policies.allocation import Job
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import SplitPlan, Timing
 from expertly.scheduler.scheduler import Scheduler
 
 _CLOSE_S = 10.0

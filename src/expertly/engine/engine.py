@@ -16,10 +16,10 @@ from expertly.core.observation import IterationInfo
 from expertly.engine.backend import Backend
 from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.executor import Executor
+from expertly.engine.learned import SavedState
 from expertly.engine.observer import Observer
 from expertly.engine.prediction import Prefetching
 from expertly.engine.routing import dispatch
-from expertly.engine.saved_reuse import SavedReuse
 from expertly.scheduler.scheduler import Scheduler
 
 _COMBINE_NBYTES = 16 << 20
@@ -35,7 +35,7 @@ class Engine:
         self.threads = threads
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
-        self.reuse: SavedReuse | None = None
+        self.reuse: SavedState | None = None
         self.num_prefill_iterations = 0
         self.num_decode_iterations = 0
         self.num_prefill_tokens = 0
@@ -157,7 +157,7 @@ class Engine:
 
     def close(self) -> None:
         """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
-        SavedReuse.close.
+        SavedState.close.
 
         In a process forked from the one that made it there is nothing to end, and nothing is written.
         """

@@ -13,7 +13,7 @@ from expertly.engine.numa import MemoryNode
 from expertly.engine.pool import HostPool
 from expertly.engine.reads import ExtentSource
 from expertly.engine.transfer import Readers
-from expertly.policies.eviction.lru import LRU
+from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.slots import SlotTable

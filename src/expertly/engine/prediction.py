@@ -13,18 +13,14 @@ from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
 from expertly.engine.executor import Executor
+from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, SavedState
 from expertly.engine.matcher import ThreadChannel
-from expertly.engine.saved_maps import SavedMaps
-from expertly.engine.sharing import Sharing
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.system import System
 
 Matcher = Literal["auto", "thread", "inline"]
 MATCHERS: tuple[Matcher, ...] = ("auto", "thread", "inline")
-
-SAVE_EVERY_S = 60.0
-"""Maps that change are written about so often."""
 
 
 def choose_matcher(system: System, matcher: Matcher) -> Matcher:
@@ -59,7 +55,7 @@ class Prefetching:
         predictor: Predictor,
         collector: Collector,
         matcher: Matcher = "thread",
-        maps: SavedMaps | None = None,
+        maps: SavedState | None = None,
     ) -> None:
         self.predictor = predictor
         self.maps = maps
@@ -71,7 +67,7 @@ class Prefetching:
             channel = InlineChannel(predictor)
         else:
             backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
-            save = None if maps is None else maps.write
+            save = None if maps is None else maps.save
             device = executor.devices[0].backend.device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
@@ -95,7 +91,7 @@ class Prefetching:
         """What ended predicting."""
         return None if self._thread is None else self._thread.error
 
-    def share(self, every_s: float) -> Sharing | None:
+    def share(self, every_s: float) -> LearnedExchange | None:
         """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
         is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
         """
@@ -130,7 +126,8 @@ class Prefetching:
         self.collector.detach()
         has_ended = self._thread is None or self._thread.close()
         if self.maps is not None and has_ended and self.error is None:
-            self.maps.write_last()
+            self.predictor.finish()
+            self.maps.close()
 
 
 @contextlib.contextmanager

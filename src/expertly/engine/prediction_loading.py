@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,11 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.engine.collector import OF_ROUTERS, Collector, Embed
 from expertly.engine.engine import Engine
+from expertly.engine.learned import LearnedFiles, SavedState
 from expertly.engine.prediction import Matcher, Prefetching
-from expertly.engine.saved_maps import SavedMaps
 from expertly.model.routers import RouterTap, find_routers
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.predictor.eam import EAM
-from expertly.policies.predictor.fmoe import FMoE
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
@@ -30,17 +27,15 @@ def make_prefetching(
     store: PackedStore,
     engine: Engine,
     matcher: Matcher,
-    maps: Path | None,
+    files: LearnedFiles,
     *,
-    path_is_auto: bool,
     weights: LearnedWeights | None = None,
 ) -> Prefetching | None:
-    """What predicts for a loaded model; None where the system does not. `maps`: see SavedMaps. `weights`: of a learned
-    predictor.
+    """What predicts for a loaded model; None where the system does not. `weights`: of a learned predictor.
 
     Where router scores are wanted, one forward pass shows where the routers are; the engine is not told of it. Raises
     ConfigError where the model cannot show what the predictor must see, or the weights are of another; StoreError as
-    SavedMaps.read.
+    SavedState.read.
     """
     geometry = engine.executor.geometry
     predictor = system.predictor(geometry, Known(learned=weights))
@@ -53,10 +48,10 @@ def make_prefetching(
         _check_width(weights, taps)
     collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
     saved = None
-    if maps is not None and isinstance(predictor, FMoE | EAM):
+    if files.of_prediction is not None and predictor.learned is not None:
         manifest = store.manifest
-        saved = SavedMaps(maps, path_is_auto, manifest.identity, manifest.source, predictor)
-        saved.read(geometry, model.get_input_embeddings().weight.shape[1])
+        saved = SavedState(predictor, files.of_prediction, manifest.identity, manifest.source, is_auto=files.is_auto)
+        saved.read(model.get_input_embeddings().weight.shape[1])
     return Prefetching(engine.executor, predictor, collector, matcher, saved)
 
 

@@ -13,12 +13,10 @@ import torch
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.engine.choices import Choice, Machine, read_choices
 from expertly.engine.division import Request, divide
-from expertly.engine.saved_maps import AUTO
-from expertly.engine.saved_predictor import find_weights
+from expertly.engine.learned import AUTO, find_weights
 from expertly.hardware.machine import cpu_name
 from expertly.hardware.measure_cuda import device_name
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.scheduler.plans import check_plan
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system
 from expertly.store.cache import entry_folder, learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
@@ -137,7 +135,7 @@ def _fits(plan: SplitPlan, choice: Choice, store: PackedStore, nbytes: int, requ
     try:
         geometry = store.geometry(plan.geometry.segments_per_expert)
         slots = Request(nbytes, request.ring)
-        check_plan(plan, choice.parts, geometry, divide(store, [geometry], choice.parts, slots, [_CPU]).budgets[0])
+        choice.parts.check_plan(plan, geometry, divide(store, [geometry], choice.parts, slots, [_CPU]).budgets[0])
     except ConfigError:
         return False
     return True

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 
 _RECENT = 64
 """Steps of which the median is taken: a few that something else held up do not move it."""

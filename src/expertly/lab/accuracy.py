@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.lab.dataset import Dataset, Rows, needed
-from expertly.policies.learned import LearnedWeights, Network, pairs
+from expertly.policies.predictor.learned import LearnedWeights, Network, pairs
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 1024

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.lab.dataset import Dataset, Progress, Rows, needed
-from expertly.policies.learned import LearnedWeights, Mlp, Pair, pairs
+from expertly.policies.predictor.learned import LearnedWeights, Mlp, Pair, pairs
 
 _BLOCK_ROWS = 4096
 _OF_CHOICES = 2.0

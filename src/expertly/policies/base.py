@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
+from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class Policy:
     """The part of a system that it is: "eviction", "prediction", ..."""
     options: ClassVar[type[Any]] = PolicyOptions
     """A dataclass of bool, int, float, str, Path or Literal fields, or of one of them or None."""
+    learns: ClassVar[type[LearnedState] | None] = None
+    """What it learns while it runs, where that can be kept in a file: then it has `learned` and `adopt`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str], where: str = "") -> Any:
@@ -56,6 +59,17 @@ class Policy:
         `where` begins its message.
         """
         return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
+
+    @property
+    def learned(self) -> LearnedState | None:
+        """What it has learned so far, of the class `learns`; None where it learns nothing that is kept."""
+        return None
+
+    def adopt(self, learned: Any) -> None:
+        """Go on from what a file or a replica of the model had learned, as far as there is room for it. What runs now
+        is not learned from.
+        """
+        raise NotImplementedError
 
 
 def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.reuse.model import ReuseModel
+if TYPE_CHECKING:
+    from expertly.policies.allocation.moepic import SplitPlan
+    from expertly.policies.eviction.reuse import ReuseModel
+    from expertly.policies.predictor.learned import LearnedWeights
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""
@@ -51,3 +52,6 @@ class Known:
     usage: Usage | None = None  # of the layers in a training part; None: there is none
     reuse: ReuseModel | None = None  # what a training part taught about reuse
     plan: SplitPlan | None = None  # what layers keep at the start, for an allocation that takes it
+
+
+NOTHING = Known()

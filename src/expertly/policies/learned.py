@@ -1,92 +1,497 @@
-"""Weights of the learned predictor as plain data (ProMoE, section 4): who reads them from where is a driver's affair.
+"""What policies learn, and the one file format that keeps it.
 
-H numbers of a router input, N hidden, E experts.
+A file is safetensors: the arrays of `LearnedState.state`, and a header of texts with the kind of what was learned, the
+model it is of, and settings. It is replaced whole, sealed by a CRC-32 of the whole file, and read as hostile input:
+everything is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from io import FileIO
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.observation import Floats
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import disk_errors, replacing
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.headers import (
+    TensorSpec,
+    header_bytes_of,
+    header_metadata,
+    parse_safetensors_header,
+    safetensors_header,
+)
 
-Weights = npt.NDArray[np.floating[Any]]
+VERSION = 1
 
-Pair = tuple[int, int]
-"""The layer whose router input is looked at, and the layer that is predicted from it."""
+MAX_LAYERS = 4096
+MAX_EXPERTS = 0xFFFE
+MAX_CAPACITY = 1 << 20
+MAX_NBYTES = 1 << 36
+"""Of what a file makes in memory: one of a few bytes must not take all there is."""
 
+OF_A_TRACE = "trace:"
+"""Begins the identity of what was made of a trace, of a model that nobody named."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mlp:
-    """Of one pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x - mean) * scale.
+NO_CHECKSUM = "0" * 8
+_CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
+_NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F32": "<f4", "F16": "<f2"}
+_CHUNK_NBYTES = 8 << 20
 
-    Two layers and a path past the first: what a router input says of a near layer is all but linear.
-    """
-
-    mean: Weights  # [H]
-    scale: Weights  # [H] 0: nothing is made of this number
-    hidden: Weights  # [N, H]
-    hidden_bias: Weights  # [N]
-    out: Weights  # [E, N]
-    direct: Weights  # [E, H]
-    bias: Weights  # [E]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(one.size for one in (self.hidden, self.hidden_bias, self.out, self.direct, self.bias))
+Shape = tuple[int, ...]
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
+Facts = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LearnedWeights:
-    """One `Mlp` for each pair that predicting at one of `distances` needs (see `pairs`)."""
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """How many experts each MoE layer of a model has, and how many its router chooses."""
 
-    num_experts: tuple[int, ...]  # of each layer
+    num_experts: tuple[int, ...]
     top_k: tuple[int, ...]
-    starts: tuple[int, ...]  # the first layer of the stack that the layer is in: 0, but of a decoder behind an encoder
-    distances: tuple[int, ...]
-    mlps: Mapping[Pair, Mlp]
 
-    def has(self, distance: int) -> bool:
-        return all(pair in self.mlps for pair in pairs(self.starts, distance))
+    def __post_init__(self) -> None:
+        if not self.num_experts or len(self.num_experts) != len(self.top_k):
+            raise ConfigError(
+                f"model shape: num_experts of {len(self.num_experts)} layers and top_k of {len(self.top_k)}; "
+                "must be as many, and at least one"
+            )
+        for experts, top_k in zip(self.num_experts, self.top_k, strict=True):
+            if not 1 <= top_k <= experts <= MAX_EXPERTS:
+                raise ConfigError(
+                    f"model shape: num_experts={experts}, top_k={top_k}: must be 1 <= top_k <= experts <= {MAX_EXPERTS}"
+                )
+
+    def __str__(self) -> str:
+        """`26 layers of 64 experts, top-6`."""
+        return f"{len(self.num_experts)} layers of {_span(self.num_experts)} experts, top-{_span(self.top_k)}"
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> ModelShape:
+        """That of a model."""
+        layers = geometry.layers
+        return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+
+    def geometry(self) -> Geometry:
+        """Of a model like this, with experts of any size."""
+        return Geometry(
+            tuple(LayerGeometry(*one, 1, 1, 2, 1) for one in zip(self.num_experts, self.top_k, strict=True))
+        )
 
     @property
-    def hidden_size(self) -> int:
-        """Most numbers of a router input; 0 where there is nothing to predict."""
-        return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
+    def num_layers(self) -> int:
+        return len(self.num_experts)
+
+    @property
+    def max_experts(self) -> int:
+        """E, of the largest layer."""
+        return max(self.num_experts)
+
+    @property
+    def max_top_k(self) -> int:
+        return max(self.top_k)
 
 
-def pairs(starts: Sequence[int], distance: int) -> list[Pair]:
-    """What predicts each layer from `distance` layers before it, or from the first layer of its stack where that is
-    nearer (ProMoE, section 4, footnote 1). Nothing predicts a first layer.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. Methods raise StoreError naming the file, the field and its value."""
+
+    path: Path
+    identity: str  # of the model, as its packed store has it
+    shape: ModelShape
+    about: Facts  # created, source, ...
+    texts: Mapping[str, str]  # everything, as it is written
+
+    def refuse(self, name: str, accepted: str) -> NoReturn:
+        _refuse(self.path, self.texts, name, accepted)
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        return _json_object(self.path, self.texts, name)
+
+    def whole_numbers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """A list in `shape`."""
+        return _whole_numbers(self.path, self.texts, name, least, most)
+
+    def capacity(self, nbytes_each: int) -> int:
+        """How much it may hold; `nbytes_each` is what one of it takes in memory."""
+        text = self.texts.get("capacity", "")
+        if re.fullmatch("[1-9][0-9]{0,6}", text) is None or int(text) > MAX_CAPACITY:
+            self.refuse("capacity", f"must be a whole number from 1 to {MAX_CAPACITY}")
+        nbytes = int(text) * nbytes_each
+        if nbytes > MAX_NBYTES:
+            self.refuse("capacity", f"a store of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
+        return int(text)
+
+    def share(self, name: str) -> float:
+        """A number from 0 to 1."""
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = float(self.texts.get(name, ""))
+        if not 0 <= value <= 1:
+            self.refuse(name, "must be a number from 0 to 1")
+        return value
+
+
+class LearnedState(ABC):
+    """What a policy learned, or was trained to know: plain numbers that a file can keep. One class a kind."""
+
+    kind: ClassVar[str]
+    """A file's `format` is "expertly-" and this; beside a store its file has this name."""
+    holds: ClassVar[str]
+    """In words, and who goes by it."""
+    unit: ClassVar[str]
+    """What `num_learned` counts."""
+    made_by: ClassVar[str] = ""
+    """The command that makes a file of a trace, where one does."""
+    schema: ClassVar[Mapping[str, str]]
+    """Of each array its type in a file, in file order."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Arrays that may be missing."""
+    has_plain_facts: ClassVar[bool] = True
+    """Whatever else a file says of itself is texts and numbers."""
+
+    shape: ModelShape
+    generation: int
+    """Another one when it has changed."""
+
+    @property
+    @abstractmethod
+    def num_learned(self) -> int: ...
+
+    @abstractmethod
+    def state(self) -> dict[str, Array] | None:
+        """Its arrays, which may be views; None while another thread changes them."""
+        ...
+
+    def settings(self) -> dict[str, str]:
+        """What its header says beside the model."""
+        return {}
+
+    def lists(self) -> dict[str, Sequence[int]]:
+        """What `shape` says in its header."""
+        return {"num_experts": self.shape.num_experts, "top_k": self.shape.top_k}
+
+    @classmethod
+    @abstractmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """The shapes that arrays must have, where they have `sizes`. Checks the header. Raises StoreError."""
+        ...
+
+    @classmethod
+    @abstractmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        """Raises StoreError naming the array where numbers cannot have been learned."""
+        ...
+
+    @classmethod
+    @abstractmethod
+    def restored(cls, header: Header, arrays: Arrays) -> Any:
+        """One of these arrays, which have passed `layout` and `check`. Raises StoreError."""
+        ...
+
+    def check_model(self, path: Path, embedding_size: int) -> None:  # noqa: B027 - most need not
+        """Raises StoreError where it is not of a model with embeddings of so many numbers."""
+
+
+Own = TypeVar("Own", bound="LearnedStore")
+
+
+class LearnedStore(LearnedState):
+    """One that collects, up to a capacity: what others of the same model collected can be added."""
+
+    capacity: int
+
+    @property
+    @abstractmethod
+    def num_needed(self) -> int:
+        """The least capacity that would hold it all."""
+        ...
+
+    @abstractmethod
+    def digests(self) -> set[bytes]:
+        """One of each thing in it; equal ones have equal digests."""
+        ...
+
+    @abstractmethod
+    def absorb(self, other: Any, known: Container[bytes], most: int) -> int:
+        """Add what of `other` has a digest that is not in `known`, of all of it `most` at most, or as much as there is
+        room for; the newest ones, the oldest of them first. How many these are.
+        """
+        ...
+
+    @classmethod
+    @abstractmethod
+    def merged(cls, stores: Sequence[Any], capacity: int) -> Any:
+        """One of `capacity` given those of `stores` (at least one) one after the other, each oldest first: what is
+        redundant goes. Raises ConfigError where they are not of one model.
+        """
+        ...
+
+    def of_another(self: Own, arrays: Arrays) -> Own:
+        """A store of what another has learned, its `state`. Raises StoreError where it is of another kind or model, or
+        holds numbers that nobody can have learned.
+        """
+        path = Path("what another has learned")
+        for name in self.schema:
+            if name not in arrays and name not in self.optional:
+                raise StoreError(f"{path}: array {name!r}: missing")
+        longest = max((len(array) for array in arrays.values() if array.ndim == 1), default=1)
+        texts = self.settings() | {"capacity": str(max(1, longest))}
+        header = Header(path, "", self.shape, {}, texts)
+        arrays = {name: arrays[name] for name in self.schema if name in arrays}
+        expected = self.layout(header, {name: array.shape for name, array in arrays.items()})
+        for name, array in arrays.items():
+            if array.shape != expected[name]:
+                raise StoreError(f"{path}: array {name!r}: {list(array.shape)!s:.80}; must be {list(expected[name])}")
+        self.check(path, self.shape, arrays)
+        made: Own = self.restored(header, arrays)
+        return made
+
+
+AnyState = TypeVar("AnyState", bound=LearnedState)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is to be written, as it was at one moment."""
+
+    kind: type[LearnedState]
+    shape: ModelShape
+    texts: Mapping[str, str]
+    arrays: dict[str, Array]
+    generation: int
+
+    @classmethod
+    def of(cls, learned: LearnedState, *, copy: bool = False) -> Snapshot | None:
+        """`copy`: it goes on while this is written. None while another thread changes it."""
+        generation, state = learned.generation, learned.state()
+        if state is None:
+            return None
+        lists = {name: list(numbers) for name, numbers in learned.lists().items()}
+        texts = {"shape": json.dumps(lists, separators=(",", ":")), **learned.settings()}
+        arrays = {name: array.copy() for name, array in state.items()} if copy else state
+        return cls(type(learned), learned.shape, texts, arrays, generation)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedFile(Generic[AnyState]):
+    """A file that has been read whole."""
+
+    header: Header
+    nbytes: int  # of the file
+    learned: AnyState
+
+    @property
+    def path(self) -> Path:
+        return self.header.path
+
+
+def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, about: Facts | None = None) -> None:
+    """Replace the file at `path`. `identity` is the model's, `about` whatever else the file shall say of itself, in
+    JSON. After a crash the file is what it was before. Raises StoreError where it cannot be written, or holds numbers
+    that nobody can have learned.
     """
-    return [(max(start, layer - distance), layer) for layer, start in enumerate(starts) if layer > start]
+    shot = learned if isinstance(learned, Snapshot) else Snapshot.of(learned)
+    assert shot is not None, "another thread changes it"
+    shot.kind.check(path, shot.shape, shot.arrays)
+    arrays = {
+        name: np.ascontiguousarray(shot.arrays[name], _NUMPY[dtype])
+        for name, dtype in shot.kind.schema.items()
+        if name in shot.arrays
+    }
+    specs = [TensorSpec(name, shot.kind.schema[name], array.shape) for name, array in arrays.items()]
+    metadata = {
+        "format": _format_of(shot.kind),
+        "version": str(VERSION),
+        "checksum": NO_CHECKSUM,
+        "identity": identity,
+        "about": json.dumps(dict(about or {}), separators=(",", ":"), allow_nan=False),
+        **shot.texts,
+    }
+    raw = safetensors_header(specs, metadata)
+    crc = zlib.crc32(raw)
+    for array in arrays.values():
+        crc = zlib.crc32(_bytes_of(array), crc)
+    sealed = safetensors_header(specs, metadata | {"checksum": f"{crc:08x}"})
+    assert without_checksum(sealed) == (raw, f"{crc:08x}")
+    with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path) as file:
+        file.write(sealed)
+        for array in arrays.values():
+            data = _bytes_of(array)
+            for start in range(0, len(data), _CHUNK_NBYTES):
+                file.write(data[start : start + _CHUNK_NBYTES])
 
 
-class Network:
-    """An `Mlp` made ready: float32, and one matrix for all that is done to an input."""
+def read_learned(
+    path: Path, *kinds: type[AnyState], identity: str | None = None, shape: ModelShape | None = None
+) -> LearnedFile[AnyState]:
+    """Read and check everything. `identity` and `shape` are what it must be of; None: whatever it is of.
 
-    def __init__(self, mlp: Mlp) -> None:
-        self.num_parameters = mlp.num_parameters
-        self._width = len(mlp.hidden)
-        first = np.concatenate([mlp.hidden, mlp.direct]).astype(np.float32) * mlp.scale.astype(np.float32)  # [N + E, H]
-        offset = first @ mlp.mean.astype(np.float32)
-        self._first: Floats = np.ascontiguousarray(first.T)
-        self._first_bias: Floats = np.concatenate([mlp.hidden_bias, mlp.bias]).astype(np.float32) - offset
-        self._out: Floats = np.ascontiguousarray(mlp.out.T, np.float32)
+    Raises StoreError naming the file and the field: a file that is missing, truncated, altered, of none of these kinds,
+    of another version or model, or that holds numbers that nobody can have learned.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for who writes it
+            raise StoreError(f"{path}: cannot be read (not a file)")
+        with FileIO(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            raw = header_bytes_of(file, path, StoreError)
+            infos = parse_safetensors_header(path, raw, StoreError, nbytes)
+            kind, header = _header(path, raw, kinds, identity, shape)
+            expected = kind.layout(header, {name: info.shape for name, info in infos.items()})
+            for name, info in infos.items():
+                if name not in kind.schema:
+                    raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(kind.schema)}")
+                if (info.dtype, info.shape) != (kind.schema[name], expected[name]):
+                    needs = f"{kind.schema[name]} {list(expected[name])}"
+                    raise StoreError(f"{path}: tensor {name!r}: {info.dtype} {list(info.shape)!s:.80}; must be {needs}")
+            for name in kind.schema:
+                if name not in infos and name not in kind.optional:
+                    raise StoreError(f"{path}: tensor {name!r}: missing")
+            # In file order, which leaves nothing between them.
+            arrays: dict[str, Array] = {n: np.empty(i.shape, _NUMPY[i.dtype]) for n, i in infos.items()}
+            _read_arrays(file, path, raw, arrays)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror or error})") from None
+    kind.check(path, header.shape, arrays)
+    try:
+        return LearnedFile(header, nbytes, kind.restored(header, arrays))
+    except MemoryError:
+        raise StoreError(f"{path}: not enough memory for {kind.holds}") from None
 
-    @property
-    def hidden_size(self) -> int:
-        return len(self._first)
 
-    def probabilities(self, inputs: Floats) -> Floats:
-        """[T, E] of router inputs [T, up to H]; a model whose layers differ in width shows fewer numbers of some."""
-        both = inputs @ self._first[: inputs.shape[1]] + self._first_bias
-        logits: Floats = np.maximum(both[:, : self._width], 0) @ self._out + both[:, self._width :]
-        logits -= logits.max(axis=1, keepdims=True)
-        np.exp(logits, out=logits)
-        logits /= logits.sum(axis=1, keepdims=True)
-        return logits
+def kind_of(path: Path) -> str | None:
+    """The `kind` that a file says it is of; None where it says nothing that can be understood."""
+    with contextlib.suppress(OSError, StoreError):
+        if stat.S_ISREG(path.stat().st_mode):
+            with FileIO(path) as file:
+                said = header_metadata(path, header_bytes_of(file, path, StoreError), StoreError).get("format", "")
+            return said.removeprefix("expertly-")
+    return None
+
+
+def length_of(header: Header, sizes: Mapping[str, Shape], name: str) -> int:
+    """Of an array of one number each. Raises StoreError where it is none."""
+    if len(sizes.get(name, ())) != 1:
+        raise StoreError(f"{header.path}: tensor {name!r}: missing, or not one number each")
+    return sizes[name][0]
+
+
+def check_born(path: Path, name: str, born: Array) -> None:
+    """The numbers by which things were added. Raises StoreError."""
+    if len(np.unique(born)) != len(born) or (len(born) and born.min() < 0):
+        raise StoreError(f"{path}: tensor {name!r}: must count what was added: from 0, none twice")
+
+
+def without_checksum(header: bytes) -> tuple[bytes, str]:
+    """A header as it was when its checksum was computed, and that checksum."""
+    match = _CHECKSUM.search(header)
+    if match is None:
+        return header, ""
+    return header[: match.start(1)] + NO_CHECKSUM.encode() + header[match.end(1) :], match[1].decode()
+
+
+def _format_of(kind: type[LearnedState]) -> str:
+    return f"expertly-{kind.kind}"
+
+
+def _header(
+    path: Path, raw: bytes, kinds: Sequence[type[AnyState]], identity: str | None, shape: ModelShape | None
+) -> tuple[type[AnyState], Header]:
+    texts = header_metadata(path, raw, StoreError)
+    kind = next((one for one in kinds if _format_of(one) == texts.get("format")), None)
+    if kind is None:
+        accepted = " or ".join(f"{_format_of(one)!r} ({one.holds})" for one in kinds)
+        _refuse(path, texts, "format", f"not a file of that kind; accepted: {accepted}")
+    if texts.get("version") != str(VERSION):
+        _refuse(path, texts, "version", f"this version of expertly reads {VERSION}; make the file again")
+    if re.fullmatch("[0-9a-f]{8}", texts.get("checksum", "")) is None:
+        _refuse(path, texts, "checksum", "must be eight hexadecimal digits")
+    own = texts.get("identity", "")
+    if not own:
+        _refuse(path, texts, "identity", "must say which model it is of")
+    if identity is not None and identity != own:
+        what = "of another model, or of this one before it changed"
+        if own.startswith(OF_A_TRACE) and kind.made_by:
+            what = f"of a trace whose model was not named; `expertly {kind.made_by} --model` names it"
+        raise StoreError(f"{path}: identity={own!r:.80}: {what}; expected {identity!r:.80}")
+    layers = _layers(path, texts)
+    if shape is not None and shape != layers:
+        raise StoreError(f"{path}: shape: of {layers}; expected {shape}, as the model has")
+    about = _json_object(path, texts, "about")
+    if kind.has_plain_facts and not all(map(_is_plain, about.values())):
+        _refuse(path, texts, "about", "must hold texts and numbers")
+    return kind, Header(path, own, layers, about, texts)
+
+
+def _layers(path: Path, texts: Mapping[str, str]) -> ModelShape:
+    num_experts = _whole_numbers(path, texts, "num_experts", 1, MAX_EXPERTS)
+    top_k = _whole_numbers(path, texts, "top_k", 1, MAX_EXPERTS)
+    if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
+        _refuse(path, texts, "shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
+    if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
+        _refuse(path, texts, "shape", "top_k must be at most num_experts")
+    return ModelShape(num_experts, top_k)
+
+
+def _whole_numbers(path: Path, texts: Mapping[str, str], name: str, least: int, most: int) -> tuple[int, ...]:
+    numbers = _json_object(path, texts, "shape").get(name)
+    if not isinstance(numbers, list) or not all(type(one) is int and least <= one <= most for one in numbers):
+        _refuse(path, texts, "shape", f"{name} must be whole numbers from {least} to {most}")
+    return tuple(numbers)
+
+
+def _json_object(path: Path, texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    value = None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(texts.get(name, ""))
+    if not isinstance(value, dict):
+        _refuse(path, texts, name, "must be a JSON object")
+    return value
+
+
+def _refuse(path: Path, texts: Mapping[str, str], name: str, accepted: str) -> NoReturn:
+    raise StoreError(f"{path}: {name}={texts.get(name)!r:.80}: {accepted}")
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _read_arrays(file: FileIO, path: Path, raw: bytes, arrays: Mapping[str, Array]) -> None:
+    """Fill the arrays from a file that is at their beginning, and check its seal."""
+    blank, checksum = without_checksum(len(raw).to_bytes(8, "little") + raw)
+    crc = zlib.crc32(blank)
+    for name, array in arrays.items():
+        left = _bytes_of(array)
+        while left:
+            num = file.readinto(left[:_CHUNK_NBYTES])
+            if not num:
+                raise StoreError(f"{path}: truncated inside tensor {name!r}")
+            crc = zlib.crc32(left[:num], crc)
+            left = left[num:]
+    if f"{crc:08x}" != checksum:
+        raise StoreError(f"{path}: checksum={checksum!r:.20}: the file was damaged or altered (it sums to {crc:08x})")

@@ -9,8 +9,8 @@ from pathlib import Path
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.data import demo_predictor
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.learned_file import PredictorFile
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
 from expertly.trace.reader import Trace
@@ -93,10 +93,10 @@ def _weights(trace: Trace, predictor: Path | None) -> tuple[LearnedWeights | Non
         if trace.manifest.model != "demo" or not demo_predictor().is_file():
             return None, None
         predictor = demo_predictor()
-    file = PredictorFile.read(predictor)
-    is_own = file.about.get("trace") == trace.fingerprint
+    file = read_learned(predictor, LearnedWeights)
+    is_own = file.header.about.get("trace") == trace.fingerprint
     source = "the training part of this trace" if is_own else "requests that are not of this trace"
     shapes = [(layer.num_experts, layer.top_k) for layer in trace.manifest.layers]
-    if shapes != list(zip(file.weights.num_experts, file.weights.top_k, strict=True)):
+    if shapes != list(zip(file.learned.num_experts, file.learned.top_k, strict=True)):
         return None, None
-    return file.weights, f"trained networks (`promoe`) learned from {source}"
+    return file.learned, f"trained networks (`promoe`) learned from {source}"

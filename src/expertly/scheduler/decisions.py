@@ -20,8 +20,8 @@ from typing import Any, cast
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.prefetch_filter import Moment
 from expertly.scheduler.presets import get_system, paths_in

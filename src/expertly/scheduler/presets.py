@@ -13,7 +13,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.base import option_text, parse_int
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.ranking import ALL_LAYERS
+from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.policies.registry import Registry
 from expertly.scheduler.system import (
     ACCEPTED,
@@ -308,8 +308,8 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
         if "prediction" in parts:
             if preset.prediction == "none":
                 parts.setdefault("transfer", "asynchronous")
-            if PREDICTORS[prediction].distance is not None:
-                parts.setdefault("distance", PREDICTORS[prediction].distance)
+            if PREDICTORS[prediction].default_distance is not None:
+                parts.setdefault("distance", PREDICTORS[prediction].default_distance)
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
     summary = f"{preset.name} with {', '.join(text)}"

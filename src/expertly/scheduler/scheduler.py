@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Sequence
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation import Allocation, Job
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction import EvictionPolicy
-from expertly.policies.moepic.plan import SplitPlan
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache, whole_tops

@@ -10,6 +10,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
@@ -55,17 +56,21 @@ class System:
         object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
 
     @property
-    def learns(self) -> str | None:
-        """What it learns that a file can be named for: "maps" or "matrices", by which it predicts, else "reuse", by
-        which it evicts; None: nothing.
-        """
-        by_prediction = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
-        return by_prediction or ("reuse" if self.learns_reuse else None)
+    def prediction_learns(self) -> str | None:
+        """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
+        learns = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
+        return None if learns is None else learns.kind
 
     @property
-    def learns_reuse(self) -> bool:
-        """Whether its eviction goes by what it learns of reuse."""
-        return not self.keeps_everything and EVICTIONS[self.eviction].takes_reuse
+    def eviction_learns(self) -> str | None:
+        """The same of its eviction: "reuse"."""
+        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
+        return None if learns is None else learns.kind
+
+    @property
+    def learns(self) -> str | None:
+        """What a file that is named for it keeps: what it predicts by, else what it evicts by; None: nothing."""
+        return self.prediction_learns or self.eviction_learns
 
     @property
     def takes_weights(self) -> bool:
@@ -76,6 +81,21 @@ class System:
     def takes_plan(self) -> bool:
         """Whether its allocation can begin with a plan of splits: `expertly configure`."""
         return not self.keeps_everything and ALLOCATIONS[self.allocation].takes_plan
+
+    def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:
+        """Raises ConfigError where the system makes nothing of a plan, where it is of other experts or segments, or
+        keeps more than there are slots for.
+        """
+        if not self.takes_plan:
+            takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.takes_plan) or "there are none"
+            raise ConfigError(
+                f"plan: system {self.name!r} takes none (allocation={self.allocation}); accepted: allocation={takers}"
+            )
+        if "theta" in dict(self.options):
+            raise ConfigError(
+                f"plan: system {self.name!r} says theta, as a plan does of every layer; accepted: one of them"
+            )
+        plan.check_fits(geometry, budget.kept_slots)
 
     def scheduler(
         self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
@@ -150,7 +170,7 @@ class System:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
         if self.prediction == "none":
             return None
-        return PREDICTORS[self.prediction](geometry, known, self.distance, self.options_of("prediction"))
+        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
         """Of its options, those of one of its parts, a key of WITH_OPTIONS."""
@@ -160,7 +180,7 @@ class System:
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
         if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
             known = replace(known, usage=None)
-        return ALLOCATIONS[self.allocation](geometry, known, self.options_of("allocation"))
+        return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 
 def _check(system: System) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from expertly.core.errors import StoreError
-from expertly.engine.sharing import Sharing
+from expertly.engine.learned import LearnedExchange
 
 Learned = Mapping[str, npt.NDArray[Any]]
 
@@ -99,7 +99,7 @@ class Member:
         self,
         name: str,
         identity: str,
-        sharing: Sharing | None,
+        sharing: LearnedExchange | None,
         metrics: Callable[[], str],
         swap: Callable[[Report], Awaitable[News]],
     ) -> None:

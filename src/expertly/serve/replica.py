@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.engine.sharing import Sharing
+from expertly.engine.learned import LearnedExchange
 from expertly.serve.fleet_metrics import of_others
 from expertly.serve.planning import Wishes, plan
 from expertly.serve.server import Assembled, assemble
@@ -30,7 +30,7 @@ class Opened:
     model: Any
     server: Assembled
     identity: str
-    sharing: Sharing | None
+    sharing: LearnedExchange | None
 
     def metrics(self) -> str:
         """As Prometheus reads them."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from expertly.core.geometry import Geometry
-from expertly.policies.eviction import EVICTIONS
-from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.scheduler.system import System
 from expertly.sim.schedule import first_rows
 from expertly.sim.workload import RowRange, Workload
@@ -26,7 +25,7 @@ class ReuseOfTraining:
 
     def of(self, system: System, geometry: Geometry) -> ReuseModel | None:
         """None without a training part, or where the system's eviction makes nothing of it."""
-        if not self._spans or system.keeps_everything or not EVICTIONS[system.eviction].takes_reuse:
+        if not self._spans or system.keeps_everything or system.eviction_learns != ReuseModel.kind:
             return None
         if self._found is None:
             self._found = ReuseModel(geometry)

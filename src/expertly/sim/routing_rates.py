@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats, Want, layer_ahead
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics
 from expertly.sim.workload import Iteration, RowRange, Workload
 from expertly.trace.reader import Trace
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Want
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertly.core.costs import Link
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.sim.compute import ComputeModel
 
 

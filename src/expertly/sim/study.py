@@ -10,12 +10,11 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.plans import check_plan
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.chrome import Timelines
@@ -178,7 +177,7 @@ class Study:
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
             geometry = self.geometry_of(system)
-            check_plan(self.plan, system, geometry, memory.budget(geometry, self.layers is not None))
+            system.check_plan(self.plan, geometry, memory.budget(geometry, self.layers is not None))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.stack import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.policies.known import Known, Usage
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.system import System

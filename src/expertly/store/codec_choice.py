@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import mmap
 import os
@@ -21,7 +22,14 @@ from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.resources import allowed_cpus, decoding_threads
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
-from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, FrameIndex, frames_per_expert
+from expertly.store.frames import (
+    EncodedFrame,
+    FrameDecoder,
+    FrameEncoder,
+    FrameIndex,
+    frames_per_expert,
+    read_frames,
+)
 from expertly.store.reader import ExpertFile
 
 NUM_READERS = 4
@@ -62,44 +70,44 @@ class CodecChoice:
 
 
 def expected_gain(rates: CodecRates) -> float:
-    """Seconds that loading a byte of weights takes with `none`, over those with `planes`, where reading and decoding
-    overlap: the slower of the two counts. Of several threads one is left out: on a CPU computing takes its core.
+    """Time that loading takes with `none` / with `planes`, where reading and decoding overlap: the slower of the two
+    counts. One of several threads is left out: on a CPU computing takes its core.
     """
     decode_s = 1 / (rates.decode_nbytes_per_s * max(1, rates.num_threads - 1))
     return (1 / rates.disk_nbytes_per_s) / max(rates.ratio / rates.disk_nbytes_per_s, decode_s)
 
 
 def choose_codec(rates: CodecRates) -> CodecChoice:
-    """`planes` where loads are expected to be at least a tenth faster with it than with `none`, and decoding takes no
-    more of the processors than reading saves: where reads hide behind computing, that is what computing loses.
+    """`planes` where loads are expected to be at least a tenth faster with it, and decoding takes no more of the
+    processors than reading saves: where reads hide behind computing, computing would lose that.
     """
-    for name in ("ratio", "disk_nbytes_per_s", "decode_nbytes_per_s", "num_threads"):
-        value = getattr(rates, name)
+    for name, value in dataclasses.asdict(rates).items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{name}={value}: must be a number above 0")
-    gain = expected_gain(rates)
-    saved_s = (1 - rates.ratio) / rates.disk_nbytes_per_s
-    is_cheap = saved_s * rates.decode_nbytes_per_s * rates.num_threads >= 1
-    codec = "planes" if gain >= LEAST_GAIN and is_cheap else "none"
+    gain, decode_rate = expected_gain(rates), rates.decode_nbytes_per_s * rates.num_threads
+    is_cheap = (1 - rates.ratio) / rates.disk_nbytes_per_s * decode_rate >= 1
+    codec, verdict = "planes", ""
+    if gain < LEAST_GAIN:
+        codec, verdict = "none", f", and must take {1 / LEAST_GAIN:.2f} at the most"
+    elif not is_cheap:
+        codec, verdict = "none", ", but more of the processors than reading saves"
     threads = "1 thread decodes" if rates.num_threads == 1 else f"{rates.num_threads} threads decode"
-    facts = (
+    return CodecChoice(
+        codec,
         f"weights take {rates.ratio:.2f} of their size in planes, the disk reads "
-        f"{rates.disk_nbytes_per_s / 1e9:.2f} GB/s, {threads} "
-        f"{rates.decode_nbytes_per_s * rates.num_threads / 1e9:.2f} GB/s of weights"
+        f"{rates.disk_nbytes_per_s / 1e9:.2f} GB/s, {threads} {decode_rate / 1e9:.2f} GB/s of weights: "
+        f"loads {'with planes ' * (codec == 'none')}take {1 / gain:.2f} of the time{verdict}",
     )
-    if codec == "planes":
-        return CodecChoice(codec, f"{facts}: loads take {1 / gain:.2f} of the time")
-    verdict = f"loads with planes take {1 / gain:.2f} of the time, and must take {1 / LEAST_GAIN:.2f} at the most"
-    if gain >= LEAST_GAIN:
-        verdict = f"loads with planes take {1 / gain:.2f} of the time, but more of the processors than reading saves"
-    return CodecChoice(codec, f"{facts}: {verdict}")
 
 
-def too_small(nbytes: int) -> CodecChoice | None:
-    """`none` for a model of so few bytes of experts that measuring would take longer than reading them; else None."""
-    if nbytes >= MIN_MEASURED_NBYTES:
-        return None
-    return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
+def choose_for(
+    layers: Sequence[LayerGeometry], sample: Callable[[], Sample], disk_nbytes_per_s: Callable[[], float]
+) -> CodecChoice:
+    """The codec for a model, by measuring, unless it is so small that reading all of it takes less time."""
+    nbytes = sum(layer.nbytes for layer in layers)
+    if nbytes < MIN_MEASURED_NBYTES:
+        return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
+    return choose_codec(measure_rates(sample(), disk_nbytes_per_s()))
 
 
 class Sample:
@@ -121,19 +129,18 @@ class Sample:
     def decode_nbytes_per_s(
         self, num_threads: int, seconds: float = _SECONDS, pick: Callable[[Iterable[float]], float] = max
     ) -> float:
-        """Of weights, by one thread while `num_threads` decode: the best of some attempts, because what other processes
-        take for a moment says nothing of later, or what you `pick`.
+        """Decoded bytes, by one thread while `num_threads` decode. Of some attempts the best counts, because what other
+        processes take for a moment says nothing of later; or what you `pick`.
 
-        Into memory that no cache holds, as slots are: into what one holds it is a fifth faster (docs/codec.md).
+        Into memory that no cache holds, as slots are: cached memory is a fifth faster (docs/codec.md).
         """
         decode = self._decoder(num_threads)
         return pick(sum(_rates(decode, num_threads, seconds / _ATTEMPTS)) for _ in range(_ATTEMPTS)) / num_threads
 
     def read_processors(self, num_threads: int, paths: Iterable[Path], seconds: float = _SECONDS) -> float:
-        """How many of the processors of `num_threads` that decode are not theirs while these files are read, as fast as
-        the disk can: the median of some attempts, with and without reads in turn.
-
-        A processor that a driver or a virtual machine's host takes is in no process's account.
+        """How many processors `num_threads` decoding threads lose while these files are read as fast as the disk can:
+        the median of some attempts, with and without reads in turn. What a driver or a virtual machine's host takes
+        shows in no process's account, but in what decoding loses.
         """
         decode, found = self._decoder(num_threads), []
         with contextlib.ExitStack() as opened:
@@ -166,14 +173,6 @@ class Sample:
         return decode
 
 
-def choose_for(
-    layers: Sequence[LayerGeometry], sample: Callable[[], Sample], disk_nbytes_per_s: Callable[[], float]
-) -> CodecChoice:
-    """The codec for a model, by measuring, unless it is so small that it is not worth that."""
-    small = too_small(sum(layer.nbytes for layer in layers))
-    return choose_codec(measure_rates(sample(), disk_nbytes_per_s())) if small is None else small
-
-
 def measure_rates(sample: Sample, disk_nbytes_per_s: float) -> CodecRates:
     """With as many decoding threads as an engine on this machine would have."""
     threads = decoding_threads(allowed_cpus(), NUM_READERS)
@@ -190,24 +189,15 @@ def sampled(layers: Sequence[LayerGeometry]) -> list[tuple[int, int]]:
 
 def read_sample(layers: Sequence[LayerGeometry], frames: Sequence[FrameIndex]) -> Sample:
     """Of a store that is there. Raises StoreError where it is damaged."""
+
+    def decoded(layer: int, expert: int) -> Iterator[Bytes]:
+        with contextlib.closing(ExpertFile(frames[layer].path)) as file:
+            yield from (out for _, out in read_frames(file, frames[layer], [expert]))
+
     try:
-        return Sample(layers[0], (decoded_expert(frames[layer], expert) for layer, expert in sampled(layers)))
+        return Sample(layers[0], (decoded(layer, expert) for layer, expert in sampled(layers)))
     except TransferError as error:
         raise StoreError(str(error)) from None
-
-
-def decoded_expert(index: FrameIndex, expert: int) -> Iterator[Bytes]:
-    """Frame by frame. Raises TransferError where one is damaged or cannot be read."""
-    file, decoder = ExpertFile(index.path), FrameDecoder()
-    try:
-        for frame in range(index.num_frames):
-            offset, nbytes = index.extent(expert, frame)
-            stored, out = memoryview(bytearray(nbytes)), np.empty(index.frame_nbytes, np.uint8)
-            file.read_into(offset, [stored])
-            decoder.decode(index, expert, frame, stored, out.data)
-            yield out
-    finally:
-        file.close()
 
 
 def disk_rate_at(folder: Path) -> float:

@@ -10,8 +10,8 @@ U32 [E, F, planes] and `checksum` U64 [E, F]. Both are read as hostile input.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.checkpoint import Bytes
 from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.reader import ExpertFile
 
 MAX_FRAMES = 16
 MIN_FRAME_NBYTES = 16 << 10
@@ -361,34 +362,30 @@ def _call_join(functions: Mapping[int, Callable[..., None]], planes: Sequence[Pl
     functions[len(planes)](*(plane.ctypes.data for plane in planes), words.ctypes.data, count)
 
 
+def read_frames(file: ExpertFile, index: FrameIndex, experts: Iterable[int]) -> Iterator[tuple[memoryview, Bytes]]:
+    """(stored, decoded) bytes of each frame of `experts`; decoded ones are valid until the next. Raises TransferError
+    where a frame is damaged or cannot be read.
+    """
+    decoder, out = FrameDecoder(), np.empty(index.frame_nbytes, np.uint8)
+    for expert in experts:
+        for frame in range(index.num_frames):
+            offset, nbytes = index.extent(expert, frame)
+            stored = memoryview(bytearray(nbytes))
+            file.read_into(offset, [stored])
+            decoder.decode(index, expert, frame, stored, out.data)
+            yield stored, out
+
+
 def checked_chunks(index: FrameIndex) -> Iterator[memoryview]:
     """All bytes of the file of frames, in order; each frame has been decoded. Raises StoreError naming the first that
     cannot be.
     """
-    decoder = FrameDecoder()
-    out = memoryview(bytearray(index.frame_nbytes))
-    try:
-        with index.path.open("rb", buffering=0) as file:
-            for expert in range(index.num_experts):
-                for frame in range(index.num_frames):
-                    stored = _read(file.fileno(), index.path, index.extent(expert, frame)[1])
-                    try:
-                        decoder.decode(index, expert, frame, stored, out)
-                    except TransferError as error:
-                        raise StoreError(str(error)) from None
-                    yield stored
-            yield _read(file.fileno(), index.path, index.file_nbytes - index.stored_nbytes)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise StoreError(f"{index.path}: cannot be read ({error.strerror})") from None
-
-
-def _read(fd: int, path: Path, nbytes: int) -> memoryview:
-    data = bytearray()
-    while len(data) < nbytes:
-        part = os.read(fd, nbytes - len(data))
-        if not part:
-            raise StoreError(f"{path}: truncated: remove the store and pack again")
-        data += part
-    return memoryview(data)
+    with contextlib.closing(ExpertFile(index.path)) as file:
+        try:
+            for stored, _ in read_frames(file, index, range(index.num_experts)):
+                yield stored
+            padding = memoryview(bytearray(index.file_nbytes - index.stored_nbytes))
+            file.read_into(index.stored_nbytes, [padding])
+            yield padding
+        except TransferError as error:
+            raise StoreError(str(error)) from None

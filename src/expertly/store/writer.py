@@ -64,13 +64,12 @@ def begun_codec(folder: Path) -> str | None:
 
 
 class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
-    """Makes the store `plan` (a manifest without files) and `dense` describe at `folder`.
+    """Makes, at `folder`, the store that `plan` (a manifest without files) and `dense` describe.
 
-    Works in `<folder>.partial`, which an earlier writer of the same plan may have left: the files it finished are
-    kept (`is_done`). Holds a lock there, waiting for another process that packs to the same place. `finish` renames
-    it to `folder`; a writer that ends before leaves only the partial folder. `ratio`: stored bytes / bytes of experts,
-    as far as is known, for the room that is needed. Raises StoreError where the disk is
-    full, not writable, or something else is in the way.
+    Works in `<folder>.partial`, under a lock: another process that packs to the same place is waited for. Files that an
+    earlier writer of the same plan finished there are kept (`is_done`). `finish` renames it to `folder`; a writer that
+    ends before leaves the partial folder only. `ratio`: stored bytes / bytes of experts as far as is known, to see
+    whether there is room. Raises StoreError where the disk is full or not writable, or something else is in the way.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._mark({name: FileEntry(len(data), zlib.crc32(data))})
 
     def copy_extras(self, source: Path) -> None:
-        """Copy tokenizer and the like, which may be changed later and so are not in the manifest."""
+        """Copy tokenizer and the like. They may be changed later, so the manifest does not list them."""
         copy_extras(source, self._partial)
 
     def finish(self) -> PackedStore:
@@ -256,23 +255,15 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._progress(self._written, self._total)
 
 
-def find_extras(folder: Path) -> list[Path]:
-    """Files of a checkpoint folder that belong into its store as they are."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if (path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES)
-        and path.name not in _NOT_EXTRA
-        and not path.name.startswith(".")
-        and not path.name.endswith(".index.json")
-        and path.is_file()
-        and path.stat().st_size <= _MAX_EXTRA_NBYTES
-    ]
-
-
 def copy_extras(source: Path, folder: Path) -> None:
-    """Bring those of `folder` up to date; what has not changed is not written."""
-    for path in find_extras(source):
+    """Bring the small files beside a checkpoint's weights (tokenizer, generation config, chat template, licence) up to
+    date in its store; what has not changed is not written.
+    """
+    for path in sorted(source.iterdir()):
+        is_extra = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
+        is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
+        if not is_extra or is_other or not path.is_file() or path.stat().st_size > _MAX_EXTRA_NBYTES:
+            continue
         try:
             data = path.read_bytes()
         except OSError as error:

@@ -1,15 +1,13 @@
-"""What every eviction policy promises (policies/eviction/base.py)."""
+"""What every eviction policy and every prefetch order promises (policies/eviction/base.py, policies/prefetch.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from random import Random
 
-from expertly.policies.eviction import EvictionPolicy, MakeEviction
-from expertly.policies.eviction.base import ScoredPolicy
-from expertly.testing.expect import expect
-from expertly.testing.futures import KNOWN, small_model
+from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
+from expertly.policies.prefetch import PrefetchOrder
+from expertly.testing.futures import KNOWN, expect, small_model
 
 SHAPE = small_model(layers=16, experts=64, top_k=2)
 
@@ -17,20 +15,20 @@ Make = Callable[[int], EvictionPolicy]
 """The policy of a cache of so many experts of SHAPE. Two of them know nothing of each other."""
 
 
-def check_eviction(maker: MakeEviction) -> None:
+def check_eviction(policy: type[EvictionPolicy]) -> None:
     """Run all of EVICTION_CHECKS. Raises AssertionError naming the promise that is not kept."""
-    make = partial(_made, maker)
     for check in EVICTION_CHECKS:
-        check(make)
-    expect(
-        isinstance(make(4), ScoredPolicy) == maker.is_scored,
-        "is_scored is said of a ScoredPolicy, and of no other",
-        type(make(4)).__name__,
-    )
+        check(lambda capacity: policy.make(SHAPE, capacity, KNOWN))
+    is_scored = issubclass(policy, ScoredPolicy)
+    expect(is_scored == policy.is_scored, "is_scored is said of a ScoredPolicy, and of no other", policy.__name__)
 
 
-def _made(maker: MakeEviction, capacity: int) -> EvictionPolicy:
-    return maker(SHAPE, capacity, KNOWN)
+def check_prefetch(order: type[PrefetchOrder]) -> None:
+    """Of one layer, the surer never comes later. Raises AssertionError otherwise."""
+    priority = order.make().priority
+    for layers_to_go in (1, 2, 7):
+        found = [priority(score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
+        expect(found == sorted(found), f"a priority never falls with the score ({layers_to_go} layers to go)", found)
 
 
 def every_kept_expert_is_named_once_and_no_other(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""Futures for what needs one: any at all, or that of a list of demands."""
+"""Models and futures made up for checks; and an assertion that `python -O` does not leave out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from random import Random
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.known import NEVER, Known
+
+
+def expect(is_so: bool, promise: str, found: object = None) -> None:
+    """Raise AssertionError with the promise that is not kept, and what was found instead."""
+    if not is_so:
+        raise AssertionError(promise if found is None else f"{promise}; found {found!r:.200}")
 
 
 def small_model(layers: int, experts: int, top_k: int) -> Geometry:

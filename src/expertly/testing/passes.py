@@ -10,7 +10,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, Routed, Want
 from expertly.policies.known import Known
-from expertly.policies.predictor import MakePredictor
+from expertly.policies.predictor import Predictor
 from expertly.testing.futures import ListFuture, small_model, some_future
 
 SHAPE = small_model(layers=6, experts=12, top_k=3)
@@ -65,7 +65,7 @@ class MadeUp:
 
 
 def watched(
-    maker: MakePredictor,
+    policy: type[Predictor],
     distance: int,
     *,
     known: MakeKnown = future_and_seed,
@@ -76,7 +76,7 @@ def watched(
 ) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
     """The future, and every prediction with the step at which it was made (-1: before the first)."""
     future = some_future(shape, iterations)
-    predictor = maker(shape, known(shape, future, seed), distance)
+    predictor = policy.make(shape, known(shape, future, seed), distance)
     shown = MadeUp(shape, predictor.wants, num_rows, seed)
     made: list[tuple[int, Prediction]] = []
     for step, (layer, experts) in enumerate(future.demands):

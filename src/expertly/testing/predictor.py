@@ -8,9 +8,8 @@ from random import Random
 
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.policies.predictor import MakePredictor
-from expertly.testing.expect import expect
-from expertly.testing.futures import small_model, some_future
+from expertly.policies.predictor import Predictor
+from expertly.testing.futures import expect, small_model, some_future
 from expertly.testing.passes import SHAPE, MadeUp, MakeKnown, future_and_seed, watched
 
 DISTANCES = (1, 2, 5, 9, 1 << 30)
@@ -20,7 +19,7 @@ ROWS = (1, 3)
 
 
 def check_predictor(
-    maker: MakePredictor, known: MakeKnown = future_and_seed, distances: Sequence[int] = DISTANCES
+    policy: type[Predictor], known: MakeKnown = future_and_seed, distances: Sequence[int] = DISTANCES
 ) -> None:
     """Run all of PREDICTOR_CHECKS at these distances. Raises AssertionError naming the promise that is not kept.
 
@@ -28,12 +27,12 @@ def check_predictor(
     """
     for check in PREDICTOR_CHECKS:
         for distance in distances:
-            check(maker, distance, known)
+            check(policy, distance, known)
 
 
-def a_prediction_is_of_a_layer_that_has_not_run(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+def a_prediction_is_of_a_layer_that_has_not_run(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     for num_rows in ROWS:
-        future, made = watched(maker, distance, known=known, num_rows=num_rows)
+        future, made = watched(policy, distance, known=known, num_rows=num_rows)
         expect(bool(made), "in forty iterations something is predicted")
         num_layers = SHAPE.num_layers
         for step, prediction in made:
@@ -47,9 +46,9 @@ def a_prediction_is_of_a_layer_that_has_not_run(maker: MakePredictor, distance: 
             )
 
 
-def experts_exist_are_named_once_and_fall_in_score(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+def experts_exist_are_named_once_and_fall_in_score(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     for num_rows in ROWS:
-        for prediction in _predictions(maker, distance, known, num_rows):
+        for prediction in _predictions(policy, distance, known, num_rows):
             experts, scores, confidence = prediction.experts, prediction.scores, prediction.confidence
             num_experts = SHAPE.layers[prediction.layer].num_experts
             expect(len(set(experts)) == len(experts) == len(scores) > 0, "experts are named once, each with a score")
@@ -65,12 +64,12 @@ def experts_exist_are_named_once_and_fall_in_score(maker: MakePredictor, distanc
 
 
 def probabilities_are_of_every_expert_and_scores_go_by_them(
-    maker: MakePredictor, distance: int, known: MakeKnown
+    policy: type[Predictor], distance: int, known: MakeKnown
 ) -> None:
     for num_rows in ROWS:
-        for prediction in _predictions(maker, distance, known, num_rows):
+        for prediction in _predictions(policy, distance, known, num_rows):
             likely = prediction.probabilities
-            if not maker.gives_probabilities:
+            if not policy.gives_probabilities:
                 expect(likely is None, "one that gives no probabilities gives none", likely)
                 continue
             if likely is None:
@@ -93,35 +92,35 @@ def probabilities_are_of_every_expert_and_scores_go_by_them(
             )
 
 
-def a_nearer_layer_comes_first(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+def a_nearer_layer_comes_first(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     """Where scores are no probabilities, which prefetch=proximity weighs, they say so themselves."""
-    if maker.gives_probabilities:
+    if policy.gives_probabilities:
         return
     by_step: dict[int, list[Prediction]] = defaultdict(list)
-    for step, prediction in watched(maker, distance, known=known)[1]:
+    for step, prediction in watched(policy, distance, known=known)[1]:
         by_step[step].append(prediction)
     for predictions in by_step.values():
         tops = [prediction.scores[0] for prediction in sorted(predictions, key=lambda one: one.distance)]
         expect(tops == sorted(tops, reverse=True), "scores that are no probabilities fall with the distance", tops)
 
 
-def equal_seeds_give_equal_predictions(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
-    first, second = (watched(maker, distance, known=known, seed=3)[1] for _ in range(2))
+def equal_seeds_give_equal_predictions(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
+    first, second = (watched(policy, distance, known=known, seed=3)[1] for _ in range(2))
     expect(first == second, "of two that saw the same, with one seed, predictions are the same")
 
 
 def a_model_of_one_layer_is_predicted_when_it_begins_if_at_all(
-    maker: MakePredictor, distance: int, known: MakeKnown
+    policy: type[Predictor], distance: int, known: MakeKnown
 ) -> None:
-    made = watched(maker, distance, known=known, shape=small_model(layers=1, experts=8, top_k=2))[1]
+    made = watched(policy, distance, known=known, shape=small_model(layers=1, experts=8, top_k=2))[1]
     expect(all((one.layer, one.distance) == (0, 1) for _, one in made), "there is only layer 0, one ahead", made)
     expect(len({step for step, _ in made}) == len(made), "it is predicted once an iteration", made)
 
 
-def observations_may_be_left_out_and_say_nothing(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
+def observations_may_be_left_out_and_say_nothing(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     """A pass without its beginning, with other rows, without layers, without an end, and of demands alone."""
     future = some_future(SHAPE, 80)
-    predictor = maker(SHAPE, known(SHAPE, future, 0), distance)
+    predictor = policy.make(SHAPE, known(SHAPE, future, 0), distance)
     dice = Random(5)
     shown = [MadeUp(SHAPE, predictor.wants, num_rows, num_rows) for num_rows in (1, 1, 1, 3)]
     for step, (layer, experts) in enumerate(future.demands):
@@ -136,8 +135,10 @@ def observations_may_be_left_out_and_say_nothing(maker: MakePredictor, distance:
             predictor.end_iteration(dice.random() < 0.7)
 
 
-def what_it_costs_is_counted_and_what_it_knows_is_told(maker: MakePredictor, distance: int, known: MakeKnown) -> None:
-    predictor = maker(SHAPE, known(SHAPE, some_future(SHAPE, 1), 0), distance)
+def what_it_costs_is_counted_and_what_it_knows_is_told(
+    policy: type[Predictor], distance: int, known: MakeKnown
+) -> None:
+    predictor = policy.make(SHAPE, known(SHAPE, some_future(SHAPE, 1), 0), distance)
     expect(predictor.work.num_calls == 0, "before it has done anything it has cost nothing", predictor.work)
     facts = predictor.facts()
     expect(
@@ -160,5 +161,5 @@ PREDICTOR_CHECKS = (
 )
 
 
-def _predictions(maker: MakePredictor, distance: int, known: MakeKnown, num_rows: int) -> list[Prediction]:
-    return [prediction for _, prediction in watched(maker, distance, known=known, num_rows=num_rows)[1]]
+def _predictions(policy: type[Predictor], distance: int, known: MakeKnown, num_rows: int) -> list[Prediction]:
+    return [prediction for _, prediction in watched(policy, distance, known=known, num_rows=num_rows)[1]]

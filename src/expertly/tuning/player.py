@@ -10,10 +10,10 @@ from typing import Any
 from expertly import api
 from expertly.core.errors import ExpertlyError
 from expertly.engine.backends import available_nbytes
+from expertly.engine.learned import reuse_models
 from expertly.engine.memory import available_host_nbytes
-from expertly.engine.saved_reuse import reuse_models
 from expertly.lab.playing import Played, feed
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan
 from expertly.sim.reuse_learning import teach
 from expertly.sim.training import histories
 from expertly.tuning.candidates import Candidate

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.policies.learned import LearnedWeights
-from expertly.policies.moepic.configurator import configure
-from expertly.policies.moepic.plan import SplitPlan
+from expertly.policies.allocation.moepic import SplitPlan, configure
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from expertly.sim.routing_rates import rates_of_trace

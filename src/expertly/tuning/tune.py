@@ -16,10 +16,10 @@ from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, write_atomic
 from expertly.engine.choices import Choice, Gain, Machine, save_choice
+from expertly.engine.learned import find_weights
 from expertly.engine.saved_choice import choices_path, in_codec, this_machine
-from expertly.engine.saved_predictor import find_weights
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import LearnedWeights
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
 from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside

@@ -3,12 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.policies.maps.search import Search
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.search import Search
+from expertly.policies.predictor.fmoe.store import MapStore
 from tests.policies.maps.reference import cosine, random_scores, top
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
-SHAPE = MapShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
+SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
 
 
 def filled(dice: np.random.Generator, num_maps: int, has_embeddings: bool = True) -> MapStore:
@@ -63,7 +64,7 @@ def test_semantic_cosines_take_embeddings_of_any_length(num_rows: int) -> None:
 
 def test_layers_of_other_sizes_and_layers_that_never_run() -> None:
     dice = np.random.default_rng(1)
-    store = MapStore(MapShape((8, 3, 8), (2, 1, 2)), 20)
+    store = MapStore(ModelShape((8, 3, 8), (2, 1, 2)), 20)
     scores = random_scores(dice, 20, 3, 8)
     scores[:, 1, 3:] = 0
     scores[:, 2] = 0

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from expertly.policies.maps.selection import select, select_rows, union
+from expertly.policies.predictor.fmoe.predictor import select, select_rows, union
 
 
 def brute(probabilities: np.ndarray, score: float, top_k: int) -> int:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 from tests.policies.maps.reference import NaiveStore, cosine, random_scores, top
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 5, 8, 2, 16
-SHAPE = MapShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
+SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
 
 
 def born_of(store: MapStore) -> list[int]:
@@ -17,7 +18,7 @@ def born_of(store: MapStore) -> list[int]:
 
 def test_a_request_s_counts_come_back_exactly_from_its_maps() -> None:
     dice = np.random.default_rng(0)
-    shape = MapShape((8, 6, 8), (2, 3, 1))
+    shape = ModelShape((8, 6, 8), (2, 3, 1))
     store = MapStore(shape, 100, quota=1.0)
     chosen = np.full((40, 3, 3), -1)
     for layer, (experts, top_k) in enumerate(zip(shape.num_experts, shape.top_k, strict=True)):
@@ -36,7 +37,7 @@ def test_a_request_s_counts_come_back_exactly_from_its_maps() -> None:
 
 
 def test_what_is_no_expert_of_the_layer_is_no_choice() -> None:
-    store = MapStore(MapShape((8, 4), (2, 2)), 4)
+    store = MapStore(ModelShape((8, 4), (2, 2)), 4)
     chosen = np.array([[[7, 99], [4, 3]], [[-1, 0], [65535, 1]]], np.int32)
     store.add(random_scores(np.random.default_rng(0), 2, 2, 8), chosen, np.array([1, 2]))
     assert store.chosen[:2].tolist() == [[[7, 65535], [65535, 3]], [[65535, 0], [65535, 1]]]
@@ -190,7 +191,7 @@ def test_extending_a_smaller_store_keeps_what_the_equations_keep() -> None:
 def test_bytes_are_those_of_the_arrays() -> None:
     store = filled()
     assert (store.maps_nbytes, store.embeddings_nbytes) == MapStore.nbytes_of(SHAPE, 30, HIDDEN)
-    assert MapStore.nbytes_of(MapShape((60,) * 24, (4,) * 24), 1000, 2048) == (5_760_000, 8_192_000)
+    assert MapStore.nbytes_of(ModelShape((60,) * 24, (4,) * 24), 1000, 2048) == (5_760_000, 8_192_000)
 
 
 @pytest.mark.parametrize(

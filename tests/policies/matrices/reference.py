@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from expertly.policies.maps.store import MapShape
+from expertly.policies.learned import ModelShape
 from tests.policies.maps.reference import TIE, cosine
 
 LAYERS, EXPERTS, TOP_K = 5, 7, 2
-SHAPE = MapShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
+SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
 
 
 def choices(dice: np.random.Generator, num_tokens: int) -> np.ndarray:

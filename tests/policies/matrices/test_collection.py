@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import DEFAULT_CAPACITY, MAX_COUNT, Collection, Matrices
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import DEFAULT_CAPACITY, MAX_COUNT, Collection, Matrices
 from tests.policies.matrices.reference import SHAPE, choices, matrix_of
 
 
@@ -61,7 +61,7 @@ def test_a_capacity_that_cannot_be(capacity: int) -> None:
     with pytest.raises(ConfigError, match=rf"capacity={capacity}: must be from 1 to"):
         Collection(SHAPE, capacity)
     with pytest.raises(ConfigError, match=r"matrices of \d+ bytes; at most"):
-        Collection(MapShape((9000,) * 90, (1,) * 90), 1 << 20)
+        Collection(ModelShape((9000,) * 90, (1,) * 90), 1 << 20)
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Collection
-from expertly.policies.matrices.match import Match
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import Collection, Match
 from tests.policies.matrices.reference import LAYERS, SHAPE, NaiveCollection, choices, cosine, matrix_of
 
 
@@ -56,7 +55,7 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
 def test_many_experts_at_once_are_counted_as_one_by_one() -> None:
     """A prompt that chose most experts of a wide layer, in one product."""
     dice = np.random.default_rng(0)
-    collection = Collection(MapShape((64, 60), (4, 4)), 9)
+    collection = Collection(ModelShape((64, 60), (4, 4)), 9)
     for _ in range(9):
         matrix = dice.integers(0, 5, (2, 64))
         matrix[1, 60:] = 0

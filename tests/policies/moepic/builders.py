@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics, Timing
 
 
 def shape_of(layers: int, experts: int = 6, top_k: int = 2, segments: int = 4, width: int = 16) -> Geometry:
@@ -29,9 +28,22 @@ def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> t
     return np.array(needed), np.array(predicted)
 
 
+def learn(
+    layer: LayerStatistics,
+    needed: np.ndarray,
+    predicted: np.ndarray | None = None,
+    is_predicted: np.ndarray | None = None,
+) -> None:
+    """Tokens that came one after another, each in a pass of its own."""
+    for row in range(len(needed)):
+        this = slice(row, row + 1)
+        has_scores = predicted is not None and (is_predicted is None or is_predicted[row])
+        layer.observe(needed[this], predicted[this] if has_scores else None)
+
+
 def gathered(seed: int, experts: int = 6, top_k: int = 2, tokens: int = 150) -> LayerRates:
     layer = LayerStatistics(experts)
-    layer.learn(*routing(seed, tokens, experts, top_k, [0.0, 0.3, 1.0, 2.0, 5.0][seed % 5]))
+    learn(layer, *routing(seed, tokens, experts, top_k, [0.0, 0.3, 1.0, 2.0, 5.0][seed % 5]))
     return layer.rates()
 
 

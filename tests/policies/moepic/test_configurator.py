@@ -10,15 +10,23 @@ import pytest
 
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.configurator import Configuration, configure
-from expertly.policies.moepic.forecast import Forecaster
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.moepic.statistics import LayerStatistics
-from expertly.policies.moepic.timing import Timing
-from expertly.policies.moepic.uniform import uniform_budgets, uniform_plan
+from expertly.policies.allocation.moepic import (
+    Configuration,
+    LayerStatistics,
+    SplitPlan,
+    Timing,
+    configure,
+    uniform_plan,
+)
+from expertly.policies.allocation.moepic.configurator import Forecaster
+from expertly.policies.allocation.uniform import equal_shares
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
 TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
+
+
+def exposed(forecaster: Forecaster, plan: SplitPlan) -> tuple[float, ...]:
+    return tuple(one.exposed_ns for one in forecaster.outcomes(plan.layers))
 
 
 def budgets_of(found: Configuration) -> list[int]:
@@ -42,18 +50,18 @@ def test_budgets_are_possible_and_no_worse_than_equal_ones(seed: int, piece_ns: 
 def test_what_is_forecast_is_of_the_plan(seed: int) -> None:
     shape, kept, rates, timing = random_model(seed)
     found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
-    assert found.exposed_ns == pytest.approx(forecaster.exposed_with(found.plan.layers))
+    assert found.exposed_ns == pytest.approx(exposed(forecaster, found.plan))
     outcomes = found.outcomes
-    assert [one.exposed_ns for one in outcomes] == pytest.approx(found.exposed_ns)
     assert outcomes[0].window_ns == timing.first_window_ns()
     for layer, (one, following) in enumerate(pairwise(outcomes)):
         assert (
-            following.window_ns == timing.next_window_ns(layer, one.loaded) and 0 <= one.loaded <= timing.top_k[layer]
+            following.window_ns == timing.next_window_ns(layer, np.array(one.loaded))
+            and 0 <= one.loaded <= timing.top_k[layer]
         )
-        assert one.exposed_ns == timing.exposed_ns(layer, one.loaded)
-    uniform = forecaster.forecast(uniform_budgets(shape, [kept]))
+        assert one.exposed_ns == timing.exposed_ns(layer, np.array(one.loaded))
+    uniform = forecaster.forecast(equal_shares(shape, [kept]))
     assert found.uniform_exposed_ns == uniform.exposed_ns
-    assert found.start_exposed_ns == forecaster.exposed_with(uniform_plan(shape, [kept]).layers)
+    assert found.start_exposed_ns == exposed(forecaster, uniform_plan(shape, [kept]))
 
 
 @pytest.mark.parametrize("piece_ns", [0, 15_000])
@@ -81,7 +89,7 @@ def test_split_experts_are_expected_to_be_kept_only_where_their_spans_pay() -> N
         for seed in range(12):
             shape, kept, rates, timing = random_model(seed, piece_ns)
             found = configure(shape, [kept], rates, timing)
-            forecast = Forecaster(shape, rates, timing).exposed_with(found.plan.layers)
+            forecast = exposed(Forecaster(shape, rates, timing), found.plan)
             assert found.exposed_ns == pytest.approx(forecast)
             found_split += sum(0 < one.kept_segments < shape.segments_per_expert for one in found.plan.layers)
         num_split.append(found_split)

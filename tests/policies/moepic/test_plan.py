@@ -10,7 +10,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.plan import LayerSplit, SplitPlan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from tests.policies.moepic.builders import shape_of
 
 SHAPE = Geometry((LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 2, 4)), 4)

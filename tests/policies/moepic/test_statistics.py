@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.policies.allocation.moepic import LayerRates, LayerStatistics
 from expertly.policies.eviction.lcp import LCP
-from expertly.policies.eviction.priority import CachePriority
-from expertly.policies.moepic.statistics import LayerRates, LayerStatistics, by_falling_score
-from tests.policies.moepic.builders import routing
+from tests.policies.moepic.builders import learn, routing
 
 RHO, OMEGA = 0.25, 128.0
 
@@ -57,7 +56,7 @@ def test_rates_are_as_defined(seed: int, half_life: float | None) -> None:
     experts, top_k = [5, 8, 12, 16][seed], [1, 2, 3, 4][seed]
     needed, predicted = routing(seed, 120, experts, top_k, noise=1.0)
     layer = LayerStatistics(experts, half_life)
-    layer.learn(needed, predicted)
+    learn(layer, needed, predicted)
     passes = [(needed[t : t + 1], predicted[t : t + 1]) for t in range(len(needed))]
     assert_equal(layer.rates(), defined(passes, experts, half_life))
     assert layer.num_tokens == 120
@@ -80,8 +79,8 @@ def test_tokens_without_a_prediction_count_for_the_cache_alone() -> None:
     is_predicted = np.arange(80) % 3 != 0
     blank = np.where(is_predicted[:, None], predicted, np.nan)
     one_by_one, in_passes, never = LayerStatistics(8, None), LayerStatistics(8, None), LayerStatistics(8, None)
-    one_by_one.learn(needed, predicted, is_predicted)
-    never.learn(needed)
+    learn(one_by_one, needed, predicted, is_predicted)
+    learn(never, needed)
     for begin in range(0, 80, 4):
         this = slice(begin, begin + 4)
         in_passes.observe(needed[this], predicted[this], is_predicted[this])
@@ -103,7 +102,7 @@ def test_nothing_observed_is_all_0_and_rates_do_not_change_afterwards() -> None:
 def test_reading_rates_changes_nothing() -> None:
     needed, predicted = routing(4, 100, 8, 2, noise=1.0)
     read, unread = LayerStatistics(8), LayerStatistics(8)
-    unread.learn(needed, predicted)
+    learn(unread, needed, predicted)
     for token in range(100):
         read.observe(needed[token : token + 1], predicted[token : token + 1])
         if token % 7 == 0:
@@ -143,9 +142,9 @@ def test_what_was_long_ago_is_forgotten() -> None:
     rates = {}
     for half_life in (None, 200.0):
         layer = LayerStatistics(8, half_life)
-        layer.learn(early)
+        learn(layer, early)
         assert layer.rates().hits[2] > 0.99
-        layer.learn(late)
+        learn(layer, late)
         rates[half_life] = float(layer.rates().hits[2])
     assert rates[None] > 0.6
     assert rates[200.0] < 0.3
@@ -155,26 +154,13 @@ def test_a_short_memory_stays_exact_for_ever() -> None:
     """The weights of 2000 tokens with a half-life of 5 span 2^400."""
     needed, predicted = routing(2, 2000, 6, 2, noise=1.0)
     layer = LayerStatistics(6, half_life=5.0)
-    layer.learn(needed, predicted)
+    learn(layer, needed, predicted)
     # At the end only the last few hundred tokens weigh: the rest is below what a float64 holds beside them.
     passes = [(needed[t : t + 1], predicted[t : t + 1]) for t in range(2000)]
     assert_equal(layer.rates(), defined(passes, 6, 5.0))
-
-
-def test_predicted_scores_order_falling_then_by_id() -> None:
-    dice = np.random.default_rng(0)
-    scores = dice.choice([0.0, 1e-40, 0.25, 0.5, 0.7, 3e38], size=(50, 40)).astype(np.float32)
-    expected = [sorted(range(40), key=lambda e: (-row[e], e)) for row in scores]
-    assert by_falling_score(scores).tolist() == expected
 
 
 @pytest.mark.parametrize("half_life", [0, -1.0, float("nan")])
 def test_a_half_life_must_be_above_0(half_life: float) -> None:
     with pytest.raises(ConfigError, match=r"half_life=.*: must be above 0 tokens"):
         LayerStatistics(4, half_life)
-
-
-@pytest.mark.parametrize("rho, omega, named", [(1.0, 128, "rho=1.0"), (0, 128, "rho=0"), (0.5, 0, "omega=0")])
-def test_priorities_say_what_they_accept(rho: float, omega: float, named: str) -> None:
-    with pytest.raises(ConfigError, match=f"{named}: must be"):
-        CachePriority(rho, omega)

@@ -7,9 +7,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from expertly.policies.moepic.statistics import LayerRates
-from expertly.policies.moepic.subproblem import LayerProblem, Splits
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import LayerRates, Timing
+from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
 from tests.policies.moepic.builders import gathered, perfect, rates_of, useless
 
 LOAD_NS = 100_000
@@ -29,7 +28,12 @@ def problem_of(
 
 
 def loaded_with(problem: LayerProblem, experts: int, segments: int, window_ns: float) -> float:
-    return problem.loaded_with(experts, segments, window_ns)[0]
+    return float(problem.outcomes(window_ns).loaded[problem.splits.number[experts, segments]])
+
+
+def kept(curve: Curve, budget: int) -> tuple[int, int]:
+    best = curve.best(budget)
+    return best.kept_experts, best.kept_segments
 
 
 def loaded_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> float:
@@ -60,7 +64,7 @@ def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
         curve = problem.curve(window * LOAD_NS)
         assert len(curve.loaded) == num * segments + 1
         for budget in range(num * segments + 1):
-            chosen = curve.kept_experts(budget), curve.kept_segments(budget)
+            chosen = kept(curve, budget)
             assert chosen[0] * chosen[1] <= budget
             assert curve.loaded[budget] == pytest.approx(of[chosen])
             assert of[chosen] == pytest.approx(max(m for (c, s), m in of.items() if c * s <= budget))
@@ -113,7 +117,7 @@ def test_with_spans_that_cost_something_every_budget_gets_the_best_of_all_splits
         curve = problem.curve(window * LOAD_NS)
         assert (np.diff(curve.exposed_ns) <= 0).all()
         for budget in range(num * segments + 1):
-            chosen = curve.kept_experts(budget), curve.kept_segments(budget)
+            chosen = kept(curve, budget)
             assert chosen[0] * chosen[1] <= budget
             assert curve.exposed_ns[budget] == pytest.approx(of[chosen], abs=1e-3)
             assert of[chosen] == pytest.approx(min(cost for (c, s), cost in of.items() if c * s <= budget), abs=1e-3)
@@ -126,7 +130,7 @@ def test_spans_that_cost_more_than_they_spare_are_not_made() -> None:
     rates, found = rates_of(ranks, (np.arange(32) < 2).astype(float)), []
     for piece_ns in (0, 1, 20_000):
         curve = problem_of(rates, 2, 8, piece_ns=piece_ns).curve(0.9 * LOAD_NS)
-        found.append((curve.kept_experts(32), curve.kept_segments(32)))
+        found.append(kept(curve, 32))
     assert found == [(32, 1), (32, 1), (4, 8)]
 
 
@@ -148,11 +152,11 @@ def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
     problem = problem_of(perfect(8, 2), 2, 4)
     curve = problem.curve(10 * LOAD_NS)
     assert (curve.loaded == 2).all()
-    assert curve.kept_experts(0) == 0
+    assert kept(curve, 0)[0] == 0
     for budget in range(1, 33):
         # Hits are in proportion to what is kept: as much as whole numbers of equal parts allow.
         used = {(c, s): c * s for c in range(1, 9) for s in range(1, 5) if c * s <= budget}
-        assert (curve.kept_experts(budget), curve.kept_segments(budget)) == min(
+        assert kept(curve, budget) == min(
             (split for split, num in used.items() if num == max(used.values())), key=lambda split: split[0]
         )
 
@@ -179,7 +183,7 @@ def test_a_prefetch_that_just_fits_is_made() -> None:
 def test_useless_predictions_want_the_hottest_experts_whole() -> None:
     curve = problem_of(useless(32, 4), 4, 8).curve(1.5 * LOAD_NS)
     for experts in (1, 2, 4, 8):
-        assert (curve.kept_experts(8 * experts), curve.kept_segments(8 * experts)) == (experts, 8)
+        assert kept(curve, 8 * experts) == (experts, 8)
 
 
 def test_perfect_predictions_in_time_want_nothing_kept() -> None:
@@ -197,6 +201,6 @@ def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:
     rates = rates_of(ranks, (np.arange(32) < 2).astype(float))
     problem = problem_of(rates, 2, 8)
     curve = problem.curve(0.9 * LOAD_NS)
-    assert (curve.kept_experts(32), curve.kept_segments(32)) == (32, 1)
+    assert kept(curve, 32) == (32, 1)
     assert curve.loaded[32] == pytest.approx(1 + 1 / 8)
     assert loaded_with(problem, 4, 8, 0.9 * LOAD_NS) == pytest.approx(1)

@@ -6,7 +6,9 @@ import pytest
 
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.moepic.uniform import half_split, uniform_budgets, uniform_plan
+from expertly.policies.allocation.moepic import uniform_plan
+from expertly.policies.allocation.moepic.configurator import half_split
+from expertly.policies.allocation.uniform import equal_shares
 from tests.policies.moepic.builders import shape_of
 
 
@@ -17,23 +19,23 @@ def mixed(widths: list[int], experts: list[int], segments: int = 2) -> Geometry:
 
 
 def test_shares_are_equal_and_the_remainder_goes_to_the_lowest_layers() -> None:
-    assert uniform_budgets(shape_of(4), [22]) == [6, 6, 5, 5]
-    assert uniform_budgets(shape_of(4), [2]) == [1, 1, 0, 0]
-    assert uniform_budgets(shape_of(4), [0]) == [0] * 4
+    assert equal_shares(shape_of(4), [22]) == [6, 6, 5, 5]
+    assert equal_shares(shape_of(4), [2]) == [1, 1, 0, 0]
+    assert equal_shares(shape_of(4), [0]) == [0] * 4
 
 
 def test_no_layer_gets_more_than_its_experts_fill() -> None:
-    assert uniform_budgets(shape_of(2), [1000]) == [24, 24]
-    assert uniform_budgets(mixed([8, 8, 8], [8, 2, 8]), [20]) == [8, 4, 8]
-    assert uniform_budgets(mixed([8, 8, 8], [8, 2, 8]), [21]) == [9, 4, 8]
+    assert equal_shares(shape_of(2), [1000]) == [24, 24]
+    assert equal_shares(mixed([8, 8, 8], [8, 2, 8]), [20]) == [8, 4, 8]
+    assert equal_shares(mixed([8, 8, 8], [8, 2, 8]), [21]) == [9, 4, 8]
 
 
 def test_size_classes_do_not_share() -> None:
     shape = mixed([8, 16, 8], [4, 4, 4])
-    assert uniform_budgets(shape, [6, 5]) == [3, 5, 3]
+    assert equal_shares(shape, [6, 5]) == [3, 5, 3]
     for wrong in ([6], [6, -1], [1, 2, 3]):
         with pytest.raises(BudgetError, match=r"kept_segments=.*: must be a number at least 0 for each of 2 size"):
-            uniform_budgets(shape, wrong)
+            equal_shares(shape, wrong)
 
 
 @pytest.mark.parametrize(

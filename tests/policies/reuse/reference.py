@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from expertly.core.messages import RouterRan
-from expertly.policies.reuse.layer import BATCH, DISCOUNT, HORIZON, MEAN_RATE, OWN_WEIGHT, RATE
-from expertly.policies.reuse.model import REACH
+from expertly.policies.eviction.reuse import BATCH, DISCOUNT, HORIZON, MEAN_RATE, OWN_WEIGHT, RATE, REACH
 
 
 class Reference:

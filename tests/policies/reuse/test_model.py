@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel
 from tests.policies.reuse.reference import Reference
 from tests.scheduler.drive import geometry, one_token
 
@@ -88,11 +88,11 @@ def test_values_are_those_of_the_formulas() -> None:
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
     dice, model = random.Random(4), ReuseModel(SHAPE)
     ranks(model, told_by_another(100, 5))
-    before = [layer._weights.copy() for layer in model._layers]
+    before = [layer.weights.copy() for layer in model._layers]
     for _ in range(60):
         for layer in range(LAYERS):
             model.observe(prompt(layer, dice))
-    assert all(np.array_equal(layer._weights, old) for layer, old in zip(model._layers, before, strict=True))
+    assert all(np.array_equal(layer.weights, old) for layer, old in zip(model._layers, before, strict=True))
     router = RouterRan(1, [6, 2], [39, 1], [False, False], 40)
     model.observe(router)
     assert values(model, 1).argmax() == 6
@@ -144,6 +144,6 @@ def test_layers_may_have_other_numbers_of_experts() -> None:
 @pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (1024, 1)])
 def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
     model = ReuseModel(geometry(layers=20, experts=experts))
-    assert model._layers[10]._weights.shape == (experts, looked_at * experts)
+    assert model._layers[10].weights.shape == (experts, looked_at * experts)
     model.observe(one_token(10, [1, 2]))
     assert model.worth()[10 * experts + 1] > model.worth()[10 * experts + 3]

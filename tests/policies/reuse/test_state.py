@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.policies.reuse.layer import LayerReuse
-from expertly.policies.reuse.model import ReuseModel, num_weights
+from expertly.policies.eviction.reuse import LayerReuse, ReuseModel, num_weights
 from tests.policies.reuse.test_model import SHAPE, ranks, told_by_another
 from tests.scheduler.drive import geometry, one_token
 

@@ -1,56 +1,71 @@
-"""Layers that miss more keep more: the least expected demand loads (AdapMoE's cache allocation)."""
+"""Layers that miss more keep more: the fewest expected loads (AdapMoE's cache allocation)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation.base import Allocation
-from expertly.policies.allocation.optimum import cheapest_shares
-from expertly.policies.allocation.stack import StackDistances
-from expertly.policies.allocation.uniform import layers_of, uniform_shares, with_rests
-from expertly.policies.known import Usage
+from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_shares, with_rests
+from expertly.policies.base import PolicyOptions, option
+from expertly.policies.known import NOTHING, Known
 
-LEAST_GAIN = 0.01
-"""Share of the expected demand loads that other shares must spare, to be worth moving experts for (our choice)."""
+Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
+
+_LEAST_GAIN = 0.01
+"""Share of the expected loads that other shares must spare, to be worth moving experts for (our choice)."""
+
+_NEVER = 1 << 62
+_STEPS = 30
+"""Costs are rounded to 2**-30 of one, or less finely where sums would not fit 63 bits."""
+
+
+@dataclass(frozen=True)
+class AdapMoEOptions(PolicyOptions):
+    """Options of `adapmoe`."""
+
+    tau: int = option(256, "decoded tokens between two allocations, where no training part says how to share", least=1)
 
 
 class AdapMoE(Allocation):
-    """Whole experts go where they spare most: of layer l with s kept, misses_l(s) x (1 - a_l) demand loads are
-    expected. misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions
-    name, and is loaded ahead. Prompts are left out: they fill what is empty and evict nothing.
+    """Whole experts go where they spare most: of layer l with s kept, misses_l(s) x (1 - a_l) loads are expected.
+    misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions name, and is
+    prefetched. Prompts are left out: they fill what is empty and evict nothing.
 
-    With `usage`, what a training part shows, shares are fixed. Without, they are uniform until `tau` tokens have been
-    decoded; then, and after every `tau` more, they are worked out from all that was seen.
+    With Known.usage, what a training part shows, shares are fixed. Without, they are uniform until `tau` tokens have
+    been decoded; then, and after every `tau` more, they are worked out from all that was seen.
     """
 
-    def __init__(self, geometry: Geometry, usage: Usage | None = None, tau: int = 256) -> None:
-        self.is_online = usage is None
-        self._geometry = geometry
-        self._usage = usage
-        self._tau = tau
+    name = "adapmoe"
+    options = AdapMoEOptions
+    needs_layers = True
+    takes_usage = True
+
+    def __init__(self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = NOTHING) -> None:
+        super().__init__(geometry)
+        self._usage = known.usage
+        self.is_online = self._usage is None
+        self._tau = self._due = options.tau
         self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers] if self.is_online else []
         self._shares: list[int] = []
-        self._kept_slots: list[int] = []
-        self._recall: Sequence[float] = () if usage is None else usage.recall
+        self._recall: Sequence[float] = () if self._usage is None else self._usage.recall
         self._num_tokens = 0
-        self._due = tau
         self._num_moves = 0
 
     def shares(self, kept_slots: Sequence[int]) -> list[int]:
         if self._usage is None:
-            return uniform_shares(self._geometry, kept_slots)
+            return uniform_shares(self.geometry, kept_slots)
         return self._best(kept_slots, self._usage.misses, self._usage.recall)
 
     def begin(self, shares: Sequence[int]) -> None:
         self._shares = list(shares)
-        self._kept_slots = [0] * self._geometry.num_size_classes
-        for size_class, share in zip(self._geometry.size_classes, shares, strict=True):
-            self._kept_slots[size_class] += share
 
     def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
         if not demand.serves_decode:
@@ -60,20 +75,19 @@ class AdapMoE(Allocation):
             for num, expert, is_decode in zip(demand.num_tokens, demand.experts, demand.is_decode, strict=True)
             if num and is_decode
         )
-        if demand.layer < self._geometry.num_layers - 1:
+        if demand.layer < self.geometry.num_layers - 1:
             return None
         self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
         if self._num_tokens < self._due:
             return None
         self._due = self._num_tokens + self._tau
-        return self._solve([recall(layer) for layer in range(self._geometry.num_layers)])
+        return self._solve([recall(layer) for layer in range(self.geometry.num_layers)])
 
     def _solve(self, recall: Sequence[float]) -> list[int] | None:
         misses = [seen.misses() for seen in self._seen]
-        shares = self._best(self._kept_slots, misses, recall)
-        before, after = (self._expected(one, misses, recall) for one in (self._shares, shares))
-        is_first = not self._num_moves
-        if shares == self._shares or not (is_first or after < (1 - LEAST_GAIN) * before):
+        shares = self._best(class_sums(self.geometry, self._shares), misses, recall)
+        before, after = (self._expected_loads(one, misses, recall) for one in (self._shares, shares))
+        if shares == self._shares or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
             return None
         self._recall = tuple(recall)
         self._num_moves += 1
@@ -83,21 +97,19 @@ class AdapMoE(Allocation):
     def _best(
         self, kept_slots: Sequence[int], misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]
     ) -> list[int]:
-        geometry, num_segments = self._geometry, self._geometry.segments_per_expert
-        shares = [0] * geometry.num_layers
+        num_segments = self.geometry.segments_per_expert
+        shares = [0] * self.geometry.num_layers
         for size_class, slots in enumerate(kept_slots):
-            layers = layers_of(geometry, size_class)
+            layers = layers_of(self.geometry, size_class)
             costs = [misses[layer] * (1 - recall[layer]) for layer in layers]
-            found = cheapest_shares(costs, slots // num_segments)
-            for layer, num_experts in zip(layers, found, strict=True):
+            for layer, num_experts in zip(layers, cheapest_shares(costs, slots // num_segments), strict=True):
                 shares[layer] = num_experts * num_segments
-        return with_rests(geometry, kept_slots, shares)
+        return with_rests(self.geometry, kept_slots, shares)
 
-    def _expected(
+    def _expected_loads(
         self, shares: Sequence[int], misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]
     ) -> float:
-        """Demand loads of all that was seen."""
-        num_segments = self._geometry.segments_per_expert
+        num_segments = self.geometry.segments_per_expert
         loads = (m[share // num_segments] * (1 - a) for m, share, a in zip(misses, shares, recall, strict=True))
         return float(sum(loads))
 
@@ -108,3 +120,76 @@ class AdapMoE(Allocation):
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
         return {"learned": learned, "recall": recall or None, "moves": self._num_moves}
+
+
+class StackDistances:
+    """How deep in least-recently-used order the experts lie that a layer is asked for (Mattson). A cache of s experts
+    that evicts the least recently used one holds the s topmost: one pass gives the misses of every size.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._stack: list[int] = []  # the most recently used first
+        self._counts = [0] * (num_experts + 1)  # requests by depth; the last entry: first requests
+
+    def add(self, demands: Iterable[tuple[int, int]]) -> None:
+        """What one pass asks for: (tokens, expert) of each. All are looked up before any counts as used; then the
+        busiest is the most recent, as the policy `lru` has it.
+        """
+        stack, counts = self._stack, self._counts
+        ranked = sorted(demands)
+        for _, expert in ranked:
+            counts[stack.index(expert) if expert in stack else -1] += 1
+        for _, expert in ranked:
+            if expert in stack:
+                stack.remove(expert)
+            stack.insert(0, expert)
+
+    def misses(self) -> npt.NDArray[np.int64]:
+        """[E + 1]: the requests so far that a cache of s = 0..E experts would have missed."""
+        counts = np.array(self._counts, np.int64)
+        beyond: npt.NDArray[np.int64] = counts.sum() - np.concatenate(([0], np.cumsum(counts[:-1])))
+        return beyond
+
+
+def cheapest_shares(costs: Costs, num_experts: int) -> list[int]:
+    """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts of it]`: exactly, by a
+    dynamic program in O(sum of E x num_experts).
+
+    `costs[layer]` is [E + 1], of at least 0, falling or not. Of what costs the same, what is most even (the least sum
+    of squares) comes first, then what gives the lowest layers most.
+    """
+    limits = [len(cost) - 1 for cost in costs]
+    if not 0 <= num_experts <= sum(limits):
+        raise ConfigError(f"num_experts={num_experts}: must be from 0 to {sum(limits)}")
+    keys = _keys(costs)
+    below = [np.full(num_experts + 1, _NEVER, np.int64)]  # of the layers from the last one up: the least by number
+    below[0][0] = 0
+    most = 0  # that these layers can hold
+    for key in reversed(keys):
+        following = below[-1]
+        least = np.full(num_experts + 1, _NEVER, np.int64)
+        for num, price in enumerate(key.tolist()):
+            end = min(num_experts, most + num) + 1
+            if end > num:
+                np.minimum(least[num:end], following[: end - num] + price, out=least[num:end])
+        most = min(num_experts, most + len(key) - 1)
+        below.append(least)
+    shares, left = [], num_experts
+    for layer, key in enumerate(keys):
+        here, following = below[len(keys) - layer][left], below[len(keys) - layer - 1]
+        nums = np.arange(min(left, limits[layer]) + 1)
+        (best,) = np.nonzero(key[nums] + following[left - nums] == here)
+        shares.append(int(best[-1]))
+        left -= shares[-1]
+    return shares
+
+
+def _keys(costs: Costs) -> list[npt.NDArray[np.int64]]:
+    """Cost, then square, as one integer: sums of them compare as the pairs of sums do, without rounding."""
+    squares = sum((len(cost) - 1) ** 2 for cost in costs).bit_length()
+    whole = int(np.ceil(sum(float(cost.max()) for cost in costs))).bit_length()
+    steps = min(_STEPS, 60 - squares - whole)
+    return [
+        (np.rint(np.ldexp(cost.astype(np.float64), steps)).astype(np.int64) << squares) + np.arange(len(cost)) ** 2
+        for cost in costs
+    ]

@@ -3,45 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.policies.moepic.configurator import Configuration
-from expertly.policies.moepic.plan import SplitPlan
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
+from expertly.policies.known import NOTHING, Known
 
-Job = Callable[[Timing], Configuration]
+if TYPE_CHECKING:
+    from expertly.policies.allocation.moepic.configurator import Configuration
+    from expertly.policies.allocation.moepic.plan import SplitPlan
+    from expertly.policies.allocation.moepic.timing import Timing
+
+Job = Callable[["Timing"], "Configuration"]
 """From how long the parts of a decode step take to what layers should keep: plain data in and out."""
 
 
-class Allocation(ABC):
-    """One model. Shares are in segments: of a layer, 0 to what its experts fill; together no more than is kept of each
-    size class. What no layer keeps is the ring's. None reads a clock; ties are as docs/conventions.md says.
+class Allocation(Policy, ABC):
+    """Of one model. Shares are in segments: of a layer, 0 to what its experts fill; together no more than is kept of
+    each size class. What no layer keeps is staging slots. None reads a clock; ties are as docs/conventions.md says.
     """
+
+    family = "allocation"
+    keeps: ClassVar[bool] = True
+    """False: no layer keeps anything."""
+    needs_layers: ClassVar[bool] = False
+    """Works with one cache a layer only: over all layers there is nothing to share out."""
+    takes_usage: ClassVar[bool] = False
+    """Makes something of Known.usage."""
+    takes_plan: ClassVar[bool] = False
+    """Begins with Known.plan where there is one."""
+    splits: ClassVar[bool] = False
+    """May keep parts of experts."""
+    is_configured: ClassVar[bool] = False
+    """Whether anything is ever `due`."""
 
     is_online = False
     """Whether it looks at what layers are asked for: only then are `ran` and `predicted` called."""
 
-    is_configured = False
-    """Whether anything is ever `due`."""
+    def __init__(self, geometry: Geometry, options: Any = PolicyOptions(), known: Known = NOTHING) -> None:
+        self.geometry = geometry
+
+    @classmethod
+    def make(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> Allocation:
+        """One with these options, as the user wrote them. Raises ConfigError."""
+        return cls(geometry, cls.parse(given), known)
 
     @abstractmethod
     def shares(self, kept_slots: Sequence[int]) -> list[int]:
         """Before anything has run: of so many slots of each size class, those of each layer."""
         ...
 
-    def begin(self, shares: Sequence[int]) -> None:  # noqa: B027 - most need not know
+    def begin(self, shares: Sequence[int]) -> None:
         """The caches have these shares now. Said once, before `ran`."""
 
     def tops(self, shares: Sequence[int]) -> list[int] | None:
-        """Of each layer with these shares, how many segments of an expert are kept where it is, from its top, 1 to P;
-        None: whole experts. What a share leaves that does not hold such a top is the ring's.
+        """Of each layer with these shares, how many segments of an expert the cache keeps, from its top, 1 to P; None:
+        whole experts. What a share leaves that does not hold such a top is staging slots.
         """
         return None
 
-    def predicted(self, prediction: Prediction) -> None:  # noqa: B027 - most need not know
-        """Of a layer, before its router has spoken."""
+    def predicted(self, prediction: Prediction) -> None:
+        """Of a layer, before its router has run."""
 
     def due(self) -> Job | None:
         """Between layers: what to work out now, once; None: nothing. It may take long, and holds nothing of this."""

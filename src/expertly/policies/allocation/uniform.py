@@ -1,9 +1,10 @@
-"""Every layer keeps as much as any other."""
+"""Every layer keeps as much as any other, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation.base import Allocation
 
@@ -11,35 +12,55 @@ from expertly.policies.allocation.base import Allocation
 class Uniform(Allocation):
     """Equal shares of whole experts, the remainder to the lowest layers."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
+    name = "uniform"
 
     def shares(self, kept_slots: Sequence[int]) -> list[int]:
-        return uniform_shares(self._geometry, kept_slots)
+        return uniform_shares(self.geometry, kept_slots)
+
+
+class NoneKept(Allocation):
+    """No layer keeps anything (Pre-gated MoE): every expert uses staging slots, and is gone when its layer ends."""
+
+    name = "none"
+    keeps = False
+
+    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+        return [0] * self.geometry.num_layers
+
+
+def equal_shares(geometry: Geometry, totals: Sequence[int], segments_per_expert: int | None = None) -> list[int]:
+    """Of each layer: equal shares of the segments of each size class, a remainder to the lowest layers; none gets more
+    than its experts fill. `segments_per_expert` 1: the same in whole experts; None: as the model is cut.
+
+    Raises BudgetError where `totals` is not a number at least 0 for each class.
+    """
+    if len(totals) != geometry.num_size_classes or min(totals) < 0:
+        accepted = f"a number at least 0 for each of {geometry.num_size_classes} size classes"
+        raise BudgetError(f"kept_segments={list(totals)}: must be {accepted}")
+    per_expert = segments_per_expert or geometry.segments_per_expert
+    shares = [0] * geometry.num_layers
+    for size_class, total in enumerate(totals):
+        most = {layer: geometry.layers[layer].num_experts * per_expert for layer in layers_of(geometry, size_class)}
+        left = min(total, sum(most.values()))
+        waiting = sorted(most, key=most.__getitem__)  # those that an equal share more than fills come first
+        while waiting and most[waiting[0]] * len(waiting) <= left:
+            layer = waiting.pop(0)
+            shares[layer] = most[layer]
+            left -= most[layer]
+        for number, layer in enumerate(sorted(waiting)):
+            shares[layer] = left // len(waiting) + (number < left % len(waiting))
+    return shares
 
 
 def uniform_shares(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
-    """Equal shares of each class's kept slots; a layer never gets more than its experts fill.
+    """Equal shares of whole experts, then what is left of one.
 
-    Whole experts are shared out, then what is left of one. A layer whose share ends within an expert keeps a part of
-    one, which leaves a hole in a frame; one such layer a class is harmless, one in every layer left the ring no frame
-    (3.5 pieces an expert instead of 1, at P = 4).
+    A layer whose share ends within an expert keeps a part of one, which leaves a hole in a block of slots; one such
+    layer a class is harmless, one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
     """
     num_segments = geometry.segments_per_expert
-    shares = [0] * geometry.num_layers
-    for size_class, slots in enumerate(kept_slots):
-        layers = layers_of(geometry, size_class)
-        num_experts = slots // num_segments
-        open_layers = {layer: geometry.layers[layer].num_experts for layer in layers}
-        for layer in sorted(layers, key=open_layers.__getitem__):  # those that an equal share more than fills
-            if open_layers[layer] * len(open_layers) > num_experts:
-                break
-            shares[layer] = open_layers.pop(layer) * num_segments
-            num_experts -= shares[layer] // num_segments
-        for i, layer in enumerate(open_layers):
-            more = num_experts // len(open_layers) + (i < num_experts % len(open_layers))
-            shares[layer] = more * num_segments
-    return with_rests(geometry, kept_slots, shares)
+    experts = equal_shares(geometry, [slots // num_segments for slots in kept_slots], 1)
+    return with_rests(geometry, kept_slots, [num * num_segments for num in experts])
 
 
 def with_rests(geometry: Geometry, kept_slots: Sequence[int], shares: list[int]) -> list[int]:
@@ -47,13 +68,19 @@ def with_rests(geometry: Geometry, kept_slots: Sequence[int], shares: list[int])
     num_segments = geometry.segments_per_expert
     for size_class, slots in enumerate(kept_slots):
         if rest := slots % num_segments:
-            most = {
-                layer: geometry.layers[layer].num_experts * num_segments for layer in layers_of(geometry, size_class)
-            }
-            shares[next(layer for layer, num in most.items() if shares[layer] < num)] += rest
+            layers = layers_of(geometry, size_class)
+            shares[next(one for one in layers if shares[one] < geometry.layers[one].num_experts * num_segments)] += rest
     return shares
 
 
 def layers_of(geometry: Geometry, size_class: int) -> list[int]:
     """The layers of a size class, from the lowest."""
     return [layer for layer, its_class in enumerate(geometry.size_classes) if its_class == size_class]
+
+
+def class_sums(geometry: Geometry, shares: Sequence[int]) -> list[int]:
+    """Of shares of layers, the sum in each size class."""
+    sums = [0] * geometry.num_size_classes
+    for size_class, share in zip(geometry.size_classes, shares, strict=True):
+        sums[size_class] += share
+    return sums

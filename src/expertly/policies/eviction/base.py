@@ -1,25 +1,64 @@
-"""The contract of an eviction policy: it orders the kept experts of one scope, and nothing else."""
+"""The contract of an eviction policy: it orders the kept experts of one cache, and nothing else."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Protocol
+from typing import Any, ClassVar
 
+from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
+from expertly.policies.base import NO_OPTIONS, Policy
+from expertly.policies.known import NOTHING, Known
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy(Policy, ABC):
     """Orders the kept experts of one cache (a layer's, or all layers'). Experts are dense expert ids.
 
     The cache owns the accounting; a policy owns its counters, which persist after eviction (docs/conventions.md).
     No policy reads a clock or iterates over a set; ties go to the lowest id.
     """
 
+    family = "eviction"
+    is_scored: ClassVar[bool] = False
+    """Whether it is a ScoredPolicy, by whose scores the admission `best` can go."""
+    needs_future: ClassVar[bool] = False
+    """Must be told the demands to come: runs in simulations only."""
+    needs_probabilities: ClassVar[bool] = False
+    """Goes by predicted probabilities, without which it is another policy."""
+    needs_best: ClassVar[bool] = False
+    """Must be told what is needed before it is kept: has no use without the admission `best`."""
+    is_sized: ClassVar[bool] = False
+    """Goes by the capacity that it was made for: its cache cannot change."""
+
+    @classmethod
+    def of_model(
+        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+    ) -> Callable[[int], EvictionPolicy]:
+        """Makes the policies of all caches of one model, for caches of so many experts each, with options as the user
+        wrote them. Raises ConfigError where one is wrong, or `known` lacks what the policy needs.
+        """
+        options = cls.parse(given)
+        return lambda capacity: cls.for_cache(geometry, capacity, known, options)
+
+    @classmethod
+    def make(
+        cls, geometry: Geometry, capacity: int, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+    ) -> EvictionPolicy:
+        """The policy of the only cache of a model. Raises ConfigError as `of_model`."""
+        return cls.of_model(geometry, known, given)(capacity)
+
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
+        """The policy of one cache of so many experts. One that goes by any of this overrides it."""
+        return cls()
+
+    @abstractmethod
     def admitted(self, expert: int) -> None:
         """A first segment of the expert is kept from now on."""
 
+    @abstractmethod
     def removed(self, expert: int) -> None:
         """No segment of the expert is kept any more."""
 
@@ -32,6 +71,7 @@ class EvictionPolicy(Protocol):
     def expected(self, outlook: Sequence[float]) -> None:
         """How likely each expert of the model, by its id, is used again; stays until it is said anew."""
 
+    @abstractmethod
     def victims(self, protected: Container[int]) -> Iterable[int]:
         """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
 
@@ -42,12 +82,14 @@ _MANY = 64
 """Kept experts from which on looking at all of them costs more than minding a heap."""
 
 
-class ScoredPolicy(ABC):
+class ScoredPolicy(EvictionPolicy):
     """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
 
-    A subclass calls `rescore` when scores have changed. Scored policies serve the admission `best`
-    (control.admission): they are told what a layer needs before anything is decided, and value what is not kept, too.
+    A subclass calls `rescore` when scores have changed. Scored policies serve the admission `best`: they are told what
+    a layer needs before anything is decided, and value what is not kept, too.
     """
+
+    is_scored = True
 
     def __init__(self) -> None:
         self._kept: dict[int, float] = {}  # its score
@@ -57,6 +99,13 @@ class ScoredPolicy(ABC):
         self._heap: list[_Entry] = []
         self._live: dict[int, _Entry] = {}
         self._out: list[_Entry] = []  # taken from the heap by the last question
+
+    def needed(self, experts: Sequence[int], router: RouterRan) -> None:
+        """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
+
+    @abstractmethod
+    def score(self, expert: int) -> float:
+        """What keeping the expert is worth."""
 
     def admitted(self, expert: int) -> None:
         self._enter({expert: self.score(expert)})
@@ -68,39 +117,6 @@ class ScoredPolicy(ABC):
         """Take the new scores of these experts, kept or not."""
         kept, score = self._kept, self.score
         self._enter({expert: score(expert) for expert in experts if expert in kept})
-
-    def _enter(self, scores: dict[int, float]) -> None:
-        """Take these scores of kept experts."""
-        self._kept.update(scores)
-        if not self._has_heap:
-            return
-        heap, live = self._heap, self._live
-        for expert, score in scores.items():
-            entry = live.get(expert)
-            if entry is None or score < entry[0]:
-                entry = live[expert] = (score, expert)
-                heappush(heap, entry)
-        if len(heap) > 2 * len(self._kept) + 64:  # most are void
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._heap = [(score, expert) for expert, score in self._kept.items()]
-        self._live = {entry[1]: entry for entry in self._heap}
-        self._out.clear()
-        heapify(self._heap)
-
-    def needed(self, experts: Sequence[int], router: RouterRan) -> None:  # noqa: B027 - nothing to do for most
-        """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
-
-    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
-        """See EvictionPolicy."""
-
-    def expected(self, outlook: Sequence[float]) -> None:  # noqa: B027 - most learn nothing
-        """See EvictionPolicy."""
-
-    @abstractmethod
-    def score(self, expert: int) -> float:
-        """What keeping the expert is worth."""
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
         return (expert for _, expert in self.scored_victims(protected))
@@ -138,6 +154,26 @@ class ScoredPolicy(ABC):
                 out.append(entry)
                 if expert not in protected:
                     yield entry
+
+    def _enter(self, scores: dict[int, float]) -> None:
+        """Take these scores of kept experts."""
+        self._kept.update(scores)
+        if not self._has_heap:
+            return
+        heap, live = self._heap, self._live
+        for expert, score in scores.items():
+            entry = live.get(expert)
+            if entry is None or score < entry[0]:
+                entry = live[expert] = (score, expert)
+                heappush(heap, entry)
+        if len(heap) > 2 * len(self._kept) + 64:  # most are void
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._heap = [(score, expert) for expert, score in self._kept.items()]
+        self._live = {entry[1]: entry for entry in self._heap}
+        self._out.clear()
+        heapify(self._heap)
 
     def _put_back(self) -> None:
         """Into the heap, what was taken from it and is kept still."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.policies.eviction.base import ScoredPolicy
+from expertly.policies.known import Known
 
 EPSILON = 1e-6
 """Added to each p, and what the sum of a layer's is where it is 0."""
@@ -20,6 +22,9 @@ class EAMEviction(ScoredPolicy):
 
     Outlooks come at most layers and all scores change with one, so scores are computed when somebody asks, all at once.
     """
+
+    name = "eam"
+    needs_probabilities = True
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -33,6 +38,10 @@ class EAMEviction(ScoredPolicy):
         self._scores: list[float] | None = None  # of every expert; None: to be computed
         self._order: list[tuple[float, int]] | None = None  # of the kept ones, rising
 
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EAMEviction:
+        return cls(geometry)
+
     def admitted(self, expert: int) -> None:
         self._kept[expert] = 0.0
         if self._order is not None:
@@ -45,9 +54,6 @@ class EAMEviction(ScoredPolicy):
 
     def rescore(self, experts: Iterable[int]) -> None:
         """Scores are those of what was said last."""
-
-    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """Nothing is learned."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         if not self._has_outlook:

@@ -15,6 +15,9 @@ class FMoEEviction(ScoredPolicy):
     served since the start, whether kept or not, and persists after eviction.
     """
 
+    name = "fmoe"
+    needs_probabilities = True
+
     def __init__(self) -> None:
         super().__init__()
         self._frequency: dict[int, int] = {}

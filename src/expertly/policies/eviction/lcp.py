@@ -4,20 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction.base import ScoredPolicy
-from expertly.policies.eviction.priority import CachePriority
+from expertly.policies.known import Known
+
+
+@dataclass(frozen=True)
+class LCPOptions(PolicyOptions):
+    """Options of `lcp`. Raises ConfigError where one is out of its bounds."""
+
+    rho: float = option(0.25, "by which a priority falls in `omega` tokens without a use, below 1", above=0)
+    omega: float = option(128.0, "tokens", above=0)
+
+    def __post_init__(self) -> None:
+        PolicyOptions.__post_init__(self)
+        if not self.rho < 1:
+            raise ConfigError(f"rho={self.rho}: must be above 0 and below 1")
+        if self.omega == math.inf:
+            raise ConfigError(f"omega={self.omega}: must be above 0 tokens")
+
+
+class CachePriority:
+    """mu * rho ** (nu / omega): mu tokens served, nu tokens since the last use.
+
+    All priorities of a cache decay at the same rate between uses, so their order only changes at a use: what this gives
+    orders as they do and stays as it is until the next use. It is last_use + omega * log(mu) / log(1 / rho), in tokens,
+    which never underflows. The powers of two in mu are added apart: the priorities the formula makes equal (twice the
+    tokens, `halving` tokens earlier) stay equal.
+    """
+
+    __slots__ = ("_halving",)
+
+    def __init__(self, options: LCPOptions = LCPOptions()) -> None:
+        self._halving = options.omega / -math.log2(options.rho)  # tokens in which a priority halves
+
+    def __call__(self, count: int, last_use: int) -> float:
+        """Of an expert that served `count` tokens, at least 1, the last of them token number `last_use`."""
+        mantissa, exponent = math.frexp(count)
+        return (last_use + exponent * self._halving) + math.log2(mantissa) * self._halving
 
 
 class LCP(ScoredPolicy):
     """The score is the `CachePriority`; an expert that was never used has the least."""
 
-    def __init__(self, rho: float = 0.25, omega: float = 128.0) -> None:
+    name = "lcp"
+    options = LCPOptions
+
+    def __init__(self, options: LCPOptions = LCPOptions()) -> None:
         super().__init__()
-        self._priority = CachePriority(rho, omega)
+        self._priority = CachePriority(options)
         self._count: dict[int, int] = {}
         self._score: dict[int, float] = {}
         self._num_tokens = 0
+
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> LCP:
+        return cls(options)
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         self._num_tokens += batch_tokens

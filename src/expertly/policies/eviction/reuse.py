@@ -1,45 +1,381 @@
-"""What is worth least by what was learned about its reuse goes first (ours)."""
+"""What is used again soonest stays, by what a linear model of nearby layers' routing learns while it runs (ours).
+
+`Reuse` orders one cache; the caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
-from expertly.policies.eviction.base import ScoredPolicy
-from expertly.policies.reuse.model import ReuseModel
+from expertly.policies.base import NO_OPTIONS
+from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
 
+Floats = npt.NDArray[np.float32]
+
+DISCOUNT = 0.9
+"""Of a use a step later."""
+HORIZON = 8
+"""Steps after which it is known what a value should have been; what comes later is taken to go on like them."""
+FADING = np.exp(-1 / 2)
+"""What is left of a token's share of the inputs a token later."""
+RATE = 0.03
+"""Of learning: the share of its error by which a value changes where the same inputs come again."""
+BATCH = 4
+"""Steps that are learned from at once: one product of matrices costs less than four of vectors."""
+MEAN_RATE = 1e-3
+"""By which means of inputs follow, a token; faster while few have been seen."""
+OWN_WEIGHT = 1.0
+"""At the start: of an expert's own recent use. All else begins at 0."""
+REACH = 4
+"""Layers before and behind that a layer looks at."""
+MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
+"""What weights are of: with other inputs or values they would mean nothing."""
+MAX_TOKENS = 1 << 53
+MAX_WEIGHT = 1e6
+"""Far above any that is learned: what a file has must not overflow where it is used."""
+MOST_WEIGHTS = 1 << 18
+"""Of a layer: with many experts it looks at fewer layers, at least at itself."""
+MOST_PRODUCTS = 1 << 17
+"""Multiplications in one product of matrices. BLAS shares out larger ones among threads, which costs more than it saves
+here, and could round otherwise with another number of them.
+"""
+SURE = 100.0
+"""Added in a prompt to what layers yet to run are worth, more than any value: a prompt needs nearly all experts."""
+
+_SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
+_LEAST_NORM = 1e-3
+_ROUNDING = 1e-3
+"""How far above 1 a mean share of tokens of a file may be."""
 _AT_ONCE = 16
 """Victims put in order at a time beyond the number of those that are protected."""
-
 _MANY = 16
 """Times that: of so many kept experts finding the few to go costs less than putting all in order."""
 
 
-class Reuse(ScoredPolicy):
-    """The score is what `model` says, as seen from the layer that ran last. The caches of one model share it; one that
-    holds all experts of the model never asks, and spares itself the learning.
+class ReuseModel(LearnedState):
+    """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
+    need it. The inputs are the shares of the last tokens that the experts of this layer and those near it served, of
+    layers behind it up to the step before; weights follow what then was needed.
+
+    Every step costs a product of a layer's weights with a vector; what was learned is taken in every few steps.
     """
+
+    kind = "reuse"
+    holds = "what was learned of reuse, by which expertly keeps experts"
+    unit = "tokens"
+    schema = {"tokens": "I64", "mean": "F32", "weights": "F32"}  # noqa: RUF012
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.shape = ModelShape.of(geometry)
+        self._ends = _ends(geometry)
+        num_layers, num_experts = geometry.num_layers, geometry.num_experts
+        self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
+        self._mean: Floats = np.zeros(num_experts, np.float32)  # what `_recent` is on average
+        self._values: Floats = np.zeros(num_experts, np.float32)  # said when each layer ran last
+        self._layers = [LayerReuse(*_place(self._ends, layer)) for layer in range(num_layers)]
+        self._discounts: dict[int, Floats] = {}  # of a layer that runs: of every expert's value
+        self._worth: Floats | None = self._values
+        self._layer = 0  # that runs, or ran last
+        self._is_decode = True
+        self._num_begun = self._num_ended = 0  # changes of what it has learned: not as many while one is made
+        self._link()
+
+    def _link(self) -> None:
+        """Give layers their views of what the model moves."""
+        for layer in self._layers:
+            layer.link(self._recent, self._mean)
+        self._own = [(self._recent[layer.own], self._values[layer.own]) for layer in self._layers]
+
+    def fits(self, geometry: Geometry) -> bool:
+        """Whether it is of a model with so many experts a layer."""
+        return self._ends == _ends(geometry)
+
+    def copy(self) -> ReuseModel:
+        """One that goes on from here by itself."""
+        one = deepcopy(self)
+        one._worth, one._num_begun, one._num_ended = None, 0, 0
+        one._link()
+        return one
+
+    def observe(self, router: RouterRan) -> None:
+        """A layer is about to run. Prompts move the inputs; only decode teaches."""
+        layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
+        self._layer, self._is_decode, self._worth = layer, router.serves_decode, None
+        if not batch_tokens:
+            return
+        self._num_begun += 1
+        left = float(FADING**batch_tokens)
+        share = (1 - left) / batch_tokens
+        recent, values = self._own[layer]
+        recent *= left
+        for expert, num in zip(experts, router.num_tokens, strict=True):
+            recent[expert] += num * share
+        if 0 in router.num_tokens:  # by pads alone
+            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
+        values[:] = self._layers[layer].step(experts, batch_tokens, is_decode=self._is_decode)
+        self._num_ended += 1
+
+    def worth(self) -> Floats:
+        """Of every expert by dense id, its value as seen from the layer that runs: a layer that is yet to run in this
+        step is nearer than one that has run. Not to be written.
+        """
+        if self._worth is None:
+            self._worth = self._values * self._discount(self._layer)
+            if not self._is_decode:
+                self._worth[self._ends[self._layer + 1] :] += SURE
+        return self._worth
+
+    @property
+    def num_tokens(self) -> int:
+        """That it has seen, in the layer that saw most."""
+        return max(layer.num_tokens for layer in self._layers)
+
+    def state(self) -> dict[str, npt.NDArray[Any]] | None:
+        """A copy of what it has learned: `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id,
+        and all `weights`, layer after layer. What was used lately, and is yet to be learned from, is no part of it.
+
+        None while another thread lets it observe; and from then on, where that was interrupted half-way.
+        """
+        num_begun = self._num_begun
+        if num_begun != self._num_ended:
+            return None
+        state = {
+            "tokens": np.array([layer.num_tokens for layer in self._layers], np.int64),
+            "mean": self._mean.copy(),
+            "weights": np.concatenate([layer.weights.reshape(-1) for layer in self._layers]),
+        }
+        return state if num_begun == self._num_begun else None
+
+    def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on with what one of a model of the same layers had learned."""
+        self._mean[:] = state["mean"]
+        start = 0
+        for layer, num_tokens in zip(self._layers, state["tokens"].tolist(), strict=True):
+            end = start + layer.weights.size
+            layer.restore(state["weights"][start:end].reshape(layer.weights.shape), num_tokens)
+            start = end
+        assert start == len(state["weights"])
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    @property
+    def num_learned(self) -> int:
+        return self.num_tokens
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.num_tokens
+
+    def settings(self) -> dict[str, str]:
+        return {"meaning": json.dumps(MEANING, separators=(",", ":"))}
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        if header.json_object("meaning") != MEANING:
+            header.refuse("meaning", f"learned by another version of expertly; this one has {MEANING}")
+        shape, num = header.shape, num_weights(header.shape.num_experts)
+        if 4 * num > MAX_NBYTES:
+            header.refuse("shape", f"weights of {4 * num} bytes; at most {MAX_NBYTES} are accepted")
+        return {"tokens": (shape.num_layers,), "mean": (sum(shape.num_experts),), "weights": (num,)}
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for name, least, most, what in (
+            ("tokens", 0, MAX_TOKENS, "a number of tokens"),
+            ("mean", 0, 1 + _ROUNDING, "a share of tokens"),
+            ("weights", -MAX_WEIGHT, MAX_WEIGHT, "a weight"),
+        ):
+            array = arrays[name]
+            is_wrong = ~((array >= least) & (array <= most))  # NaN, too
+            if is_wrong.any():
+                at = int(np.argmax(is_wrong))
+                found = f"number {at}: {array[at]}; must be {what}, {least:g} to {most:g}"
+                raise StoreError(f"{path}: tensor {name!r}: {found}")
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> ReuseModel:
+        model = cls(header.shape.geometry())
+        model.restore(arrays)
+        return model
+
+    def _discount(self, layer: int) -> Floats:
+        if layer not in self._discounts:
+            num_layers = len(self._layers)
+            ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
+            self._discounts[layer] = np.repeat(DISCOUNT ** (ahead / num_layers), np.diff(self._ends)).astype(np.float32)
+        return self._discounts[layer]
+
+
+class LayerReuse:
+    """Weights of the E experts of one layer, and what they have yet to learn from. `own` and `seen` are the dense ids
+    of these experts and of the S that the layer looks at, among which they are.
+    """
+
+    def __init__(self, own: slice, seen: slice) -> None:
+        num, num_seen = own.stop - own.start, seen.stop - seen.start
+        self.own = own
+        self._seen, self._own_seen = seen, slice(own.start - seen.start, own.stop - seen.start)
+        self.weights: Floats = np.zeros((num, num_seen), np.float32)
+        """What it has learned, [E, S]. Not to be written by others."""
+        experts = np.arange(num)
+        self.weights[experts, self._own_seen.start + experts] = OWN_WEIGHT
+        self.num_tokens = 0  # seen so far
+        self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are what they are on average
+        num_kept = BATCH + HORIZON
+        self._inputs: Floats = np.zeros((num_kept, num_seen), np.float32)  # of the steps yet to be learned from
+        self._values: Floats = np.zeros((num_kept, num), np.float32)
+        self._used: Floats = np.zeros((num_kept, num), np.float32)
+        self._num_kept = 0
+        self._targets = _targets()
+        self._num_together = max(1, MOST_PRODUCTS // (BATCH * num_seen))  # experts in one product
+        self._change: Floats = np.empty((min(num, self._num_together), num_seen), np.float32)
+
+    def link(self, recent: Floats, mean: Floats) -> None:
+        """The inputs of all experts by dense id, which the model moves, and what they are on average, which layers do;
+        views of these are made once, as numpy takes as long to make one as to add two rows.
+        """
+        self._recent, self._own_recent = recent[self._seen], recent[self.own]
+        self._mean, self._own_mean = mean[self._seen], mean[self.own]
+        self._rows: list[tuple[Floats, Floats, Floats]] = [*zip(self._inputs, self._values, self._used, strict=True)]
+
+    def step(self, used: Sequence[int], num_tokens: int, *, is_decode: bool) -> Floats:
+        """The layer is about to use these experts, by their numbers in it. The value of each expert, [E], until the
+        next step. Moves the mean of the layer's inputs.
+        """
+        if self._num_kept == BATCH + HORIZON:
+            self._learn()
+        if not is_decode:  # what a prompt needs says nothing of the steps after it, which begin anew
+            self._num_kept = 0
+            self._follow(self._own_recent, num_tokens)
+            self._rebase()
+        inputs, values, uses = self._rows[self._num_kept]
+        inputs[:] = self._recent
+        np.add(self._products(inputs), self._base, out=values)
+        uses.fill(0)
+        for expert in used:
+            uses[expert] = 1
+        self._num_kept += 1
+        self.num_tokens += num_tokens
+        return values
+
+    def restore(self, weights: Floats, num_tokens: int) -> None:
+        """Go on with what another process had learned from so many tokens; the mean of its inputs is what it was
+        then.
+        """
+        self.weights[:] = weights
+        self.num_tokens = num_tokens
+        self._num_kept = 0
+        self._rebase()
+
+    def _learn(self) -> None:
+        """From the oldest steps, which go."""
+        inputs = self._inputs[:BATCH] - self._mean
+        errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
+        errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", inputs, inputs)))[:, None]
+        together = self._num_together
+        for start in range(0, len(self.weights), together):
+            weights = self.weights[start : start + together]
+            change = self._change[: len(weights)]
+            weights += np.matmul(errors[:, start : start + together].T, inputs, out=change)
+        self._follow(np.add.reduce(self._inputs[:BATCH, self._own_seen]) / BATCH, BATCH)
+        self._rebase()
+        for array in (self._inputs, self._values, self._used):
+            array[:HORIZON] = array[BATCH:]
+        self._num_kept = HORIZON
+
+    def _follow(self, recent: Floats, num_tokens: int) -> None:
+        rate = max(1 - (1 - MEAN_RATE) ** num_tokens, num_tokens / max(num_tokens, self.num_tokens))
+        self._own_mean += (recent - self._own_mean) * np.float32(rate)
+
+    def _rebase(self) -> None:
+        np.subtract(self._own_mean * np.float32(_SUM_OF_DISCOUNTS), self._products(self._mean), out=self._base)
+
+    def _products(self, inputs: Floats) -> Floats:
+        """Of each expert's weights with the inputs, [E]: a product of vectors each, which is no work for threads."""
+        products: Floats = np.matmul(self.weights[:, None, :], inputs[:, None])
+        return products[:, 0, 0]
+
+
+def num_weights(num_experts: Sequence[int]) -> int:
+    """Of a model with so many experts a layer."""
+    ends = [0, *accumulate(num_experts)]
+    places = (_place(ends, layer) for layer in range(len(num_experts)))
+    return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in places)
+
+
+def _ends(geometry: Geometry) -> list[int]:
+    """Where each layer's dense ids begin, and where the last one's end."""
+    return [*map(geometry.first_expert_id, range(geometry.num_layers)), geometry.num_experts]
+
+
+def _place(ends: Sequence[int], layer: int) -> tuple[slice, slice]:
+    """The dense ids of a layer's experts, and of those that it looks at: as many layers as MOST_WEIGHTS allows."""
+    num_layers, own = len(ends) - 1, slice(ends[layer], ends[layer + 1])
+    for reach in range(REACH, 0, -1):
+        seen = slice(ends[max(0, layer - reach)], ends[min(num_layers, layer + reach + 1)])
+        if (seen.stop - seen.start) * (own.stop - own.start) <= MOST_WEIGHTS:
+            return own, seen
+    return own, own
+
+
+def _targets() -> Floats:
+    """[BATCH, BATCH + HORIZON]: what was used -> the discounted uses after each of the first BATCH steps."""
+    ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
+    weights = np.where((ahead >= 1) & (ahead <= HORIZON), DISCOUNT ** (ahead - 1.0), 0.0)
+    return (weights / (1 - DISCOUNT**HORIZON)).astype(np.float32)
+
+
+class Reuse(ScoredPolicy):
+    """The score is what `model` says, as seen from the layer that ran last. A cache that holds all experts of the model
+    never asks, and spares itself the learning.
+    """
+
+    name = "reuse"
+    needs_best = True
+    learns = ReuseModel
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__()
-        self._model = model
+        self.model = model
+        """What the caches of one model share."""
         self._has_choice = capacity < geometry.num_experts
         self._is_kept = np.zeros(geometry.num_experts, np.bool_)
 
+    @classmethod
+    def of_model(
+        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+    ) -> Callable[[int], EvictionPolicy]:
+        """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
+        cls.parse(given)
+        model = known.reuse
+        shared = ReuseModel(geometry) if model is None or not model.fits(geometry) else model.copy()
+        return lambda capacity: cls(geometry, shared, capacity)
+
     @property
-    def model(self) -> ReuseModel:
-        """What the caches of one model share."""
-        return self._model
+    def learned(self) -> ReuseModel:
+        return self.model
+
+    def adopt(self, learned: ReuseModel) -> None:
+        state = learned.state()
+        assert state is not None
+        self.model.restore(state)
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
-            self._model.observe(router)
-
-    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """It was seen when it was needed."""
+            self.model.observe(router)
 
     def admitted(self, expert: int) -> None:
         self._is_kept[expert] = True
@@ -52,11 +388,11 @@ class Reuse(ScoredPolicy):
         """Scores are those that the model says when somebody asks."""
 
     def score(self, expert: int) -> float:
-        return float(self._model.worth()[expert])
+        return float(self.model.worth()[expert])
 
     def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
         experts = np.flatnonzero(self._is_kept)
-        scores = self._model.worth()[experts]
+        scores = self.model.worth()[experts]
         count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
         while len(experts):
             some, those, num_left = scores, experts, 0
@@ -73,9 +409,3 @@ class Reuse(ScoredPolicy):
                         yield entry
             if not num_left:
                 return
-
-
-def family(geometry: Geometry, model: ReuseModel | None) -> Callable[[int], Reuse]:
-    """Makes the policies of one model's caches, which learn together: from what `model` knows, or from nothing."""
-    shared = ReuseModel(geometry) if model is None or not model.fits(geometry) else model.copy()
-    return lambda capacity: Reuse(geometry, shared, capacity)

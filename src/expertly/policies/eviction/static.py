@@ -3,60 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from expertly.policies.eviction.lru import LRU
+from expertly.core.geometry import Geometry
+from expertly.policies.base import PolicyOptions, option
+from expertly.policies.eviction.simple import LRU
+from expertly.policies.known import Known
 
 
-class Static:
+@dataclass(frozen=True)
+class StaticOptions(PolicyOptions):
+    """Options of `static`."""
+
+    spare: int = option(2, "places that are not pinned", least=0)
+    profile_tokens: int = option(256, "tokens that show popularity, where no training part does", least=1)
+
+
+class Static(LRU):
     """Popularity is a profile (tokens served by each expert), or what the first `profile_tokens` tokens show.
 
-    The most popular `capacity - num_spare` experts are pinned once they are kept; the `num_spare` others are
-    replaced least recently used first. While popularity is still being learned nothing is pinned, the least
-    popular goes first. `capacity` counts experts.
+    The most popular `capacity - spare` experts are pinned once they are kept; the `spare` others are replaced least
+    recently used first. While popularity is still being learned nothing is pinned, the least popular goes first.
+    `capacity` counts experts.
     """
 
+    name = "static"
+    options = StaticOptions
+    is_sized = True
+
     def __init__(
-        self,
-        capacity: int,
-        profile: Mapping[int, int] | None = None,
-        num_spare: int = 2,
-        profile_tokens: int = 256,
+        self, capacity: int, profile: Mapping[int, int] | None = None, options: StaticOptions = StaticOptions()
     ) -> None:
-        self._num_pinned = max(0, capacity - num_spare)
-        self._lru = LRU()
+        super().__init__()
+        self._num_pinned = max(0, capacity - options.spare)
         self._count: dict[int, int] = dict(profile or {})
-        self._tokens_to_learn = 0 if profile else profile_tokens
+        self._tokens_to_learn = 0 if profile else options.profile_tokens
         self._pinned: frozenset[int] = frozenset()
         if not self._tokens_to_learn:
-            self._freeze()
+            self._pin()
 
-    def _freeze(self) -> None:
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> Static:
+        return cls(capacity, known.popularity, options)
+
+    def _pin(self) -> None:
         ranked = sorted(self._count, key=lambda e: (-self._count[e], e))
         self._pinned = frozenset(ranked[: self._num_pinned])
 
-    def admitted(self, expert: int) -> None:
-        self._lru.admitted(expert)
-
-    def removed(self, expert: int) -> None:
-        self._lru.removed(expert)
-
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        self._lru.used(experts, num_tokens, batch_tokens)
+        super().used(experts, num_tokens, batch_tokens)
         if self._tokens_to_learn > 0:
             for expert, num in zip(experts, num_tokens, strict=True):
                 self._count[expert] = self._count.get(expert, 0) + num
             self._tokens_to_learn -= batch_tokens
             if self._tokens_to_learn <= 0:
-                self._freeze()
-
-    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
-        """Nothing is learned."""
-
-    def expected(self, outlook: Sequence[float]) -> None:
-        """Nothing is learned."""
+                self._pin()
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
         if self._tokens_to_learn > 0:
-            kept = sorted(self._lru.victims(protected), key=lambda e: (self._count.get(e, 0), e))
-            return iter(kept)
-        return (e for e in self._lru.victims(protected) if e not in self._pinned)
+            return iter(sorted(super().victims(protected), key=lambda e: (self._count.get(e, 0), e)))
+        return (e for e in super().victims(protected) if e not in self._pinned)

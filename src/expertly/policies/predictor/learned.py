@@ -1,18 +1,219 @@
-"""What small networks, trained on a trace, say of a layer's router input (ProMoE, section 4)."""
+"""What small networks, trained on a trace, say of a layer's router input (ProMoE, section 4): their weights as plain
+data, and the predictor.
+
+H numbers of a router input, N hidden, E experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
-from expertly.core.observation import Routed, Want
-from expertly.policies.learned import LearnedWeights, Network, pairs
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+from expertly.core.observation import Floats, Routed, Want
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape, Shape, length_of
+from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
+
+Weights = npt.NDArray[np.floating[Any]]
+
+Pair = tuple[int, int]
+"""The layer whose router input is looked at, and the layer that is predicted from it."""
+
+MAX_DISTANCES = 64
+MAX_WIDTH = 1 << 20  # of a router input or a hidden layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """Of one pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x - mean) * scale.
+
+    Two layers and a path past the first: what a router input says of a near layer is all but linear.
+    """
+
+    mean: Weights  # [H]
+    scale: Weights  # [H] 0: nothing is made of this number
+    hidden: Weights  # [N, H]
+    hidden_bias: Weights  # [N]
+    out: Weights  # [E, N]
+    direct: Weights  # [E, H]
+    bias: Weights  # [E]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(one.size for one in (self.hidden, self.hidden_bias, self.out, self.direct, self.bias))
+
+
+_SHARED = ("mean", "scale", "hidden", "hidden_bias")
+_OF_EXPERTS = ("out", "direct", "bias")
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedWeights(LearnedState):
+    """One `Mlp` for each pair that predicting at one of `distances` needs (see `pairs`)."""
+
+    kind = "predictor"
+    holds = "the weights of a predictor, by which promoe predicts"
+    unit = "networks"
+    made_by = "train-predictor"
+    schema = {  # noqa: RUF012 - of M networks; E is that of the largest layer, what is beyond a layer's own is 0
+        "source": "I32",  # [M]
+        "target": "I32",  # [M]
+        "mean": "F16",  # [M, H]
+        "scale": "F16",  # [M, H]
+        "hidden": "F16",  # [M, N, H]
+        "hidden_bias": "F16",  # [M, N]
+        "out": "F16",  # [M, E, N]
+        "direct": "F16",  # [M, E, H]
+        "bias": "F16",  # [M, E]
+    }
+    has_plain_facts = False
+
+    num_experts: tuple[int, ...]  # of each layer
+    top_k: tuple[int, ...]
+    starts: tuple[int, ...]  # the first layer of the stack that the layer is in: 0, but of a decoder behind an encoder
+    distances: tuple[int, ...]
+    mlps: Mapping[Pair, Mlp]
+
+    def has(self, distance: int) -> bool:
+        return all(pair in self.mlps for pair in pairs(self.starts, distance))
+
+    @property
+    def hidden_size(self) -> int:
+        """Most numbers of a router input; 0 where there is nothing to predict."""
+        return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> ModelShape:  # type: ignore[override]
+        return ModelShape(self.num_experts, self.top_k)
+
+    @property
+    def num_learned(self) -> int:
+        return len(self.mlps)
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return 0
+
+    def lists(self) -> dict[str, Sequence[int]]:
+        return {**super().lists(), "starts": self.starts, "distances": self.distances}
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        order, num_experts = sorted(self.mlps), max(self.num_experts)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "source": np.array([source for source, _ in order], np.int32),
+            "target": np.array([target for _, target in order], np.int32),
+        }
+        for name in (*_SHARED, *_OF_EXPERTS):
+            each = [getattr(self.mlps[pair], name) for pair in order]
+            if name in _OF_EXPERTS:
+                each = [np.pad(one, [(0, num_experts - len(one)), *[(0, 0)] * (one.ndim - 1)]) for one in each]
+            blank = (0, *[1] * (2 if name in ("hidden", "out", "direct") else 1))  # of a model of one layer
+            with np.errstate(over="ignore"):
+                arrays[name] = np.stack(each).astype(np.float16) if each else np.zeros(blank, np.float16)
+        return arrays
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        starts, distances = _stacks(header)
+        if not 1 <= len(distances) <= MAX_DISTANCES:
+            header.refuse("shape", f"must have 1 to {MAX_DISTANCES} distances")
+        if len(starts) != header.shape.num_layers:
+            header.refuse("shape", "starts must be of as many layers as num_experts")
+        if any(start > layer for layer, start in enumerate(starts)):
+            header.refuse("shape", "starts must not be behind their layers")
+        num, hidden = length_of(header, sizes, "source"), sizes.get("hidden", ())
+        if len(hidden) != 3 or not all(1 <= size <= MAX_WIDTH for size in hidden[1:]):
+            raise StoreError(
+                f"{header.path}: tensor 'hidden': {list(hidden)!s:.80}; must be [M, N, H] of up to {MAX_WIDTH} each"
+            )
+        width, hidden_size = hidden[1:]
+        num_experts = header.shape.max_experts if num else 1
+        return {
+            "source": (num,),
+            "target": (num,),
+            "mean": (num, hidden_size),
+            "scale": (num, hidden_size),
+            "hidden": (num, width, hidden_size),
+            "hidden_bias": (num, width),
+            "out": (num, num_experts, width),
+            "direct": (num, num_experts, hidden_size),
+            "bias": (num, num_experts),
+        }
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise StoreError(f"{path}: tensor {name!r}: holds a number that is not finite")
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> LearnedWeights:
+        """Raises StoreError where a network is twice, of no use, or missing."""
+        path, shape, (starts, distances) = header.path, header.shape, _stacks(header)
+        useful = {pair for distance in distances for pair in pairs(starts, distance)}
+        mlps: dict[Pair, Mlp] = {}
+        for index, pair in enumerate(zip(arrays["source"].tolist(), arrays["target"].tolist(), strict=True)):
+            if pair not in useful or pair in mlps:
+                raise StoreError(
+                    f"{path}: network {index}: of layers {pair}: twice, or of no use at the file's distances"
+                )
+            num_experts = shape.num_experts[pair[1]]
+            mlps[pair] = Mlp(
+                *(arrays[name][index] for name in _SHARED), *(arrays[name][index][:num_experts] for name in _OF_EXPERTS)
+            )
+        weights = cls(shape.num_experts, shape.top_k, starts, distances, mlps)
+        for distance in distances:
+            if not weights.has(distance):
+                raise StoreError(f"{path}: shape: distances={distance}: a network for it is missing")
+        return weights
+
+
+def _stacks(header: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`starts` and `distances` of a header."""
+    return header.whole_numbers("starts", 0, MAX_LAYERS), header.whole_numbers("distances", 1, MAX_LAYERS)
+
+
+def pairs(starts: Sequence[int], distance: int) -> list[Pair]:
+    """What predicts each layer from `distance` layers before it, or from the first layer of its stack where that is
+    nearer (ProMoE, section 4, footnote 1). Nothing predicts a first layer.
+    """
+    return [(max(start, layer - distance), layer) for layer, start in enumerate(starts) if layer > start]
+
+
+class Network:
+    """An `Mlp` made ready: float32, and one matrix for all that is done to an input."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        self.num_parameters = mlp.num_parameters
+        self._width = len(mlp.hidden)
+        first = np.concatenate([mlp.hidden, mlp.direct]).astype(np.float32) * mlp.scale.astype(np.float32)  # [N + E, H]
+        offset = first @ mlp.mean.astype(np.float32)
+        self._first: Floats = np.ascontiguousarray(first.T)
+        self._first_bias: Floats = np.concatenate([mlp.hidden_bias, mlp.bias]).astype(np.float32) - offset
+        self._out: Floats = np.ascontiguousarray(mlp.out.T, np.float32)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self._first)
+
+    def probabilities(self, inputs: Floats) -> Floats:
+        """[T, E] of router inputs [T, up to H]; a model whose layers differ in width shows fewer numbers of some."""
+        both = inputs @ self._first[: inputs.shape[1]] + self._first_bias
+        logits: Floats = np.maximum(both[:, : self._width], 0) @ self._out + both[:, self._width :]
+        logits -= logits.max(axis=1, keepdims=True)
+        np.exp(logits, out=logits)
+        logits /= logits.sum(axis=1, keepdims=True)
+        return logits
 
 
 class Learned(Predictor):
@@ -21,19 +222,23 @@ class Learned(Predictor):
     router's scores.
     """
 
+    name = "learned"
+    options = WidthOptions
+    needs = ("router_inputs",)
+    takes_weights = True
     wants: frozenset[Want] = frozenset({"inputs"})
 
     def __init__(
         self,
         geometry: Geometry,
-        weights: LearnedWeights | None,
         distance: int = 1,
-        options: WidthOptions = WidthOptions(),  # noqa: B008 - frozen
+        options: WidthOptions = WidthOptions(),
+        known: Known = NOTHING,
     ) -> None:
         """Raises ConfigError where there are no weights, or they are of another model or of other distances."""
         super().__init__()
         reach = Reach(geometry, distance)
-        weights = _checked(geometry, weights, reach.distance)
+        weights = _checked(geometry, known.learned, reach.distance)
         self._layers = geometry.layers
         self._width = options.width
         self._networks: dict[int, list[tuple[int, Network]]] = {}  # by the layer that is looked at: what is predicted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +11,23 @@ import numpy.typing as npt
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed, Want, layer_ahead
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+from expertly.policies.base import option
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LookaheadOptions(WidthOptions):
     """Options of `lookahead`."""
 
-    next_token: bool = False  # past the last layer, too: the first layers, as the next token will run them
+    next_token: bool = option(False, "past the last layer, too: the first layers, as the next token will run them")
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions(LookaheadOptions):
+    """Options of `speculative`; its `width` is all experts, for as long as there are time and room, unless said."""
+
+    next_token: bool = option(True, "past the last layer, too: the first layers, as the next token will run them")
 
 
 class Lookahead(Predictor):
@@ -30,9 +38,18 @@ class Lookahead(Predictor):
     request's last row is asked then: its next token comes from there. Should another pass come, it was wrong.
     """
 
+    name = "lookahead"
+    options = LookaheadOptions
+    needs = ("lookahead",)
     wants: frozenset[Want] = frozenset({"lookahead"})
 
-    def __init__(self, geometry: Geometry, distance: int = 1, options: LookaheadOptions = LookaheadOptions()) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        distance: int = 1,
+        options: LookaheadOptions = LookaheadOptions(),
+        known: Known = NOTHING,
+    ) -> None:
         super().__init__()
         self._layers = geometry.layers
         self._reach = Reach(geometry, distance)
@@ -68,6 +85,26 @@ class Lookahead(Predictor):
             prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
             if prediction is not None:
                 yield prediction
+
+
+class Speculative(Lookahead):
+    """MoEpic's speculative prefetcher: a lookahead that names every expert of a layer, so that loading goes down the
+    scores, past the K that the router will choose, until it has chosen; and that knows the first layer from the last
+    one of the token before.
+    """
+
+    name = "speculative"
+    options = SpeculativeOptions
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        distance: int = 1,
+        options: SpeculativeOptions = SpeculativeOptions(),
+        known: Known = NOTHING,
+    ) -> None:
+        most = max(layer.num_experts for layer in geometry.layers)
+        super().__init__(geometry, distance, replace(options, width=options.width or most), known)
 
 
 def _last_rows(requests: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:

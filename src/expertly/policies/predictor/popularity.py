@@ -1,4 +1,6 @@
-"""The most popular experts of a layer, whoever asks."""
+"""The most popular experts: of a layer, whoever asks; or of each request, by what it has asked for so far (the
+request-level hit counts that fMoE, section 2, measures maps against).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import numpy.typing as npt
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
 
-Counts = npt.NDArray[np.int64]
+LayerCounts = npt.NDArray[np.int64]
 
 
-def count(counts: Counts, experts: Ids) -> None:
+def count(counts: LayerCounts, experts: Ids) -> None:
     """Add the choices of rows, `experts` [T, K], to a layer's `counts` [E]; what is no expert is no choice."""
     chosen = experts.ravel().astype(np.int64)
     counts += np.bincount(chosen[(chosen >= 0) & (chosen < len(counts))], minlength=len(counts))
@@ -50,7 +52,7 @@ class Popular:
         return shares(self._counts[layer])
 
 
-def shares(counts: Counts) -> Floats | None:
+def shares(counts: LayerCounts) -> Floats | None:
     """`counts` [E] as shares of their sum; None where that is 0."""
     total = int(counts.sum())
     return (counts / total).astype(np.float32) if total else None
@@ -59,21 +61,22 @@ def shares(counts: Counts) -> Floats | None:
 class Popularity(Predictor):
     """Names the most popular experts of each layer, `distance` layers ahead. Scores are shares of the choices."""
 
+    name = "popularity"
+    options = WidthOptions
     wants: frozenset[Want] = frozenset({"experts"})
 
     def __init__(
         self,
         geometry: Geometry,
-        trained: Mapping[int, int],
         distance: int = 1,
-        options: WidthOptions = WidthOptions(),  # noqa: B008 - frozen
+        options: WidthOptions = WidthOptions(),
+        known: Known = NOTHING,
     ) -> None:
-        """`trained`: tokens that each expert served in a training part, by expert id; may be empty."""
         super().__init__()
         self._layers = geometry.layers
         self._reach = Reach(geometry, distance)
         self._width = options.width
-        self._popular = Popular(geometry, trained)
+        self._popular = Popular(geometry, known.popularity)
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         for layer in self._reach.at_begin(began.layers):
@@ -102,3 +105,57 @@ class Popularity(Predictor):
         """[E] each, of which the best are named."""
         popular = self._popular.shares(layer)
         return [] if popular is None else [popular]
+
+
+class Counts(Popularity):
+    """Names, for each request of a pass, the experts that it chose most often in the layer, `distance` layers ahead;
+    before it has chosen any there, the most popular. Scores are shares of the request's choices. A request that
+    a pass leaves out is forgotten.
+    """
+
+    name = "counts"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        distance: int = 1,
+        options: WidthOptions = WidthOptions(),
+        known: Known = NOTHING,
+    ) -> None:
+        super().__init__(geometry, distance, options, known)
+        self._rows: list[tuple[list[LayerCounts], slice | Ids]] = []  # of each request: counts by layer, its rows
+        self._counts: dict[int, list[LayerCounts]] = {}  # of the requests of this pass
+        self._num_rows = 0
+
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+        requests, first = np.unique(began.requests, return_index=True)
+        self._num_rows = len(began.requests)
+        before, self._counts = self._counts, {}
+        for request in requests[np.argsort(first)].tolist():
+            counts = before.get(request)
+            if counts is None:
+                counts = [np.zeros(layer.num_experts, np.int64) for layer in self._layers]
+            self._counts[request] = counts
+        if len(self._counts) == 1:
+            self._rows = [(counts, slice(None)) for counts in self._counts.values()]
+        else:
+            self._rows = [
+                (counts, np.flatnonzero(began.requests == request)) for request, counts in self._counts.items()
+            ]
+        yield from super().begin_iteration(began)
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        # Of a pass whose beginning was left out nobody knows whose rows they are.
+        if routed.experts is not None and len(routed.experts) == self._num_rows:
+            for counts, rows in self._rows:
+                count(counts[routed.layer], routed.experts[rows])
+        yield from super().router_ran(routed)
+
+    def facts(self) -> dict[str, int | float | None]:
+        """`requests`: those of the last pass, of which counts are kept."""
+        return {"requests": len(self._counts)}
+
+    def _shares(self, layer: int) -> list[Floats]:
+        popular = self._popular.shares(layer)
+        found = [shares(counts[layer]) for counts, _ in self._rows]
+        return [one for share in found if (one := popular if share is None else share) is not None]

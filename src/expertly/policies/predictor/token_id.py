@@ -9,29 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
-from expertly.policies.predictor.base import Predictor
+from expertly.policies.base import option
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.predictor.base import ALL_LAYERS, Predictor, Reach, WidthOptions, best_of_rows
 from expertly.policies.predictor.popularity import Popular
-from expertly.policies.predictor.ranking import Reach, WidthOptions, best_of_rows
 
 TokenIds = npt.NDArray[np.int32]
 
 _FIRST_SLOTS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenIdOptions(WidthOptions):
-    """Options of `TokenId`."""
+    """Options of `token-id`."""
 
-    capacity: int = 8192  # ids that are remembered; each takes 4 bytes an expert of the model
-
-    def __post_init__(self) -> None:
-        WidthOptions.__post_init__(self)  # `super()` does not find its class in one with slots
-        if not 1 <= self.capacity <= 1 << 20:
-            raise ConfigError(f"capacity={self.capacity}: must be from 1 to {1 << 20} token ids")
+    capacity: int = option(
+        8192, "token ids remembered; each takes 4 bytes an expert of the model", least=1, most=1 << 20
+    )
 
 
 class IdCounts:
@@ -102,23 +99,26 @@ class TokenId(Predictor):
     that ended well and of which it saw everything.
     """
 
+    name = "token-id"
+    options = TokenIdOptions
+    needs = ("token",)
+    default_distance = ALL_LAYERS
     wants: frozenset[Want] = frozenset({"token_ids", "experts"})
 
     def __init__(
         self,
         geometry: Geometry,
-        trained: Mapping[int, int],
         distance: int = 1,
         options: TokenIdOptions = TokenIdOptions(),
+        known: Known = NOTHING,
     ) -> None:
-        """`trained`: tokens that each expert served in a training part, by expert id; may be empty."""
         super().__init__()
         self._layers = geometry.layers
         self._reach = Reach(geometry, distance)
         self._all_layers = range(geometry.num_layers)
         self._says_all_at_once = distance >= geometry.num_layers
         self._width = options.width
-        self._popular = Popular(geometry, trained)
+        self._popular = Popular(geometry, known.popularity)
         self._counts = IdCounts(geometry, options.capacity)
         self._token_ids: TokenIds | None = None  # of the pass
         self._slots: Ids = np.zeros(0, np.int64)  # of the ids, each once; -1 where some are not known

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from expertly.core.geometry import Geometry
-from expertly.policies.maps.store import MapShape, MapStore
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
@@ -57,7 +58,7 @@ def _held(found: dict[int, Row]) -> str:
 
 
 def _memory(lab: Lab) -> Finding:
-    shapes = {name: MapShape.of(Geometry(read_geometry(name).layers)) for name in MODELS}
+    shapes = {name: ModelShape.of(Geometry(read_geometry(name).layers)) for name in MODELS}
     hidden = {name: read_geometry(name).layers[0].hidden_size for name in MODELS}
     sizes = {name: {num: MapStore.nbytes_of(shapes[name], num, hidden[name]) for num in STORES} for name in MODELS}
     columns = {"": "", **{f"{num} maps": "MB" for num in STORES}}

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.maps.store import MapShape
-from expertly.policies.matrices.collection import Collection
-from expertly.policies.matrices.match import Match
+from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.eam.matrices import Collection, Match
 from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Finding, Table
@@ -46,7 +45,7 @@ def choices(dice: np.random.Generator, num_rows: int) -> npt.NDArray[np.int64]:
 
 def full(capacity: int, dice: np.random.Generator) -> Collection:
     """Matrices of requests of 20 tokens."""
-    collection = Collection(MapShape.of(SHAPE), capacity)
+    collection = Collection(ModelShape.of(SHAPE), capacity)
     places = np.arange(LAYERS)[:, None] * EXPERTS
     for _ in range(capacity):
         counts = np.bincount((choices(dice, 20) + places).ravel(), minlength=LAYERS * EXPERTS)

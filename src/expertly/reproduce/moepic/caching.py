@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from expertly.core.geometry import Geometry
-from expertly.policies.moepic.timing import Timing
+from expertly.policies.allocation.moepic import Timing
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table, show

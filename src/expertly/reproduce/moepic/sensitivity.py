@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from expertly.policies.eviction import MakeEviction
-from expertly.policies.eviction.lcp import LCP
 from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table, show
@@ -11,16 +9,12 @@ from expertly.reproduce.lab import Lab
 from expertly.reproduce.moepic.stand_in import NAME
 
 HARDWARE = "a6000"
-RHO_12 = MakeEviction(lambda geometry, capacity, known: LCP(0.125, 128), is_scored=True)
-RHO_50 = MakeEviction(lambda geometry, capacity, known: LCP(0.5, 128), is_scored=True)
-OMEGA_64 = MakeEviction(lambda geometry, capacity, known: LCP(0.25, 64), is_scored=True)
-OMEGA_256 = MakeEviction(lambda geometry, capacity, known: LCP(0.25, 256), is_scored=True)
 PRIORITIES = {
     "rho 0.25, omega 128": "moepic",
-    "rho 0.125, omega 128": f"moepic:eviction={__name__}.RHO_12",
-    "rho 0.5, omega 128": f"moepic:eviction={__name__}.RHO_50",
-    "rho 0.25, omega 64": f"moepic:eviction={__name__}.OMEGA_64",
-    "rho 0.25, omega 256": f"moepic:eviction={__name__}.OMEGA_256",
+    "rho 0.125, omega 128": "moepic:rho=0.125",
+    "rho 0.5, omega 128": "moepic:rho=0.5",
+    "rho 0.25, omega 64": "moepic:omega=64",
+    "rho 0.25, omega 256": "moepic:omega=256",
 }
 ZETAS = ("0.01", "0.02", "0.03", "0.05")
 MOST = 0.0625

@@ -1,0 +1,281 @@
+"""Memory to the layers that wait longest without it (MoEpic's algorithm 1, section 3.4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
+from expertly.policies.allocation.moepic.statistics import Doubles, LayerRates
+from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
+from expertly.policies.allocation.moepic.timing import Timing
+from expertly.policies.allocation.uniform import equal_shares
+
+DEFAULT_ZETA = 0.01
+
+_LEAST_GAIN = 1e-4
+"""Of the sum of exposed time: moves that gain less are not worth the thousands of trials that they take."""
+
+_MAX_OTHERS = 64
+"""Moves between other layers than the best, tried before giving up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is expected of a layer's split in a decode step."""
+
+    window_ns: float  # T_wind: how long prefetching for the layer takes place
+    loaded: float  # m: experts' worth of what is needed that is there when its router has run
+    exposed_ns: float  # what the layer waits for loads
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What to keep, and what is expected of it, layer by layer."""
+
+    plan: SplitPlan
+    outcomes: tuple[Outcome, ...]
+    uniform_exposed_ns: tuple[float, ...]  # with equal budgets, best splits; in sum never less
+    start_exposed_ns: tuple[float, ...]  # with equal budgets, half of each expert, `uniform_plan`; in sum never less
+    num_moves: int  # of memory from one layer to another
+
+    @property
+    def exposed_ns(self) -> tuple[float, ...]:
+        return tuple(one.exposed_ns for one in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Every layer's best split for its budget, in segments."""
+
+    budgets: tuple[int, ...]
+    windows_ns: tuple[float, ...]
+    curves: tuple[Curve, ...]  # of each layer with its window
+    exposed_ns: tuple[float, ...]
+    total_ns: float
+
+    def splits(self) -> tuple[LayerSplit, ...]:
+        return tuple(curve.best(budget) for budget, curve in zip(self.budgets, self.curves, strict=True))
+
+
+class Forecaster:
+    """What a decode step would wait for, one layer's window leading to the next (ExpertSplit of algorithm 1)."""
+
+    def __init__(self, geometry: Geometry, rates: Sequence[LayerRates], timing: Timing) -> None:
+        self._first_window_ns = timing.first_window_ns()
+        num_segments = geometry.segments_per_expert
+        splits = {num: Splits(num, num_segments) for num in {layer.num_experts for layer in geometry.layers}}
+        self._problems = [LayerProblem(one, layer, timing, splits[one.num_experts]) for layer, one in enumerate(rates)]
+
+    def forecast(self, budgets: Sequence[int], near: Forecast | None = None) -> Forecast:
+        """With these budgets. A layer whose window is that of `near` costs nothing anew: one that differs in few
+        budgets is the cheapest.
+        """
+        windows, curves, exposed = [], [], []
+        window = self._first_window_ns
+        for layer, (problem, budget) in enumerate(zip(self._problems, budgets, strict=True)):
+            is_as_before = near is not None and near.windows_ns[layer] == window
+            curve = near.curves[layer] if near is not None and is_as_before else problem.curve(window)
+            windows.append(window)
+            curves.append(curve)
+            exposed.append(float(curve.exposed_ns[budget]))
+            window = float(curve.next_window_ns[budget])
+        return Forecast(tuple(budgets), tuple(windows), tuple(curves), tuple(exposed), sum(exposed))
+
+    def outcomes(self, splits: Sequence[LayerSplit]) -> tuple[Outcome, ...]:
+        """Of these splits, good or bad."""
+        found = []
+        window = self._first_window_ns
+        for problem, split in zip(self._problems, splits, strict=True):
+            of_all, number = problem.outcomes(window), problem.splits.number[split.kept_experts, split.kept_segments]
+            found.append(Outcome(window, float(of_all.loaded[number]), float(of_all.exposed_ns[number])))
+            window = float(of_all.next_window_ns[number])
+        return tuple(found)
+
+
+def configure(
+    geometry: Geometry,
+    kept_segments: Sequence[int],
+    rates: Sequence[LayerRates],
+    timing: Timing,
+    zeta: float = DEFAULT_ZETA,
+) -> Configuration:
+    """The best budgets and splits found for so many kept segments in each size class; the buffer is not among them.
+
+    Starts with equal budgets and moves memory, zeta of a class's at a time, from the layer that loses least to the one
+    that gains most, while the sum of exposed time falls. It ends, as every move lowers that sum; no layer that had
+    some is left without any. What is left that no layer gains by stays in the budget it is in, free
+    (`SplitPlan.free_segments`). A layer of which nothing was observed counts as one whose experts are all alike. Ours,
+    not the paper's:
+
+    - a layer's gain and loss are taken with the window it has now, not with that of a model all of whose layers
+      have more or less; what the move does to other windows is seen when it is tried, in the sum;
+    - where no move of zeta helps, steps of zeta times powers of two, up and down to one segment, are tried, the most
+      promising first; then what several layers cannot use goes to one together; then other pairs of layers. After each
+      that helps zeta's turn comes again.
+
+    Raises ConfigError where the sizes do not fit, or `zeta` is not between 0 and 1.
+    """
+    num_layers = geometry.num_layers
+    if len(rates) != num_layers or timing.num_layers != num_layers:
+        raise ConfigError(f"rates of {len(rates)} and times of {timing.num_layers} layers: must be of all {num_layers}")
+    for layer, (one, shape) in enumerate(zip(rates, geometry.layers, strict=True)):
+        if one.num_experts != shape.num_experts or timing.top_k[layer] != shape.top_k:
+            found = f"{one.num_experts} experts, top_k={timing.top_k[layer]}"
+            raise ConfigError(f"layer {layer}: rates and times of {found}: must be {shape.num_experts}, {shape.top_k}")
+    if not 0 < zeta < 1:
+        raise ConfigError(f"zeta={zeta}: must be above 0 and below 1")
+    known = [one if one.hits[-1] else LayerRates.alike(one.num_experts) for one in rates]
+    forecaster = Forecaster(geometry, known, timing)
+    uniform = forecaster.forecast(equal_shares(geometry, kept_segments))
+    pools = [
+        _Pool([layer for layer, one in enumerate(geometry.size_classes) if one == size_class], uniform.budgets, zeta)
+        for size_class in range(geometry.num_size_classes)
+    ]
+    now, num_moves = uniform, 0
+    while (better := _improved(forecaster, pools, now)) is not None:
+        now = better
+        num_moves += 1
+    plan, start = SplitPlan(geometry, now.splits()), uniform_plan(geometry, kept_segments)
+    start_exposed = tuple(one.exposed_ns for one in forecaster.outcomes(start.layers))
+    if sum(start_exposed) < now.total_ns:  # a layer's best split may cost the next layer's window more than it gains
+        plan, num_moves = start, 0
+    return Configuration(plan, forecaster.outcomes(plan.layers), uniform.exposed_ns, start_exposed, num_moves)
+
+
+def uniform_plan(geometry: Geometry, kept_segments: Sequence[int]) -> SplitPlan:
+    """Equal budgets and half of each expert: MoEpic without its configurator (algorithm 1, line 4)."""
+    budgets, num_segments = equal_shares(geometry, kept_segments), geometry.segments_per_expert
+    layers = [half_split(v, shape.num_experts, num_segments) for v, shape in zip(budgets, geometry.layers, strict=True)]
+    return SplitPlan(geometry, tuple(layers))
+
+
+def half_split(budget: int, num_experts: int, segments_per_expert: int) -> LayerSplit:
+    """theta 0.5, rounded down to segments but not to none; less of one expert where the budget is less than that, more
+    where it keeps half of every expert.
+    """
+    if not budget:
+        return LayerSplit(0, 0, 0)
+    segments = min(max(segments_per_expert // 2, budget // num_experts, 1), segments_per_expert, budget)
+    return LayerSplit(min(budget // segments, num_experts), segments, budget)
+
+
+def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> Forecast | None:
+    """After the first move that lowers the sum, as tried; None: no move does."""
+    if not now.total_ns:
+        return None
+    changes = [(pool, pool.changes(now)) for pool in pools]
+    best = (move for pool, change in changes for move in pool.best_moves(change))
+    leftovers = (move for pool in pools for move in pool.leftover_moves(now))
+    others = (move for pool, change in changes for move in pool.other_moves(change))
+    for move in chain(best, leftovers, others):
+        budgets = list(now.budgets)
+        for layer, num_segments in move.segments.items():
+            budgets[layer] += num_segments
+        then = forecaster.forecast(budgets, now)
+        if then.total_ns < now.total_ns * (1 - _LEAST_GAIN):
+            return then
+    return None
+
+
+class _Move(NamedTuple):
+    net_ns: float  # exposed time that goes if nothing else changes
+    segments: dict[int, int]  # given (above 0) to layers and taken from them, by layer; in all as many
+
+
+class _Changes(NamedTuple):
+    """[steps, layers] of exposed time."""
+
+    gains_ns: Doubles  # less of it with a step more; -inf: the layer has all its experts
+    losses_ns: Doubles  # more of it with a step less; inf: the layer has no step to give
+
+
+class _Pool:
+    """Layers of one size class, which share their slots: the moves of memory among them, the most promising first
+    (algorithm 1, lines 15-19).
+    """
+
+    def __init__(self, layers: Sequence[int], budgets: Sequence[int], zeta: float) -> None:
+        self._layers = layers
+        total = sum(budgets[layer] for layer in layers)
+        self._least = {layer: min(1, budgets[layer]) for layer in layers}  # V > 0, where it can be
+        self._unit = max(1, round(zeta * total))
+        powers = [self._unit << i for i in range((total // self._unit).bit_length())]
+        powers += [self._unit >> i for i in range(1, self._unit.bit_length())]
+        self._steps = np.array(sorted(powers), np.intp)
+
+    def changes(self, now: Forecast) -> _Changes:
+        """What each step does to each layer, as long as its window stays."""
+        shape = (len(self._steps), len(self._layers))
+        gains, losses = np.full(shape, -np.inf), np.full(shape, np.inf)
+        for place, layer in enumerate(self._layers):
+            exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
+            num_more = int(np.searchsorted(self._steps, len(exposed) - 1 - budget, side="right"))
+            num_less = int(np.searchsorted(self._steps, budget - self._least[layer], side="right"))
+            gains[:num_more, place] = exposed[budget] - exposed[budget + self._steps[:num_more]]
+            losses[:num_less, place] = exposed[budget - self._steps[:num_less]] - exposed[budget]
+        return _Changes(gains, losses)
+
+    def best_moves(self, changes: _Changes) -> list[_Move]:
+        """Those that promise to gain: one for each step, that of zeta first, then by falling promise.
+
+        As the paper has it, a step's move goes to the layer that gains most, from the one, of the rest, that loses
+        least. Ties go to the lowest layer, and the smallest step.
+        """
+        found = []
+        for number, step in enumerate(self._steps.tolist()):
+            gains, losses = changes.gains_ns[number], changes.losses_ns[number].copy()
+            to = int(np.argmax(gains))
+            losses[to] = np.inf
+            fro = int(np.argmin(losses))
+            net = float(gains[to] - losses[fro])
+            if net > 0:
+                found.append((step != self._unit, self._pair(net, step, to, fro)))
+        return [move for _, move in sorted(found, key=lambda one: (one[0], -one[1].net_ns))]
+
+    def leftover_moves(self, now: Forecast) -> list[_Move]:
+        """Of what layers have and cannot use, a part of an expert or what their windows make needless: all of it that
+        one layer gains by, for each layer, by falling gain.
+        """
+        free = {}
+        for layer in self._layers:
+            loaded, exposed, budget = now.curves[layer].loaded, now.curves[layer].exposed_ns, now.budgets[layer]
+            is_as_good = (loaded[: budget + 1] == loaded[budget]) & (exposed[: budget + 1] == exposed[budget])
+            free[layer] = budget - max(int(np.argmax(is_as_good)), self._least[layer])
+        donors = sorted(self._layers, key=lambda layer: -free[layer])
+        found = []
+        for layer in self._layers:
+            exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
+            offered = exposed[budget : budget + sum(free.values()) - free[layer] + 1]
+            gain = float(offered[0] - offered[-1])
+            if gain > 0:
+                segments = {layer: int(np.argmin(offered))}
+                missing = segments[layer]
+                for donor in donors:
+                    if donor != layer and (given := min(free[donor], missing)):
+                        segments[donor] = -given
+                        missing -= given
+                found.append(_Move(gain, segments))
+        return sorted(found, key=lambda move: -move.net_ns)
+
+    def other_moves(self, changes: _Changes) -> Iterator[_Move]:
+        """The best of all, by any step from any layer to any other, whatever they promise: the windows of layers that
+        follow may make up for it.
+        """
+        net = changes.gains_ns[:, :, None] - changes.losses_ns[:, None, :]  # [steps, to, from]
+        themselves = range(len(self._layers))
+        net[:, themselves, themselves] = -np.inf
+        for place in np.argsort(-net, axis=None, kind="stable")[:_MAX_OTHERS]:
+            step, to, fro = (int(index) for index in np.unravel_index(int(place), net.shape))
+            if net[step, to, fro] == -np.inf:
+                return
+            yield self._pair(float(net[step, to, fro]), int(self._steps[step]), to, fro)
+
+    def _pair(self, net_ns: float, num_segments: int, to: int, fro: int) -> _Move:
+        return _Move(net_ns, {self._layers[to]: num_segments, self._layers[fro]: -num_segments})

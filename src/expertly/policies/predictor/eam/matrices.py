@@ -1,0 +1,359 @@
+"""Activation matrices: how many tokens of a past request each expert served, for a few requests that are unlike each
+other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.observation import Floats
+from expertly.policies.learned import (
+    MAX_CAPACITY,
+    MAX_NBYTES,
+    Arrays,
+    Header,
+    LearnedStore,
+    ModelShape,
+    Shape,
+    check_born,
+    length_of,
+)
+
+DEFAULT_CAPACITY = 120
+MAX_COUNT = 1 << 24
+"""Tokens of an expert from which on float32 does not count; more are taken for so many."""
+TIE = 1e-6
+"""Cosines that differ by no more than this are equal."""
+
+_PHASES = ("prefill", "decode")
+
+Counts = npt.NDArray[np.int64]
+
+
+class Collection:
+    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; arrays are not to be
+    written to. Raises ConfigError where it would not fit into memory.
+    """
+
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise ConfigError(f"capacity={capacity}: must be from 1 to {MAX_CAPACITY} matrices")
+        num_layers, num_experts = shape.num_layers, shape.max_experts
+        nbytes = 8 * capacity * num_layers * num_experts
+        if nbytes > MAX_NBYTES:
+            raise ConfigError(f"capacity={capacity}: matrices of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
+        self.shape = shape
+        self.capacity = capacity
+        self.num_matrices = 0
+        self.generation = 0
+        """Counts changes."""
+        # Twice, since a search runs along an expert and a prediction along a matrix. Zeroed pages take no memory
+        # before they are written to.
+        self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)
+        """[C, L, E]: tokens of the request that each expert served."""
+        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)
+        """[L, E, C]: the same."""
+        self.squares = np.zeros((num_layers, capacity))
+        """[L, C]: squared length of a matrix' row."""
+        self.inverse_norms: Floats = np.zeros((num_layers, capacity), np.float32)
+        """[L, C]: 1 / length of a matrix' rows up to this one; 0 where all are zero."""
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
+        """[C]: counts insertions, so the highest is the newest."""
+        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)
+        """[L, E]: the sum of all matrices."""
+        self._num_added = 0
+
+    def add(self, counts: npt.NDArray[Any]) -> None:
+        """Add a request's matrix [L, E]; one without any token is left out.
+
+        While there is room it takes a free slot, then that of the nearest to it (appendix B.1), the oldest of equals.
+        """
+        assert counts.shape == self.total.shape
+        matrix = np.minimum(counts, MAX_COUNT).astype(np.float32)
+        if not matrix.any():
+            return
+        if self.num_matrices < self.capacity:
+            slot = self.num_matrices
+            self.num_matrices += 1
+        else:
+            slot = self._nearest(matrix)
+            self.total -= self.matrices[slot].astype(np.int64)
+        self._write(slot, matrix, self._num_added)
+        self._num_added += 1
+        self.generation += 1
+
+    def extend(self, other: Collection) -> None:
+        """Add all matrices of another one, the oldest first: to merge, or to make one smaller."""
+        for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
+            self.add(other.matrices[slot])
+
+    @classmethod
+    def from_arrays(
+        cls,
+        shape: ModelShape,
+        matrices: npt.NDArray[Any],
+        born: npt.NDArray[np.int64],
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> Collection:
+        """Of matrices [n, L, E] and born [n], for a capacity that holds them."""
+        collection = cls(shape, capacity)
+        n = len(born)
+        assert n <= capacity
+        for slot in range(n):
+            collection._write(slot, matrices[slot], int(born[slot]))
+        collection.num_matrices = n
+        collection._num_added = int(born.max()) + 1 if n else 0
+        return collection
+
+    def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
+        """See LearnedStore."""
+        most = max(most, self.capacity - self.num_matrices)
+        digests, order = other.digests(), np.argsort(other.born[: other.num_matrices], kind="stable")
+        slots = [slot for slot in order.tolist() if digests[slot] not in known][-most:]
+        for slot in slots:
+            self.add(other.matrices[slot])
+        return len(slots)
+
+    def digests(self) -> list[bytes]:
+        """One of each matrix; equal ones have equal digests."""
+        return [
+            hashlib.blake2b(self.matrices[slot].tobytes(), digest_size=16).digest() for slot in range(self.num_matrices)
+        ]
+
+    def _write(self, slot: int, matrix: npt.NDArray[Any], born: int) -> None:
+        self.matrices[slot] = matrix
+        self.columns[:, :, slot] = matrix
+        squares = np.square(matrix, dtype=np.float64).sum(axis=1)
+        self.squares[:, slot] = squares
+        lengths = np.sqrt(np.cumsum(squares))
+        lengths[lengths == 0] = np.inf
+        self.inverse_norms[:, slot] = 1 / lengths
+        self.born[slot] = born
+        self.total += matrix.astype(np.int64)
+
+    def _nearest(self, matrix: Floats) -> int:
+        """The slot of the least cosine distance, all of them being filled."""
+        cosines = matrix.reshape(-1) @ self.columns.reshape(-1, self.capacity)
+        cosines *= self.inverse_norms[-1]
+        tie = TIE * float(np.sqrt(np.square(matrix, dtype=np.float64).sum()))
+        best = np.flatnonzero(cosines >= cosines.max() - tie)
+        return int(best[self.born[best].argmin()])
+
+
+class Matrices(LearnedStore):
+    """What is kept of a model's requests: a collection of their prompts and one of their decoding, which are traced
+    apart (section 4.3).
+    """
+
+    kind = "matrices"
+    holds = "activation matrices, by which moe-infinity predicts"
+    unit = "activation matrices"
+    made_by = "maps build"
+    schema = {"prefill_born": "I64", "prefill": "I32", "decode_born": "I64", "decode": "I32"}  # noqa: RUF012
+    """Of C matrices each, [C] and [C, L, E], tokens that each expert served."""
+
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._of(Collection(shape, capacity), Collection(shape, capacity))
+
+    @classmethod
+    def of(cls, prefill: Collection, decode: Collection) -> Matrices:
+        """Of two collections of one shape and capacity."""
+        assert (prefill.shape, prefill.capacity) == (decode.shape, decode.capacity)
+        made = cls.__new__(cls)
+        made._of(prefill, decode)
+        return made
+
+    def _of(self, prefill: Collection, decode: Collection) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.shape = prefill.shape
+        self.capacity = prefill.capacity
+        """Of each collection."""
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        """Counts changes."""
+        return self.prefill.generation + self.decode.generation
+
+    @property
+    def num_matrices(self) -> int:
+        return self.prefill.num_matrices + self.decode.num_matrices
+
+    @property
+    def num_learned(self) -> int:
+        return self.num_matrices
+
+    @property
+    def num_needed(self) -> int:
+        return max(self.prefill.num_matrices, self.decode.num_matrices)
+
+    def extend(self, other: Matrices) -> None:
+        """Add all matrices of another one; see Collection."""
+        self.prefill.extend(other.prefill)
+        self.decode.extend(other.decode)
+
+    def of_phase(self, is_prefill: bool) -> Collection:
+        return self.prefill if is_prefill else self.decode
+
+    # -- as a file keeps it ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Of n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and decode_born [m]."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for phase, one in zip(_PHASES, (self.prefill, self.decode), strict=True):
+            arrays |= {phase: one.matrices[: one.num_matrices], f"{phase}_born": one.born[: one.num_matrices]}
+        return arrays
+
+    def settings(self) -> dict[str, str]:
+        return {"capacity": str(self.capacity)}
+
+    @classmethod
+    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        shape = header.shape
+        capacity = header.capacity(16 * shape.num_layers * shape.max_experts)
+        expected: dict[str, Shape] = {}
+        for phase in _PHASES:
+            num = length_of(header, sizes, f"{phase}_born")
+            if num > capacity:
+                raise StoreError(
+                    f"{header.path}: tensor '{phase}_born': {num} matrices, more than the capacity={capacity}"
+                )
+            expected |= {f"{phase}_born": (num,), phase: (num, shape.num_layers, shape.max_experts)}
+        return expected
+
+    @classmethod
+    def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        for phase in _PHASES:
+            _check_phase(path, shape, phase, arrays[phase])
+            check_born(path, f"{phase}_born", arrays[f"{phase}_born"])
+
+    @classmethod
+    def restored(cls, header: Header, arrays: Arrays) -> Matrices:
+        capacity = int(header.texts["capacity"])
+        made = (
+            Collection.from_arrays(header.shape, arrays[phase], arrays[f"{phase}_born"], capacity) for phase in _PHASES
+        )
+        return cls.of(*made)
+
+    def digests(self) -> set[bytes]:
+        return {digest for phase in (self.prefill, self.decode) for digest in phase.digests()}
+
+    def absorb(self, other: Matrices, known: Container[bytes], most: int) -> int:
+        return self.prefill.absorb(other.prefill, known, most) + self.decode.absorb(other.decode, known, most)
+
+    @classmethod
+    def merged(cls, stores: Sequence[Matrices], capacity: int) -> Matrices:
+        """In a full collection each replaces the nearest to it."""
+        out = cls(stores[0].shape, capacity)
+        for store in stores:
+            if store.shape != out.shape:
+                raise ConfigError("matrices of other layers, experts or top-k: not of one model")
+            out.extend(store)
+        return out
+
+
+def _check_phase(path: Path, shape: ModelShape, phase: str, matrices: npt.NDArray[Any]) -> None:
+    """Raises StoreError naming the matrix whose numbers nobody can have counted."""
+    is_expert = np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None]
+    is_wrong = ~((matrices >= 0) & (matrices <= np.where(is_expert, MAX_COUNT, 0)))
+    if is_wrong.any():
+        slot, layer, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
+        accepted = f"a count of tokens, from 0 to {MAX_COUNT}"
+        if not is_expert[layer, expert]:
+            accepted = f"0: there are {shape.num_experts[layer]} experts"
+        where = f"matrix {slot}, layer {layer}, expert {expert}: {matrices[slot, layer, expert]}"
+        raise StoreError(f"{path}: tensor {phase!r}: {where}; must be {accepted}")
+    is_empty = ~matrices.any(axis=(1, 2))
+    if is_empty.any():
+        raise StoreError(f"{path}: tensor {phase!r}: matrix {int(np.argmax(is_empty))}: counts no token")
+
+
+class NearestMatrices(NamedTuple):
+    """The m matrices of highest cosine."""
+
+    slots: tuple[int, ...]  # rising
+    cosine: float  # of the nearest, above 0 up to 1
+
+
+class Match:
+    """The cosines of one request's iteration to every matrix of a collection, over the layers that it has run.
+
+    A layer costs one pass over the matrices for each expert that the request chose there (K in decode, E at most),
+    whatever its number. Holds for the collection as it was when it was made.
+    """
+
+    def __init__(self, collection: Collection) -> None:
+        n = collection.num_matrices
+        self.collection = collection
+        self.num_read = 0
+        """Numbers of the collection that the last layer took."""
+        self._generation = collection.generation
+        self._dots: Floats = np.zeros(n, np.float32)
+        self._scratch: Floats = np.empty(n, np.float32)
+        self._square = 0  # squared length of what has been seen
+        self._last = -1
+        self._has_gap = False  # a layer was left out
+        self._seen: list[int] = []
+
+    def observe(self, layer: int, counts: Mapping[int, int]) -> None:
+        """A layer's experts and how many of the request's tokens each serves. Layers come in order."""
+        assert self._generation == self.collection.generation
+        n, dots, scratch = len(self._dots), self._dots, self._scratch
+        columns = self.collection.columns[layer]
+        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # one product reads all rows, but each of them faster
+            for expert, count in counts.items():
+                if count == 1:
+                    np.add(dots, columns[expert, :n], out=dots)
+                else:
+                    np.multiply(columns[expert, :n], np.float32(count), out=scratch)
+                    np.add(dots, scratch, out=dots)
+            self.num_read = n * len(counts)
+        else:
+            row = np.zeros(len(columns), np.float32)
+            row[list(counts)] = list(counts.values())
+            np.dot(row, columns[:, :n], out=scratch)
+            np.add(dots, scratch, out=dots)
+            self.num_read = n * len(columns)
+        self._square += sum(count * count for count in counts.values())
+        self._has_gap |= layer != self._last + 1
+        self._last = layer
+        self._seen.append(layer)
+
+    def nearest(self, num: int) -> NearestMatrices | None:
+        """The `num` nearest, fewer where fewer have anything in common; of equal ones, but for rounding, the newest.
+        None where there are none.
+        """
+        if not self._square or not len(self._dots):
+            return None
+        length = self._square**0.5
+        scores = self._scratch
+        np.multiply(self._dots, self._inverse_norms(), out=scores)  # cosines times `length`
+        best = float(scores[scores.argmax()])
+        if best <= 0:
+            return None
+        tie = TIE * length
+        num = min(num, len(scores))
+        least = best if num == 1 else float(np.partition(scores, len(scores) - num)[len(scores) - num])
+        slots = (scores >= max(least - tie, tie)).nonzero()[0]
+        if len(slots) > num:
+            is_sure = scores[slots] > least + tie
+            equal = slots[~is_sure]
+            equal = equal[np.argsort(-self.collection.born[equal], kind="stable")]
+            slots = np.sort(np.concatenate([slots[is_sure], equal[: num - int(is_sure.sum())]]))
+        return NearestMatrices(tuple(slots.tolist()), min(best / length, 1.0))
+
+    def _inverse_norms(self) -> Floats:
+        """[n] over the layers seen."""
+        collection, n = self.collection, len(self._dots)
+        if not self._has_gap:
+            return collection.inverse_norms[self._last, :n]
+        lengths = np.sqrt(collection.squares[self._seen, :n].sum(axis=0))
+        lengths[lengths == 0] = np.inf
+        inverse: Floats = (1 / lengths).astype(np.float32)
+        return inverse

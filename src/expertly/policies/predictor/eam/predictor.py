@@ -1,0 +1,317 @@
+"""What later layers will need, read off the activation matrices of similar requests (MoE-Infinity, section 4.5)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
+from expertly.policies.base import PolicyOptions, option
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_CAPACITY, ModelShape
+from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
+from expertly.policies.predictor.eam.matrices import (
+    DEFAULT_CAPACITY,
+    Collection,
+    Counts,
+    Match,
+    Matrices,
+)
+
+DIGITS = 6
+"""Decimals of an outlook."""
+
+
+@dataclass(frozen=True)
+class EAMOptions(PolicyOptions):
+    """What of a prediction is ours to say."""
+
+    capacity: int = option(DEFAULT_CAPACITY, "matrices, of prompts and of decoding each", least=1, most=MAX_CAPACITY)
+    matches: int = option(4, "nearest matrices that are summed", least=1)
+    width: int | None = option(
+        None, "experts named of each layer; half as many as its router chooses, rounded up, unless said", least=1
+    )
+    threshold: float = option(
+        0.0, "share of the tokens of the matched requests below which an expert is not named", least=0, most=1
+    )
+    update: bool = option(True, "learn from what runs")
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One request's part of the running pass."""
+
+    request: int
+    is_prefill: bool
+    rows: npt.NDArray[np.intp]
+    counts: Counts  # [L, E] of this iteration (the paper's iEAM)
+    match: Match
+    slots: tuple[int, ...] | None  # matched; None: whatever is popular
+    cosine: float | None
+    predicted: Floats | None  # [L, E] rows of sum 1 (its pEAM); None: nothing is known
+
+
+class EAM(Predictor):
+    """Names the experts of the next `distance` layers, after each router anew: those that most tokens of the `matches`
+    nearest requests chose there, of the requests whose matrices, over the layers that this iteration has run, have the
+    least cosine distance to its own. When an iteration begins, the most popular ones of its phase. A score is p x
+    (1 - (i - l) / L), the layer i being predicted after layer l; confidence is the (mean) cosine. Every request of a
+    pass is matched on its own; the prediction is the union, by the highest p.
+
+    A request's iterations are summed, those of its prompt and of its decoding apart, and enter the collection when a
+    pass comes that it is not part of (or `finish`); one that comes back after that begins anew. An iteration that
+    failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K times.
+    """
+
+    name = "eam"
+    options = EAMOptions
+    learns = Matrices
+    wants: frozenset[Want] = frozenset({"experts"})
+
+    def __init__(
+        self, geometry: Geometry, distance: int = 1, options: EAMOptions = EAMOptions(), known: Known = NOTHING
+    ) -> None:
+        super().__init__()
+        self._options = options
+        self._shape = ModelShape.of(geometry)
+        self._reach = Reach(geometry, distance)
+        self._sizes = np.array(self._shape.num_experts)[:, None]  # [L, 1]
+        self._is_expert = np.arange(self._shape.max_experts) < self._sizes  # [L, E]
+        self._store = Matrices(self._shape, options.capacity)
+        self._open: dict[int, tuple[Counts, Counts]] = {}  # of each request that is not over: prompt, decoding
+        self._pass: list[_Sequence] | None = None
+        self._layers = range(self._shape.num_layers)  # of the pass
+        self._num_rows = 0
+        self._last = -1
+        self._num_seen = 0
+        self._said: tuple[object, ...] | None = None  # what the last outlook was made of
+        self._num_left_out = 0
+        self._found = (0, 0.0)  # requests matched after a layer, sum of their cosines
+
+    @property
+    def learned(self) -> Matrices:
+        return self._store
+
+    def adopt(self, learned: Matrices) -> None:
+        """Those whose capacity is this one are taken as they are, else cut."""
+        store = learned
+        if store.shape != self._shape:
+            raise ConfigError(f"activation matrices: are of another model: {store.shape}, must be {self._shape}")
+        if store.capacity != self._options.capacity:
+            given, store = store, Matrices(self._shape, self._options.capacity)
+            store.extend(given)
+        self._store = store
+        self._pass = self._said = None
+
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+        """The most popular experts of the phase, in the first layers. Requests that are not here are over."""
+        self._leave_out()
+        requests, first = np.unique(began.requests, return_index=True)
+        self._close_all_but(set(requests.tolist()))
+        self._layers = range(self._shape.num_layers) if began.layers is None else began.layers
+        self._num_rows = len(began.requests)
+        self._last, self._num_seen = -1, 0
+        self._pass = []
+        for place in np.sort(first).tolist():
+            request, is_prefill = int(began.requests[place]), bool(began.is_prefill[place])
+            collection = self._store.of_phase(is_prefill)
+            popular = _shares(collection.total) if collection.num_matrices else None
+            self._pass.append(
+                _Sequence(
+                    request,
+                    is_prefill,
+                    np.flatnonzero(began.requests == request),
+                    np.zeros(collection.total.shape, np.int64),
+                    Match(collection),
+                    None,
+                    None,
+                    popular,
+                )
+            )
+        self.work.num_calls += 1
+        self.work.read_nbytes += self._is_expert.size * 8 * len(self._pass)
+        start = self._layers.start if len(self._layers) else 0
+        return self._predict({layer: layer + 1 for layer in self._reach.at_begin(self._layers)}, start)
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        """Match every request of the pass, and name what the next layers need."""
+        sequences, experts, layer = self._pass, routed.experts, routed.layer
+        self.work.num_calls += 1
+        if sequences is None or experts is None or len(experts) != self._num_rows:
+            return iter(())  # of a pass whose beginning was left out nobody knows whose rows they are
+        if layer <= self._last or layer not in self._layers:
+            return iter(())
+        self._last = layer
+        self._num_seen += 1
+        for sequence in sequences:
+            self._observe(sequence, layer, experts if len(sequences) == 1 else experts[sequence.rows])
+        last = min(layer + self._reach.distance, self._layers.stop - 1)
+        return self._predict({ahead: ahead - layer for ahead in range(layer + 1, last + 1)}, layer)
+
+    def end_iteration(self, ok: bool) -> None:
+        """The iteration is added to the sums of its requests, if it ended well and all of it was seen."""
+        self.work.num_calls += 1
+        sequences = self._pass
+        if sequences is None or not ok or self._num_seen != len(self._layers):
+            self._leave_out()
+            return
+        self._pass = None
+        if self._options.update:
+            for sequence in sequences:
+                self._sum_of(sequence.request, sequence.is_prefill)[...] += sequence.counts
+                self.work.read_nbytes += sequence.counts.nbytes
+
+    def learn(self, history: History) -> None:
+        """As if these rows had run here; a request is over when a block has nothing of it."""
+        requests, shape = history.requests, self._shape
+        self._close_all_but(set(requests.tolist()))
+        num_experts, num_numbers = shape.max_experts, shape.num_layers * shape.max_experts
+        experts = history.experts.astype(np.int64)
+        is_choice = (experts >= 0) & (experts < self._sizes)
+        places = np.where(is_choice, experts + np.arange(shape.num_layers)[:, None] * num_experts, num_numbers)
+        _, first = np.unique(requests, return_index=True)
+        for request in requests[np.sort(first)].tolist():
+            for is_prefill in (True, False):
+                mine = places[(requests == request) & (history.is_prefill == is_prefill)]
+                if len(mine):
+                    counts = np.bincount(mine.ravel(), minlength=num_numbers + 1)[:num_numbers]
+                    self._sum_of(request, is_prefill)[...] += counts.reshape(shape.num_layers, num_experts)
+
+    def finish(self) -> None:
+        """All requests are over."""
+        self._close_all_but(set())
+
+    def facts(self) -> dict[str, int | float | None]:
+        """Matrices of prompts (`prefill_matrices`) and of decoding, each of `capacity`; `left_out` iterations that were
+        not seen whole, or failed; requests matched after a layer (`searches`) and their mean `cosine`.
+        """
+        count, total = self._found
+        return {
+            "prefill_matrices": self._store.prefill.num_matrices,
+            "decode_matrices": self._store.decode.num_matrices,
+            "capacity": self._store.capacity,
+            "left_out": self._num_left_out,
+            "searches": count,
+            "cosine": total / count if count else None,
+        }
+
+    def _leave_out(self) -> None:
+        if self._pass:
+            self._num_left_out += len(self._pass)
+        self._pass = None
+
+    def _close_all_but(self, requests: set[int]) -> None:
+        """Requests outside these are over."""
+        for request in [request for request in self._open if request not in requests]:
+            for collection, counts in zip(
+                (self._store.prefill, self._store.decode), self._open.pop(request), strict=True
+            ):
+                if collection.num_matrices == collection.capacity and counts.any():
+                    self._count_work(collection, collection.num_matrices * counts.size)
+                collection.add(counts)
+
+    def _sum_of(self, request: int, is_prefill: bool) -> Counts:
+        """[L, E] of a request that is not over."""
+        sums = self._open.get(request)
+        if sums is None:
+            shape = self._is_expert.shape
+            sums = self._open[request] = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        return sums[0 if is_prefill else 1]
+
+    def _observe(self, sequence: _Sequence, layer: int, experts: Ids) -> None:
+        """What a layer's router chose for the rows of a request, [T, K]."""
+        counts = _counted(experts, self._shape.num_experts[layer])
+        row = sequence.counts[layer]
+        for expert, num in counts.items():
+            row[expert] = num
+        match = sequence.match
+        if not match.collection.num_matrices:
+            return
+        match.observe(layer, counts)
+        self._count_work(match.collection, match.num_read + 2 * match.collection.num_matrices)
+        nearest = match.nearest(self._options.matches)
+        if nearest is None:
+            return
+        self._found = self._found[0] + 1, self._found[1] + nearest.cosine
+        sequence.cosine = nearest.cosine
+        if nearest.slots != sequence.slots:
+            sequence.slots = nearest.slots
+            sequence.predicted = _shares(match.collection.matrices[list(nearest.slots)].sum(axis=0))
+            self.work.read_nbytes += 4 * len(nearest.slots) * sequence.predicted.size
+
+    def _predict(self, distances: Mapping[int, int], now: int) -> Iterator[Prediction]:
+        """Of these layers, nearer ones first; `now` is the layer that has run. The first of them says the outlook, if
+        it is another.
+        """
+        sequences = [sequence for sequence in self._pass or () if sequence.predicted is not None]
+        rows = [sequence.predicted for sequence in sequences if sequence.predicted is not None]
+        cosines = [sequence.cosine for sequence in sequences if sequence.cosine is not None]
+        confidence = sum(cosines) / len(cosines) if cosines else None
+        is_first = True
+        for layer, distance in distances.items():
+            num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
+            shares = [row[layer, :num_experts] for row in rows]
+            if not shares:
+                return
+            likely = np.stack(shares)
+            if self._options.threshold:
+                likely[likely * top_k < self._options.threshold] = 0
+            named = best_of_rows(layer, distance, likely, self._options.width or (top_k + 1) // 2)
+            if named is None:
+                continue
+            near = 1 - (layer - now) / self._shape.num_layers
+            yield Prediction(
+                layer,
+                named.experts,
+                [near * score for score in named.scores],
+                distance,
+                confidence,
+                (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist(),
+                self._outlook(sequences, rows) if is_first else None,
+            )
+            is_first = False
+
+    def _outlook(self, sequences: list[_Sequence], rows: list[Floats]) -> tuple[float, ...] | None:
+        """The predicted matrices as one, by the highest p; None where they are those that were said last."""
+        made_of = tuple(
+            (one.match.collection.generation, one.is_prefill, one.slots, None if one.slots is not None else one.request)
+            for one in sequences
+        )
+        if made_of == self._said:
+            return None
+        self._said = made_of
+        predicted = rows[0] if len(rows) == 1 else np.maximum.reduce(rows)
+        numbers: list[float] = np.round(predicted[self._is_expert].astype(np.float64), DIGITS).tolist()
+        return tuple(numbers)
+
+    def _count_work(self, collection: Collection, num_numbers: int) -> None:
+        """So many numbers of the collection, or made of it, are read, and each is multiplied and added."""
+        self.work.read_nbytes += 4 * num_numbers
+        self.work.flops += 2 * num_numbers
+
+
+def _counted(experts: Ids, num_experts: int) -> dict[int, int]:
+    """How many of the rows [T, K] chose each expert."""
+    if len(experts) == 1:
+        chosen: list[int] = experts[0].tolist()
+        return dict(Counter(expert for expert in chosen if 0 <= expert < num_experts))
+    flat = experts.ravel().astype(np.int64)
+    counts = np.bincount(flat[(flat >= 0) & (flat < num_experts)], minlength=num_experts)
+    here = np.flatnonzero(counts)
+    return dict(zip(here.tolist(), counts[here].tolist(), strict=True))
+
+
+def _shares(counts: npt.NDArray[np.generic]) -> Floats:
+    """Rows [L, E] scaled to sum 1; those of zeros stay."""
+    numbers = counts.astype(np.float64)
+    total = numbers.sum(axis=1, keepdims=True)
+    total[total == 0] = 1
+    shares: Floats = (numbers / total).astype(np.float32)
+    return shares

@@ -1,0 +1,157 @@
+"""NearestMaps maps of one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.observation import Floats
+from expertly.policies.predictor.fmoe.redundancy import TIE, inverse_root
+from expertly.policies.predictor.fmoe.store import MapStore
+
+
+class NearestMaps(NamedTuple):
+    """The most similar stored map of each row."""
+
+    slots: npt.NDArray[np.intp]  # [T]
+    scores: Floats  # [T] cosines, -1 to 1
+
+
+class Search:
+    """One iteration's similarity to every map of a store, [T, n], brought forward a layer at a time: a layer costs
+    O(T * n * E), whatever its number.
+
+    It holds for the store's generation of `begin`: afterwards `is_current` is false, and the rest must not be called.
+    """
+
+    def __init__(self, store: MapStore) -> None:
+        self.store = store
+        self._generation = -1
+        self._num_maps = 0
+        self._num_rows = 0
+        self._row = np.empty((2, store.capacity), np.float32)  # the buffers of one row, made once
+        self._rows = np.empty((2, 0, 0), np.float32)  # of several
+
+    def begin(self, num_rows: int) -> None:
+        """Start an iteration of `num_rows` rows."""
+        store = self.store
+        self._generation, self._num_maps, self._num_rows = store.generation, store.num_maps, num_rows
+        n = store.num_maps
+        if num_rows != 1 and self._rows.shape[1:] != (num_rows, n):
+            self._rows = np.empty((2, num_rows, n), np.float32)
+        self._dots, self._product = self._row[:, :n] if num_rows == 1 else self._rows
+        self._last = -1
+        self._has_gap = False  # a layer was left out
+        self._seen: list[int] = []
+        self._own_squares: Floats | float = 0.0  # of the rows
+
+    @property
+    def num_maps(self) -> int:
+        """Stored maps that are searched."""
+        return self._num_maps
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the store is as it was at `begin`."""
+        return self._generation == self.store.generation
+
+    def semantic(self, embedding: Floats) -> Floats | None:
+        """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a
+        row is not finite.
+        """
+        store, n = self.store, self._num_maps
+        if store.embeddings is None or not n:
+            return None
+        if self._num_rows == 1:
+            query = embedding[0]
+            square = float(np.dot(query, query))
+            if not isfinite(square):
+                return None
+            cosines = np.dot(store.embeddings[:n], query)
+            cosines *= store.inverse_embedding_norms[:n]
+            if square:
+                cosines *= square**-0.5
+            one: Floats = cosines[None]
+            return one
+        squares = np.einsum("th,th->t", embedding, embedding)
+        if not np.isfinite(squares).all():
+            return None
+        several: Floats = np.dot(embedding, store.embeddings[:n].T)
+        several *= store.inverse_embedding_norms[:n]
+        several *= inverse_root(squares)[:, None]
+        return several
+
+    def observe(self, layer: int, scores: Floats) -> None:
+        """A layer's routing scores [T, E of the layer]. Layers come in order; some may be left out."""
+        n = self._num_maps
+        maps = self.store.maps[layer, :n, : scores.shape[1]]
+        into = self._product if self._seen else self._dots
+        if self._num_rows == 1:
+            row = scores[0]
+            np.dot(maps, row, out=into)
+            self._own_squares += float(np.dot(row, row))
+        else:
+            np.dot(scores, maps.T, out=into)
+            self._own_squares = self._own_squares + np.einsum("te,te->t", scores, scores)
+        if self._seen:
+            self._dots += self._product
+        self._has_gap |= layer != self._last + 1
+        self._last = layer
+        self._seen.append(layer)
+
+    def trajectory(self) -> Floats | None:
+        """Cosines [T, n] to the stored maps over the layers seen so far (equation 5); the next call and `observe`
+        overwrite them. None where nothing is stored, a row is not finite, or the only one is zero.
+        """
+        return self._cosines(self._inverse_norms()) if self._seen else None
+
+    def of_all_layers(self) -> Floats | None:
+        """The same over all layers, where those that were not seen are zero in the rows."""
+        return self._cosines(self.store.inverse_norms[-1, : self._num_maps]) if self._seen else None
+
+    def _cosines(self, inverse_norms: Floats) -> Floats | None:
+        own_squares = self._own_squares
+        is_finite = isfinite(own_squares) if isinstance(own_squares, float) else np.isfinite(own_squares).all()
+        if not self._num_maps or not is_finite:
+            return None
+        cosines: Floats = self._product  # what it held is in the sum, and it is still in the processor's cache
+        np.multiply(self._dots, inverse_norms, out=cosines)
+        if isinstance(own_squares, float):
+            if not own_squares:
+                return None
+            cosines *= own_squares**-0.5
+            one: Floats = cosines[None]
+            return one
+        cosines *= inverse_root(own_squares)[:, None]
+        return cosines
+
+    def nearest(self, cosines: Floats) -> NearestMaps:
+        """The highest of each row; of equal ones, but for rounding, the newest."""
+        born = self.store.born
+        if len(cosines) == 1:
+            row = cosines[0]
+            slot = int(row.argmax())
+            best = row[slot]
+            equal = (row >= best - TIE).nonzero()[0]
+            if len(equal) > 1:
+                slot = int(equal[born[equal].argmax()])
+            return NearestMaps(np.array([slot]), np.minimum(row[slot : slot + 1], 1.0))
+        slots = cosines.argmax(axis=1)
+        scores = cosines[np.arange(len(cosines)), slots]
+        is_equal = cosines >= (scores - TIE)[:, None]
+        if np.count_nonzero(is_equal) > len(cosines):
+            rows, equals = divmod(np.flatnonzero(is_equal), cosines.shape[1])
+            order = np.lexsort((born[equals], rows))
+            last = np.searchsorted(rows[order], np.arange(len(cosines)), side="right") - 1
+            slots = equals[order][last]
+        return NearestMaps(slots, np.minimum(scores, 1.0))
+
+    def _inverse_norms(self) -> Floats:
+        """[n] of the stored maps, over the layers seen."""
+        store, n = self.store, self._num_maps
+        if not self._has_gap:
+            return store.inverse_norms[self._last, :n]
+        return inverse_root(store.squares[self._seen, :n].sum(axis=0))

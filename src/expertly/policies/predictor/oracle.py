@@ -1,0 +1,105 @@
+"""Prediction from the demands to come, which only a simulation has: perfect, or of stated accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Routed
+from expertly.policies.base import PolicyOptions
+from expertly.policies.known import NOTHING, Future, Known
+from expertly.policies.predictor.base import Predictor
+
+ACCURACY = {1: 0.905, 8: 0.545}
+"""By distance, of skip prediction (ProMoE, section 4); in between it falls linearly, beyond it stays."""
+
+
+def accuracy_at(distance: int) -> float:
+    """Share of predicted experts that are needed, `distance` layers ahead."""
+    low, high = min(ACCURACY), max(ACCURACY)
+    share = (min(max(distance, low), high) - low) / (high - low)
+    return ACCURACY[low] + share * (ACCURACY[high] - ACCURACY[low])
+
+
+class Perfect(Predictor):
+    """Names what each of the next `distance` layers needs, the next one first, across iterations."""
+
+    name = "perfect"
+    needs = ("future",)
+    gives_probabilities = False
+
+    def __init__(
+        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
+    ) -> None:
+        super().__init__()
+        self._future = _future_of(known, self.name)
+        self._reach = min(distance, geometry.num_layers - 1)  # one demand a layer
+        self._said = -1  # the last step named
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        """The steps that have come into reach."""
+        now = self._future.step
+        for step in range(max(self._said, now) + 1, now + self._reach + 1):
+            needs = self._future.needs(step - now)
+            if needs is None:
+                return
+            layer, experts = needs
+            self._said = step
+            yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
+
+
+class ModelledLookahead(Predictor):
+    """A lookahead of stated accuracy, for studies of predictors that do not exist. Names as many experts as the layer
+    needs; each is right with the stated probability, else any other of the layer.
+
+    Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
+    """
+
+    name = "modelled"
+    needs = ("future",)
+    gives_probabilities = False
+
+    def __init__(
+        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
+    ) -> None:
+        super().__init__()
+        self._num_experts = [layer.num_experts for layer in geometry.layers]
+        self._future = _future_of(known, self.name)
+        self._distance = distance
+        self._random = Random(known.seed)
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        """The layer `distance` ahead, if this iteration has it; after the first layer, all up to there."""
+        first = 1 if routed.layer == 0 else self._distance
+        for distance in range(first, self._distance + 1):
+            if routed.layer + distance >= len(self._num_experts):
+                return
+            needs = self._future.needs(distance)
+            if needs is None:
+                return
+            layer, experts = needs
+            guesses = self._guess(experts, self._num_experts[layer], accuracy_at(distance))
+            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(guesses))]
+            yield Prediction(layer, guesses, scores, distance)
+
+    def _guess(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
+        is_needed = set(needed)
+        others = [expert for expert in range(num_experts) if expert not in is_needed]
+        guesses = []
+        for expert in needed:
+            if others and self._random.random() >= accuracy:
+                chosen = int(self._random.random() * len(others))
+                others[chosen], others[-1] = others[-1], others[chosen]
+                expert = others.pop()
+            guesses.append(expert)
+        return guesses
+
+
+def _future_of(known: Known, name: str) -> Future:
+    if known.future is None:
+        raise ConfigError(f"prediction {name!r}: needs to know the demands to come; only a simulation does")
+    return known.future

@@ -1,0 +1,141 @@
+"""What the engine counts while the demo model generates a few tokens, of every preset that it can run.
+
+In float32, with one thread, and predicting within the pass (`matcher="inline"`), what is routed and predicted is the
+same in every run. What is not: who loads ahead finds more or less of it there, as the disk is fast or slow; that moves
+hits, what is evicted, and what is still loaded ahead. So a system that predicts has two kinds of cases: at every memory
+all counts, with transfers that take no time (see `make_transfers_instant`); and at one memory, as users run it ("as it
+is"), the counts that do not depend on time. Two presets decide by times that they measure, `expertly-ahead` in its gate
+and `moepic` in its allocation: they have the second kind only, and the same without that has the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import expertly
+from tests.golden.cases import MEMORIES, SEGMENTS, Case, case_name, first_words, run_command
+
+FILE = "engine.json"
+PROMPTS = (
+    [704, 2276, 701, 4491, 565, 280, 2989],  # The old man looked at the sea
+    [2144, 5154, 8, 3792, 2064],  # def largest(numbers):
+)
+NUM_NEW_TOKENS = 6
+TIMELESS = ("iterations", "tokens", "demands", "demanded_bytes", "predicted", "predicted_needed", "predicted_of")
+"""Counts that do not depend on when something arrives; `demands` are hits, partial hits and misses."""
+COUNTS = (
+    *("iterations", "tokens", "hits", "partial_hits", "misses", "demanded_bytes", "hit_bytes", "evicted_bytes"),
+    *("bytes_loaded", "prefetched_bytes", "wasted_bytes", "predicted", "predicted_needed"),
+    *("predicted_resident", "predicted_of", "prefetched", "prefetched_needed", "prefetched_in_time"),
+)
+TIMED = {"expertly-ahead": "expertly-ahead:gate=none", "moepic": "moepic:start=half"}
+"""Presets that decide by times that they measure, and what stands in for them."""
+AS_IT_IS = " as it is"
+REFUSED = ("belady", "belady-global", "oracle", "modelled-lookahead")
+"""They know the future: an engine says that it cannot run them."""
+NUM_RUNS = 3
+
+
+def make_transfers_instant(model: Any) -> None:
+    """Let reads take no time for who looks at them: what is asked for is there when it has been asked for.
+
+    THE ONE PLACE THAT KNOWS INTERNALS: where these change, it is to be written anew, with the same counts.
+    """
+    from expertly.api import handle
+
+    backend: Any = handle(model).engine.backend
+    submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
+    arrived: deque[Any] = deque()
+
+    def finish(ask: Callable[[list[Any]], None], pieces: Iterable[Any]) -> None:
+        asked = list(pieces)
+        ask(asked)
+        found = {wait() for _ in asked}
+        assert found == set(asked)
+        arrived.extend(asked)
+
+    backend.submit = partial(finish, submit)
+    backend.submit_ahead = partial(finish, submit_ahead)
+    backend.poll = lambda: arrived.popleft() if arrived else None
+    backend.wait = arrived.popleft
+
+
+def case_names() -> list[str]:
+    """Of all cases: the presets as `expertly systems` lists them."""
+    names, as_they_are = [], []
+    for preset, prediction in _predictions().items():
+        if preset in REFUSED:
+            names.append(case_name(preset, "25%", 1))
+            continue
+        memories = ("25%", "100%") if preset == "resident" else MEMORIES
+        names += [
+            case_name(TIMED.get(preset, preset), memory, segments) for memory in memories for segments in SEGMENTS
+        ]
+        if prediction != "none":
+            as_they_are.append(case_name(preset, "25%", 4) + AS_IT_IS)
+    return [*names, *as_they_are]
+
+
+def run(name: str) -> Case:
+    """The case of this name. One that cannot run is the first words of its error."""
+    import torch
+    from transformers import GenerationConfig
+
+    system, memory, segments = name.removesuffix(AS_IT_IS).split(" ")
+    predicts = _predictions()[system.split(":")[0]] != "none"
+    settings = {"matcher": "inline"} if predicts else {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model, _ = expertly.load(
+            system=system,
+            memory=memory,
+            segments=int(segments.removeprefix("P=")),
+            device="cpu",
+            dtype="float32",
+            codec="none",
+            maps="off",
+            **settings,
+        )
+    except Exception as error:  # whichever: it is compared
+        return {"error": first_words(str(error))}
+    try:
+        if predicts and not name.endswith(AS_IT_IS):
+            make_transfers_instant(model)
+        config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+        tokens = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            tokens.append(output[0, len(prompt) :].tolist())
+        phases = expertly.stats(model).as_dict()["phases"]
+    finally:
+        expertly.unload(model)
+        torch.set_num_threads(num_threads)
+    fields = TIMELESS if name.endswith(AS_IT_IS) else COUNTS
+    for counts in phases.values():
+        counts["demands"] = counts["hits"] + counts["partial_hits"] + counts["misses"]
+    of_phases = {f"{phase}_{field}": counts[field] for phase, counts in phases.items() for field in fields}
+    return {"output": tokens, **of_phases}
+
+
+def record() -> dict[str, Case]:
+    """All cases. Raises AssertionError where several runs of one do not agree."""
+    cases = {}
+    for name in case_names():
+        cases[name] = run(name)
+        for _ in range(NUM_RUNS - 1):
+            again = run(name)
+            assert again == cases[name], f"{name}: {cases[name]}, then {again}"
+    return cases
+
+
+@cache
+def _predictions() -> Mapping[str, str]:
+    """What each preset predicts by; "none" where it predicts nothing."""
+    status, printed = run_command("systems")
+    assert status == 0
+    return {system["name"]: system["prediction"] for system in printed["systems"]}
