@@ -135,8 +135,9 @@ def run_layer(
         following = control.computed([span])
         if following is not None:
             ready += following.ready
-            requested = [*(span for span in requested if span not in following.joined), *following.requested]
-            loading += following.loads + following.joined
+            joined = {span.expert for span in following.joined}  # they arrive as they were requested
+            loading += [*following.loads, *(span for span in requested if span.expert in joined)]
+            requested = [*(span for span in requested if span.expert not in joined), *following.requested]
             ran.loads += [*following.loads, *following.requested]
         if requested and dice is not None and dice.random() < 0.5:
             span = requested.pop(dice.randrange(len(requested)))

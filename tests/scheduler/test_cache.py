@@ -66,7 +66,7 @@ def test_the_capacity_is_never_exceeded() -> None:
 def test_counts_follow_any_history(eviction: str) -> None:
     """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
     dice = random.Random(4)
-    cache = Partition(13, EVICTIONS[eviction](SHAPE, 3, KNOWN))
+    cache = Partition(13, EVICTIONS[eviction].make(SHAPE, 3, KNOWN))
     truth: set[tuple[int, int]] = set()
     for _ in range(1500):
         expert, protected = dice.randrange(9), set(dice.sample(range(9), 2))
@@ -177,7 +177,8 @@ def skewed_token(control: Scheduler, dice: random.Random) -> None:
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int) -> None:
-    shape, system, lines = geometry(layers=3, experts=12, top_k=2, segments=segments), get_system("adapmoe"), []
+    shape, system = geometry(layers=3, experts=12, top_k=2, segments=segments), get_system("adapmoe")
+    lines: list[str] = []
     budget = system.budget(shape, split_budget(shape, shape.nbytes // 2))
     control = record(system.scheduler(shape, budget), lines.append)
     dice = random.Random(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink
 def test_whatever_is_predicted(
     segments: int, ahead: str, scope: str, order: str, admission: str, eviction: str
 ) -> None:
-    way = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
+    way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
     prefetch = "proximity" if eviction == "fmoe" else "score"
     happened: Counter[str] = Counter()
     for share, staging in BUDGETS:
@@ -60,7 +61,7 @@ def test_whatever_is_predicted(
 @pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
 @pytest.mark.parametrize(("order", "preemption"), WAYS)
 def test_however_a_layer_runs(order: str, preemption: str, transfer: str, ahead: str, segments: int) -> None:
-    way = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
     happened: Counter[str] = Counter()
     for share, staging in BUDGETS:
         for scope, window, failures in (("layer", None, 0.0), ("global", 3, 0.02)):
@@ -78,7 +79,7 @@ def test_however_a_layer_runs(order: str, preemption: str, transfer: str, ahead:
 def test_whatever_a_filter_lets_through(order: str, preemption: str, ahead: str, segments: int) -> None:
     """Its times are random."""
     happened: Counter[str] = Counter()
-    way = {"order": order, "preemption": preemption, "ahead": ahead, "has_filter": True, "num_iterations": 40}
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead, "has_filter": True, "num_iterations": 40}
     for share, staging in ((0.1, 1), (0.5, 3)):
         for scope, failures in (("layer", 0.0), ("global", 0.002)):
             ran = soak(f"{share} {scope}", segments, share, staging, scope=scope, failures=failures, **way)
@@ -93,7 +94,7 @@ def test_whatever_a_filter_lets_through(order: str, preemption: str, ahead: str,
 )
 def test_whatever_quotas_layers_get(segments: int, ahead: str, eviction: str, admission: str) -> None:
     happened: Counter[str] = Counter()
-    way = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
+    way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
     for share in (0.35, 0.6, 0.9):
         for failures in (0.0, 0.02):
             seed = f"{share} {failures}"
@@ -106,7 +107,7 @@ def test_whatever_quotas_layers_get(segments: int, ahead: str, eviction: str, ad
 @pytest.mark.parametrize(("eviction", "admission"), [("lcp", "always"), ("random", "always"), ("lcp", "best")])
 def test_whatever_is_kept_of_experts(segments: int, ahead: str, eviction: str, admission: str) -> None:
     happened: Counter[str] = Counter()
-    way = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
+    way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
     for share, staging in BUDGETS:
         for failures in (0.0, 0.02):
             seed = f"{share} {failures}"
@@ -121,7 +122,7 @@ def test_whatever_is_kept_of_experts(segments: int, ahead: str, eviction: str, a
 def test_however_a_layer_runs_that_keeps_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
     for share, staging in BUDGETS:
         for ahead in ("cache", "ring"):
-            way = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead, "eviction": "lcp"}
+            way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead, "eviction": "lcp"}
             ran = soak(f"{share}", 4, share, staging, allocation=moepic, plans=True, num_iterations=5, **way)
             assert ran.happened["tops"]
 

@@ -9,6 +9,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, Span
+from expertly.core.observation import Routed
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.budget import split_budget
@@ -106,13 +107,15 @@ def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> N
     control.predict(Prediction(0, [2], [0.9], 2))
     assert control.prefetch() == [], "of a layer that is not next, an expert's worth stays free"
     link.begun, link.ahead = link.ahead, []
-    loop_layer(control, link, one_token(1, [2, 3]), computed.extend, Prefetcher(control, link, mute()))
+    loop_layer(control, link, one_token(1, [2, 3]), computed.extend, Prefetcher(control, link, InlineChannel(Silent())))
     assert sum(span.num_segments for span in computed) == 8
 
 
-def mute() -> InlineChannel:
-    """Of a predictor that says nothing."""
-    return InlineChannel(Predictor())
+class Silent(Predictor):
+    """Predicts nothing."""
+
+    def router_ran(self, routed: Routed) -> list[Prediction]:
+        return []
 
 
 def test_other_splits_take_place_between_layers() -> None:
@@ -196,7 +199,7 @@ def test_with_nothing_kept_hits_are_what_was_loaded_ahead() -> None:
     control.configure(SplitPlan(shape, (LayerSplit(0, 0, 0),) * 3))
     assert control.cache.staging == [shape.num_experts * 4 // 2], "all of it is for staging"
     dice, link, hits = random.Random(0), InstantLink(), 0
-    prefetcher = Prefetcher(control, link, mute())
+    prefetcher = Prefetcher(control, link, InlineChannel(Silent()))
     for step in range(60):
         chosen = dice.sample(range(8), 2)
         if step % 2:

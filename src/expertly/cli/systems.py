@@ -9,7 +9,7 @@ from typing import Any
 from expertly.cli.output import add_json_flag, message, print_json, table
 from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.scheduler.presets import SYSTEMS
-from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
+from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, System, names_of_options
 
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
 _DEFAULTS = {field.name: field.default for field in fields(System)}
@@ -66,5 +66,5 @@ def _accepted() -> dict[str, list[str]]:
 
 def _options() -> dict[str, list[str]]:
     """Of each predictor and allocation that has any, by "prediction=NAME" and "allocation=NAME"."""
-    every = [(part, name) for part, registry in WITH_OPTIONS.items() for name in registry]
+    every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
     return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}
