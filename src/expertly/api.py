@@ -17,18 +17,17 @@ from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.engine.backends import make_backend
 from expertly.engine.compute_threads import ComputeThreads
-from expertly.engine.device import Device
 from expertly.engine.device_choice import choose_devices
 from expertly.engine.device_loading import make_group
 from expertly.engine.division import Request, divide
-from expertly.engine.engine import Engine
-from expertly.engine.executor import Executor
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.learned import AUTO, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
+from expertly.engine.runtime import Engine, Executor
 from expertly.engine.saved_choice import Settings, find_choice
+from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
@@ -144,7 +143,7 @@ def load(
                 opened.callback(journal.close)
             backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
             opened.callback(backend.close)
-            executor = Device(str(target), scheduler, backend)
+            executor = Shard(str(target), scheduler, backend)
         else:
             schedulers = [parts.scheduler(*one, order=order) for one in zip(geometries, budgets, strict=True)]
             executor = make_group(placement, targets, schedulers, store, torch_dtype, host_memory, make_backend)
@@ -162,10 +161,10 @@ def load(
 
     try:
         engine.reuse = save_of_eviction(executor, store, files)
-        home = executor.devices[0].backend.device
+        home = executor.shards[0].device.torch_device
         loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
         executor.bind(experts_modules(loaded))
-        use_kernels(loaded, executor.devices[0].kernels)
+        use_kernels(loaded, executor.shards[0].kernels)
         engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, files, weights=weights)
         tokenizer = load_tokenizer(store.folder)
         if target.type == "cpu":

@@ -77,7 +77,7 @@ def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
     model, _ = expertly.load(str(store), **({"memory": "25%", "maps": "off"} | where | kwargs))
     try:
         yield model
-        for device in handle(model).engine.executor.devices:
+        for device in handle(model).engine.executor.shards:
             device.scheduler.check()
     finally:
         expertly.unload(model)

@@ -16,9 +16,9 @@ from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine import reads
-from expertly.engine.backend import Backend
-from expertly.engine.backend_cpu import CpuBackend
-from expertly.engine.backend_tiered import TieredBackend
+from expertly.engine.cpu import CpuDevice
+from expertly.engine.device import Device
+from expertly.engine.tiered import CudaDevice
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
@@ -102,7 +102,7 @@ class RandomStreams:
         self._done["compute"] = max(self._done["compute"], until)
 
 
-class WatchedBackend(TieredBackend):
+class WatchedBackend(CudaDevice):
     """Notes what a copy finds before it on the stream."""
 
     _streams: RandomStreams
@@ -123,9 +123,9 @@ class WatchedBackend(TieredBackend):
         (self.ahead if transfer.is_ahead else self.demands).append(transfer.mark)
 
 
-def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Backend:
+def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Device:
     if kind == "cpu":
-        return CpuBackend(disk, shape, slots, torch.bfloat16)
+        return CpuDevice(disk, shape, slots, torch.bfloat16)
     nbytes = shape.nbytes if kind == "tiered" else int(shape.nbytes * 0.45)
     device, streams = torch.device("cpu"), RandomStreams(dice)
     return WatchedBackend(device, streams, disk, shape, slots, torch.bfloat16, nbytes).watch()
@@ -134,7 +134,7 @@ def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.R
 class Counted:
     """An PrefetchTransport that counts what goes through it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Device) -> None:
         self.submit, self.poll, self.wait = backend.submit, backend.poll, backend.wait
         self._backend = backend
         self.num_ahead = self.num_withdrawn = 0

@@ -12,7 +12,7 @@ import expertly
 from expertly import api
 from expertly.api import handle
 from expertly.core.errors import ConfigError, TransferError
-from expertly.engine.backend_tiered import TieredBackend
+from expertly.engine.tiered import CudaDevice
 from expertly.model.packing import pack
 from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import planes_name
@@ -91,11 +91,11 @@ def test_several_devices_decode_each_its_own(planes: Case) -> None:
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[TieredBackend] = []
+    made: list[CudaDevice] = []
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
         half = geometry.nbytes // 2
-        made.append(TieredBackend(device, LateStreams(), store, geometry, slots, dtype, half))
+        made.append(CudaDevice(device, LateStreams(), store, geometry, slots, dtype, half))
         return made[0]
 
     monkeypatch.setattr(api, "make_backend", make_backend)

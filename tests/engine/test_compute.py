@@ -92,13 +92,13 @@ def watch_spans(model: Any) -> dict[str, int]:
     """Counts of spans computed, whole experts and parts."""
     seen = {"whole": 0, "part": 0}
     engine = handle(model).engine
-    used = engine.backend.used
+    used = engine.device.used
 
     def watch(span: Any) -> None:
         seen["whole" if span.num_segments == engine.scheduler.geometry.segments_per_expert else "part"] += 1
         used(span)
 
-    engine.backend.used = watch  # type: ignore[method-assign]
+    engine.device.used = watch  # type: ignore[method-assign]
     return seen
 
 

@@ -27,7 +27,7 @@ SHAPE = Geometry((LayerGeometry(8, 2, 4, 16, 3, 2),) * 2, 4)
 
 def settled(model: Any) -> int:
     """Wait for what is being worked out; how often something was."""
-    for device in handle(model).engine.executor.devices:
+    for device in handle(model).engine.executor.shards:
         if device.configuring._thread is not None:
             device.configuring._thread.join()
     allocation: dict[str, Any] = expertly.stats(model).as_dict()["devices"][0]["allocation"]
@@ -163,7 +163,7 @@ def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
 
 def test_a_system_that_works_nothing_out_has_no_thread(cases: Cases) -> None:
     model, _ = expertly.load(str(cases["qwen3_moe"].store), memory="50%", system="lcp", device="cpu")
-    assert handle(model).engine.executor.devices[0].configuring is None
+    assert handle(model).engine.executor.shards[0].configuring is None
     expertly.unload(model)
     assert all(thread.name != "expertly-configurator" for thread in threading.enumerate())
 

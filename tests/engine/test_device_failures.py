@@ -33,15 +33,15 @@ TWO = "cpu:0,cpu:1"
 
 
 def check_nothing_moves(model: Any) -> None:
-    for device in handle(model).engine.executor.devices:
+    for device in handle(model).engine.executor.shards:
         device.scheduler.check()
-        assert not any(device.scheduler.slots.in_flight)
-        assert device.backend.poll() is None
+        assert not any(device.scheduler.residency.loading)
+        assert device.device.poll() is None
 
 
 def files_of(model: Any, number: int) -> set[int]:
     """The open files of one device, by their identity."""
-    return {id(file) for file in handle(model).engine.executor.devices[number].backend._readers._source._files}
+    return {id(file) for file in handle(model).engine.executor.shards[number].device._readers._source._files}
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -141,7 +141,7 @@ def test_a_read_error_while_preloading_leaves_nothing(cases: Cases, monkeypatch:
 
 def end_readers(model: Any, number: int, how_many: int) -> None:
     """End transfer threads of a device, as nothing of ours does."""
-    readers = handle(model).engine.executor.devices[number].backend._readers
+    readers = handle(model).engine.executor.shards[number].device._readers
     for _ in range(how_many):
         readers._jobs.put(None)
     deadline = time.monotonic() + 10
@@ -155,7 +155,7 @@ def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(devi
     case = cases["qwen3_moe"]
     with loaded(case.store, devices=devices, memory="30%" if devices == "cpu" else "60%") as model:
         assert generate(model, case.prompts) == case.tokens
-        last = len(handle(model).engine.executor.devices) - 1
+        last = len(handle(model).engine.executor.shards) - 1
         for _ in range(2):
             end_readers(model, last, 4)
             start = time.monotonic()
@@ -173,7 +173,7 @@ def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(devi
 def test_a_transfer_thread_that_breaks_tells_why(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, devices=TWO, memory="60%") as model:
-        readers = handle(model).engine.executor.devices[1].backend._readers
+        readers = handle(model).engine.executor.shards[1].device._readers
 
         def broken(job: Any, worker: Any) -> None:
             raise RuntimeError("a bug of ours")

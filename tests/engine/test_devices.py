@@ -17,8 +17,8 @@ from expertly import api
 from expertly.api import handle
 from expertly.core.errors import ConfigError, EngineClosedError
 from expertly.engine import backends
-from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.device_group import DeviceGroup
+from expertly.engine.tiered import CudaDevice
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Cases
@@ -138,7 +138,7 @@ def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pyte
         extents = [handle(model).store.layer_extent(layer) for layer in range(3)]
         nbytes = group.geometry.layers[0].expert_nbytes
         lock, seen = threading.Lock(), []
-        sources = [one.backend._readers._source for one in group.devices]  # type: ignore[attr-defined]
+        sources = [one.device._readers._source for one in group.devices]  # type: ignore[attr-defined]
         files = {id(file): number for number, source in enumerate(sources) for file in source._files}
 
         def noting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
@@ -167,7 +167,7 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
         files = {
             id(file): number
             for number, device in enumerate(group_of(model).devices)
-            for file in device.backend._readers._source._files  # type: ignore[attr-defined]
+            for file in device.device._readers._source._files  # type: ignore[attr-defined]
         }
         lock, running, together = threading.Lock(), [0, 0], [0]
 
@@ -194,10 +194,10 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
 def test_tiered_devices_copy_what_they_load(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of an accelerator, with copies that happen as late as they may."""
     case = cases["mixtral"]
-    made: list[TieredBackend] = []
+    made: list[CudaDevice] = []
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
-        made.append(TieredBackend(torch.device("cpu"), LateStreams(), store, geometry, slots, dtype, geometry.nbytes))
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
+        made.append(CudaDevice(torch.device("cpu"), LateStreams(), store, geometry, slots, dtype, geometry.nbytes))
         return made[-1]
 
     monkeypatch.setattr(api, "make_backend", make_backend)

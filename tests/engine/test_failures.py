@@ -20,7 +20,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.engine.engine import Engine
+from expertly.engine.runtime import Engine
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.timeout(60)
 def check_nothing_moves(model: Any) -> None:
     engine = handle(model).engine
     engine.scheduler.check()
-    assert not any(engine.scheduler.slots.in_flight)
-    assert engine.backend.poll() is None  # type: ignore[attr-defined]
+    assert not any(engine.scheduler.residency.loading)
+    assert engine.device.poll() is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -274,7 +274,7 @@ def test_closing_while_reads_are_in_flight(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     model, _ = expertly.load(str(case.store), memory="50%", device="cpu")
     engine: Engine = handle(model).engine
-    engine.backend.submit(engine.scheduler.preload(0, 1))
+    engine.device.submit(engine.scheduler.preload(0, 1))
     expertly.unload(model)
     with pytest.raises(EngineClosedError):
         generate(model, case.prompts)

@@ -30,7 +30,7 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
             )
             assert generate(model, case.prompts) == tokens, label
             torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5, msg=label)
-            moved = handle(model).engine.backend.stats()
+            moved = handle(model).engine.device.stats()
             assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"] > 0, label
             handle(model).engine.scheduler.check()
             expertly.unload(model)
@@ -99,7 +99,7 @@ def test_loading_ahead_changes_no_token(segments: int, cases: Cases) -> None:
         engine = handle(model).engine
         decode = [counters.decode for counters in engine.scheduler.counters]
         assert sum(phase.prefetched for phase in decode) > 0
-        assert engine.backend.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
+        assert engine.device.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
         engine.scheduler.check()
         expertly.unload(model)
 
@@ -123,7 +123,7 @@ def test_several_devices_change_no_token(devices: str, segments: int, cases: Cas
                 with torch.cuda.stream(stream):
                     assert generate(model, case.prompts, 40) == tokens, f"{family} {system}"
                     torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
-            for device in handle(model).engine.executor.devices:
-                assert device.backend.stats()["copied_nbytes"] > 0
+            for device in handle(model).engine.executor.shards:
+                assert device.device.stats()["copied_nbytes"] > 0
                 device.scheduler.check()
             expertly.unload(model)

@@ -183,7 +183,7 @@ model, _ = expertly.load(sys.argv[1], memory="50%", device="cpu")
 ids = torch.tensor([[5, 6, 7]])
 if sys.argv[2] == "flight":
     engine = expertly.api.handle(model).engine
-    engine.backend.submit(engine.scheduler.preload(0, 1))
+    engine.device.submit(engine.scheduler.preload(0, 1))
 else:
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
 if sys.argv[2] == "raise":

@@ -15,7 +15,7 @@ import torch
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import backends, numa, reads
-from expertly.engine.backend_cpu import CpuBackend
+from expertly.engine.cpu import CpuDevice
 from expertly.engine.numa import MemoryNode, node_of_cpu_device, node_of_pci_device
 from tests.engine.disk import Disk
 
@@ -84,12 +84,12 @@ def test_where_there_is_one_node_or_nothing_is_known_nothing_is_bound(
     assert node_of_cpu_device(0, tmp_path / "nowhere") is None
 
 
-def run_on(node: MemoryNode | None, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
+def run_on(node: MemoryNode | None, monkeypatch: pytest.MonkeyPatch) -> CpuDevice:
     """A backend that has read one expert."""
     disk = Disk(Geometry((LayerGeometry(8, 1, 2048, 4, 2, 1),) * 2))
     monkeypatch.setattr(reads, "ExpertFile", disk.open)
     disk.let_all_end()
-    backend = CpuBackend(disk, disk.geometry, [3], torch.bfloat16, node)
+    backend = CpuDevice(disk, disk.geometry, [3], torch.bfloat16, node)
     backend.submit([Span(1, 5, 0, 1, 2)])
     assert backend.wait() == Span(1, 5, 0, 1, 2)
     return backend

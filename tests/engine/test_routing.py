@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from expertly.core.observation import IterationInfo
-from expertly.engine.routing import dispatch
+from expertly.engine.runtime import dispatch
 
 
 def info(is_prefill: list[bool], is_pad: list[bool] | None = None) -> IterationInfo:

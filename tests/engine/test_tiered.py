@@ -11,7 +11,7 @@ import torch
 import expertly
 from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.engine.backend_tiered import TieredBackend
+from expertly.engine.tiered import CudaDevice
 from expertly.scheduler.budget import split_budget
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
@@ -64,11 +64,11 @@ def test_tokens_are_the_reference_at_every_host_budget(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = cases["mixtral"]
-    made: list[TieredBackend] = []
+    made: list[CudaDevice] = []
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
         nbytes = geometry.nbytes * host_share // 100
-        made.append(TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes))
+        made.append(CudaDevice(device, LateStreams(), store, geometry, slots, dtype, nbytes))
         return made[0]
 
     monkeypatch.setattr(api, "make_backend", make_backend)
@@ -94,9 +94,9 @@ def test_loading_ahead_changes_no_token(
 ) -> None:
     case = cases["mixtral"]
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
         nbytes = geometry.nbytes * host_share // 100
-        return TieredBackend(device, LateStreams(), store, geometry, slots, dtype, nbytes)
+        return CudaDevice(device, LateStreams(), store, geometry, slots, dtype, nbytes)
 
     monkeypatch.setattr(api, "make_backend", make_backend)
     model, _ = expertly.load(
@@ -132,12 +132,12 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
 ) -> None:
     streams, case, num_reused = OrderedStreams(), cases["mixtral"], 0
 
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> TieredBackend:
-        return TieredBackend(device, streams, store, geometry, slots, dtype, geometry.nbytes)
+    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
+        return CudaDevice(device, streams, store, geometry, slots, dtype, geometry.nbytes)
 
     monkeypatch.setattr(api, "make_backend", make_backend)
     model, _ = expertly.load(str(case.store), memory="25%", segments=4, device="cpu")
-    backend = api.handle(model).engine.backend
+    backend = api.handle(model).engine.device
     base, nbytes = backend.rows(0).data_ptr(), api.handle(model).store.geometry(4).segment_nbytes(0)
     last_use: dict[int, int] = {}  # slot -> mark of the kernels that read it last and have not been waited for
     mark_used = backend.used
@@ -180,5 +180,5 @@ def test_memory_that_cannot_be_pinned_leaves_nothing_behind(cases: Cases) -> Non
     slots = split_budget(geometry, geometry.nbytes).pool_slots()
     threads = len(reader_threads())
     with pytest.raises(ConfigError, match="page-locked"):
-        TieredBackend(torch.device("cpu"), Unpinnable(), store, geometry, slots, torch.float32, geometry.nbytes)
+        CudaDevice(torch.device("cpu"), Unpinnable(), store, geometry, slots, torch.float32, geometry.nbytes)
     assert len(reader_threads()) == threads and open_files(store.folder) == []

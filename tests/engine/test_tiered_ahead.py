@@ -12,8 +12,8 @@ from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import reads
-from expertly.engine.backend_tiered import TieredBackend
 from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine.tiered import CudaDevice
 from tests.engine.disk import Disk
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,30 +81,30 @@ class Bench:
         shape = Geometry((layer,) * 3)
         self.disk, self.streams = Disk(shape), ManualStreams()
         monkeypatch.setattr(reads, "ExpertFile", self.disk.open)
-        self.backend = TieredBackend(
+        self.device = CudaDevice(
             torch.device("cpu"), self.streams, self.disk, shape, [32], torch.uint8, num_host * nbytes
         )
-        self.readers = self.backend.tier.readers
+        self.readers = self.device.tier.readers
 
     def arrived(self, count: int) -> None:
         """Wait until the readers have handed over so many more spans, and let the backend see them."""
         while count:
-            self.backend._read(self.readers.wait())
+            self.device._read(self.readers.wait())
             count -= 1
-        self.backend._begin_ahead()
+        self.device._begin_ahead()
 
     def in_host(self, spans: Sequence[Span]) -> None:
         """Bring these into the host tier, and to the device."""
         self.disk.let_all_end()
-        self.backend.submit(spans)
+        self.device.submit(spans)
         for _ in spans:
-            self.check(self.backend.wait())
+            self.check(self.device.wait())
         self.disk.hold()
         self.disk.begun.clear()
 
     def check(self, span: Span | None) -> Span:
         assert span is not None
-        rows = self.backend.rows(span.layer)
+        rows = self.device.rows(span.layer)
         neurons = self.disk.geometry.neurons_per_segment(span.layer)
         assert bytes(rows[span.slot * neurons : (span.slot + 1) * neurons].numpy()) == self.disk.content(span)
         return span
@@ -124,8 +124,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     yield make
     for bench in made:
         bench.disk.let_all_end()
-        bench.backend.drain()
-        bench.backend.close()
+        bench.device.drain()
+        bench.device.close()
 
 
 def span(expert: int, layer: int = 0, slot: int | None = None) -> Span:
@@ -139,7 +139,7 @@ def again(expert: int, layer: int = 0) -> Span:
 
 def test_one_copy_ahead_is_on_the_stream_and_none_beside_a_demand(make: MakeBench) -> None:
     bench = make(24)
-    backend, streams = bench.backend, bench.streams
+    backend, streams = bench.device, bench.streams
     bench.in_host([span(i) for i in range(5)])
     backend.submit_ahead([again(0), again(1), again(2)])
     assert len(streams.queue) == 1 and backend.poll() is None
@@ -165,35 +165,35 @@ def test_a_demand_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> 
     bench.in_host([span(i) for i in range(4)])
     hold = bench.streams.hold_compute
     bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
-    bench.backend.submit([again(0)])
-    bench.backend.submit_ahead([again(1)])
-    assert bench.backend.wait() == again(0)
-    assert bench.backend.poll() is None and len(bench.streams.queue) == 1
+    bench.device.submit([again(0)])
+    bench.device.submit_ahead([again(1)])
+    assert bench.device.wait() == again(0)
+    assert bench.device.poll() is None and len(bench.streams.queue) == 1
     bench.streams.hold_compute = hold  # type: ignore[method-assign]
     bench.streams.let(1)
-    assert bench.backend.poll() is None and len(bench.streams.queue) == 1
+    assert bench.device.poll() is None and len(bench.streams.queue) == 1
     bench.streams.let(1)
-    assert bench.check(bench.backend.poll()) == again(1)
+    assert bench.check(bench.device.poll()) == again(1)
 
 
 def test_a_copy_ahead_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host([span(0), span(1)])
-    bench.backend.used(span(1))
+    bench.device.used(span(1))
     target = span(0, slot=span(1).slot)
-    bench.backend.submit_ahead([target])
+    bench.device.submit_ahead([target])
     assert not bench.streams.queue, "a kernel reads the slot"
-    bench.backend.submit([again(0)])
-    assert bench.check(bench.backend.wait()) == again(0), "a demand does not wait for that kernel"
+    bench.device.submit([again(0)])
+    assert bench.check(bench.device.wait()) == again(0), "a demand does not wait for that kernel"
     bench.streams.num_over = bench.streams.num_kernels
-    assert bench.backend.poll() is None and len(bench.streams.queue) == 1
+    assert bench.device.poll() is None and len(bench.streams.queue) == 1
     bench.streams.let(1)
-    assert bench.check(bench.backend.poll()) == target
+    assert bench.check(bench.device.poll()) == target
 
 
 def test_what_is_neither_read_nor_copied_is_withdrawn_wherever_it_waits(make: MakeBench) -> None:
     bench = make(24)
-    backend, disk, streams = bench.backend, bench.disk, bench.streams
+    backend, disk, streams = bench.device, bench.disk, bench.streams
     bench.in_host([span(0), span(1)])
     backend.submit_ahead([again(0), again(1), span(2), span(3), span(4, layer=1)])
     assert len(streams.queue) == 1
@@ -214,7 +214,7 @@ def test_what_is_neither_read_nor_copied_is_withdrawn_wherever_it_waits(make: Ma
 
 def test_the_spans_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: MakeBench) -> None:
     bench = make(24)
-    backend, disk, streams = bench.backend, bench.disk, bench.streams
+    backend, disk, streams = bench.device, bench.disk, bench.streams
     bench.in_host([span(0), span(1)])
     backend.submit_ahead([again(0), again(1), span(2), span(3), span(4)])
     disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
@@ -232,7 +232,7 @@ def test_the_spans_of_one_expert_are_withdrawn_alone_wherever_they_wait(make: Ma
 
 def test_a_begun_read_of_the_running_layer_is_copied_as_a_demand_is(make: MakeBench) -> None:
     bench = make(24)
-    backend, disk = bench.backend, bench.disk
+    backend, disk = bench.device, bench.disk
     bench.in_host([span(0)])
     backend.submit_ahead([span(2)])
     disk.until_begun(4)
@@ -248,7 +248,7 @@ def test_a_begun_read_of_the_running_layer_is_copied_as_a_demand_is(make: MakeBe
 
 def test_a_demand_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBench) -> None:
     bench = make(3)
-    backend, disk = bench.backend, bench.disk
+    backend, disk = bench.device, bench.disk
     guesses = [span(i, layer=1) for i in range(3)]
     backend.submit_ahead(guesses)
     disk.until_begun(4)
@@ -270,7 +270,7 @@ def test_a_demand_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBe
 
 def test_what_a_demand_evicts_from_the_host_before_it_is_copied_is_read_again(make: MakeBench) -> None:
     bench = make(3)
-    backend, streams = bench.backend, bench.streams
+    backend, streams = bench.device, bench.streams
     bench.in_host([span(0), span(1), span(2)])
     streams.num_copies += 1  # something occupies the stream
     backend._demand_mark = streams.mark_copy()
@@ -294,7 +294,7 @@ def test_what_a_demand_evicts_from_the_host_before_it_is_copied_is_read_again(ma
 
 def test_guesses_evict_neither_each_other_from_the_host_nor_what_is_being_copied(make: MakeBench) -> None:
     bench = make(3)
-    backend, streams = bench.backend, bench.streams
+    backend, streams = bench.device, bench.streams
     bench.in_host([span(0), span(1), span(2)])
     backend.submit_ahead([again(0), again(1), again(2), span(5), span(6)])
     assert len(streams.queue) == 1, "one is copied, two wait for the stream, two for room: nothing waits for the device"
@@ -307,15 +307,15 @@ def test_guesses_evict_neither_each_other_from_the_host_nor_what_is_being_copied
 def test_waiting_ends_when_only_guesses_are_in_flight(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host([span(0), span(1)])
-    bench.backend.submit_ahead([again(0), again(1), span(2), span(3)])
+    bench.device.submit_ahead([again(0), again(1), span(2), span(3)])
     bench.disk.let_all_end()
-    seen = {bench.check(bench.backend.wait()) for _ in range(4)}
+    seen = {bench.check(bench.device.wait()) for _ in range(4)}
     assert seen == {again(0), again(1), span(2), span(3)}
 
 
 def test_a_failed_read_ahead_is_raised_and_drain_forgets_the_rest(make: MakeBench) -> None:
     bench = make(24)
-    backend = bench.backend
+    backend = bench.device
     bench.in_host([span(0), span(1)])
     bench.disk.let_all_end()
     bench.disk.fails = lambda layer, expert: expert == 5

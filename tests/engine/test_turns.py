@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def demanded_together(model: Any) -> list[int]:
     """From now on: how many experts are demanded and not here, whenever some are demanded."""
-    backend = handle(model).engine.backend
+    backend = handle(model).engine.device
     submit, poll, wait = backend.submit, backend.poll, backend.wait
     coming: dict[Span, None] = {}
     found: list[int] = []

@@ -46,8 +46,8 @@ def make_transfers_instant(model: Any) -> None:
     """
     from expertly.api import handle
 
-    backend: Any = handle(model).engine.backend
-    submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
+    device: Any = handle(model).engine.device
+    submit, submit_ahead, wait = device.submit, device.submit_ahead, device.wait
     arrived: deque[Any] = deque()
 
     def finish(ask: Callable[[list[Any]], None], pieces: Iterable[Any]) -> None:
@@ -57,10 +57,10 @@ def make_transfers_instant(model: Any) -> None:
         assert found == set(asked)
         arrived.extend(asked)
 
-    backend.submit = partial(finish, submit)
-    backend.submit_ahead = partial(finish, submit_ahead)
-    backend.poll = lambda: arrived.popleft() if arrived else None
-    backend.wait = arrived.popleft
+    device.submit = partial(finish, submit)
+    device.submit_ahead = partial(finish, submit_ahead)
+    device.poll = lambda: arrived.popleft() if arrived else None
+    device.wait = arrived.popleft
 
 
 def case_names() -> list[str]:

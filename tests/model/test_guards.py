@@ -43,16 +43,16 @@ def test_writing_it_is_refused(model: Model, tmp_path: Any) -> None:
         lambda model: model.half(),
         lambda model: model.double(),
         lambda model: model.bfloat16(),
+        lambda model: model.share_memory(),
+        lambda model: model.cuda(),
         lambda model: model.to(torch.bfloat16),
         lambda model: model.to("meta"),
         lambda model: model.to(dtype=torch.float16, device="cpu"),
         lambda model: model.to(memory_format=torch.channels_last),
-        lambda model: model.cuda(),
         lambda model: model.cuda(0),
         lambda model: model.cuda("cuda:0"),
         lambda model: model.to_empty(device="cpu"),
         lambda model: model.type(torch.float16),
-        lambda model: model.share_memory(),
     ],
 )
 def test_another_device_or_dtype_is_refused_and_changes_nothing(move: Any, model: Model) -> None:
@@ -63,21 +63,18 @@ def test_another_device_or_dtype_is_refused_and_changes_nothing(move: Any, model
     assert before == after
 
 
-@pytest.mark.parametrize(
-    "stay",
-    [
-        lambda model: model.to("cpu"),
-        lambda model: model.to(torch.float32),
-        lambda model: model.to(torch.device("cpu"), torch.float32),
-        lambda model: model.to(torch.zeros(1)),
-        lambda model: model.to(device="cpu"),
-        lambda model: model.float(),
-        lambda model: model.cpu(),
-        lambda model: model.eval(),
-    ],
-)
-def test_the_same_device_and_dtype_are_no_change(stay: Any, model: Model) -> None:
-    assert stay(model) is model
+def test_the_same_device_and_dtype_are_no_change(model: Model) -> None:
+    for stay in (
+        model.to("cpu"),
+        model.to(torch.float32),
+        model.to(torch.device("cpu"), torch.float32),
+        model.to(torch.zeros(1)),
+        model.to(device="cpu"),
+        model.float(),
+        model.cpu(),
+        model.eval(),
+    ):
+        assert stay is model
 
 
 def test_the_experts_implementation_stays(model: Model) -> None:
@@ -147,18 +144,6 @@ def test_pipeline_takes_it_as_it_is(toys: Toys) -> None:
     assert result["generated_text"] == text + tokenizer.decode(
         reference_generate(toy.source, [ids], 8)[0], skip_special_tokens=True
     )
-
-
-def test_lm_eval_takes_it_as_it_is(toys: Toys) -> None:
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    toy = toys["qwen3_moe"]
-    harness = huggingface.HFLM(pretrained=toy.model, tokenizer=make_tokenizer())
-    assert harness.model is toy.model
-    ids = torch.tensor(make_prompts(1))
-    assert torch.equal(harness._model_call(ids), logits_of(toy.model, make_prompts(1)))
-    context, continuation = make_prompts(1)[0], make_prompts(1, length=4)[0]
-    [(log_likelihood, is_greedy)] = harness._loglikelihood_tokens([(("", ""), context, continuation)])
-    assert log_likelihood < 0 and is_greedy in (True, False)
 
 
 def test_continuous_batching_is_bounded_and_uncaptured(model: Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from tests.model.checkpoints import (
 )
 
 
-@pytest.mark.parametrize("max_shard_size", [None, "20KB"], ids=["one file", "shards"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "max_shard_size"), [*((name, None) for name in FAMILIES), ("qwen3_moe", "20KB"), ("gpt_oss", "20KB")]
+)
 def test_holds_what_transformers_loads(tmp_path: Path, family: str, max_shard_size: str | None) -> None:
     source = make_checkpoint(family, tmp_path / "source", max_shard_size=max_shard_size)
     store = pack(source, tmp_path / "store")
@@ -61,23 +63,23 @@ def test_casts_as_transformers_does(tmp_path: Path, stored: torch.dtype, dtype: 
     assert_holds_what_transformers_loads(store, source, dtype=getattr(torch, dtype))
 
 
+QUANTISED = {
+    "mxfp4": make_mxfp4_checkpoint,
+    "fp8 qwen3_moe": partial(make_fp8_checkpoint, "qwen3_moe"),
+    "fp8 deepseek_v3": partial(make_fp8_checkpoint, "deepseek_v3"),
+}
+
+
 @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
-def test_mxfp4_is_undone_as_transformers_does(tmp_path: Path, dtype: str | None) -> None:
-    source = make_mxfp4_checkpoint(tmp_path / "source")
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantisation_is_undone_as_transformers_does(tmp_path: Path, kind: str, dtype: str | None) -> None:
+    if kind.startswith("fp8"):
+        pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
+    source = QUANTISED[kind](tmp_path / "source")
     store = pack(source, tmp_path / "store", dtype)
     assert store.manifest.dtype == (dtype or "bfloat16")
     assert "quantization_config" not in store.config
-    assert_holds_what_transformers_loads(store, source, **({} if dtype is None else {"dtype": getattr(torch, dtype)}))
-
-
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_fp8_is_undone_as_transformers_does(tmp_path: Path, family: str, dtype: str | None) -> None:
-    pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
-    source = make_fp8_checkpoint(family, tmp_path / "source")
-    store = pack(source, tmp_path / "store", dtype)
-    assert "quantization_config" not in store.config
-    assert {info.dtype for info in store.dense.values()} <= {"BF16", "F32"}
+    assert {info.dtype for info in store.dense.values()} <= {"BF16", "F16", "F32"}
     assert not [name for name in store.dense if "scale" in name]
     assert_holds_what_transformers_loads(store, source, **({} if dtype is None else {"dtype": getattr(torch, dtype)}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,17 @@ def test_the_dtype_is_the_config_s_or_that_of_most_bytes(tmp_path: Path) -> None
         assert default_dtype(Checkpoint.open(source)) == expected
 
 
+LAYOUTS = {
+    "per expert": (make_checkpoint, "qwen3_moe"),
+    "fused": (make_fused_checkpoint, "qwen3_moe"),
+    "modules": (make_checkpoint, "switch_transformers"),
+}
+
+
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
-@pytest.mark.parametrize("layout", ["per expert", "fused", "modules"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_expert_count_that_disagrees_is_named(tmp_path: Path, layout: str, num_experts: int) -> None:
-    family = "switch_transformers" if layout == "modules" else "qwen3_moe"
-    make = make_fused_checkpoint if layout == "fused" else make_checkpoint
+    make, family = LAYOUTS[layout]
     source = make(family, tmp_path / "source")
 
     def cut_router(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,60 +81,42 @@ def test_an_expert_count_that_disagrees_is_named(tmp_path: Path, layout: str, nu
     change(source, cut_router)
     is_named = "num_local_experts" in (source / "config.json").read_text()
     set_config(source, **{"num_local_experts" if is_named else "num_experts": num_experts})
-    refused(source, CheckpointError, rf"config\.json says {num_experts} experts|but config\.json says {num_experts}")
+    refused(source, CheckpointError, rf"config\.json says {num_experts}")
 
 
-def test_a_missing_expert_is_named(source: Path) -> None:
-    change(source, lambda name, tensor: None if "layers.1.mlp.experts.3." in name else tensor)
-    refused(source, CheckpointError, r"model\.layers\.1\.mlp\.experts: the checkpoint has 7 experts, but .* says 8")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_another_shape_than_the_config_s_are_named(tmp_path: Path, layout: str) -> None:
+    make, family = LAYOUTS[layout]
+    source = make(family, tmp_path / "source")
+    set_config(source, **({"d_ff": 24} if layout == "modules" else {"moe_intermediate_size": 24}))
+    refused(source, CheckpointError, r"tensor '.*expert.*' \(\[.*\]\): makes .* of shape .* but config\.json says")
+
+
+Change = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "message"),
+    [
+        ("layers.1.mlp.experts.3.", lambda one: None, r"layers\.1\.mlp\.experts: .* has 7 experts, but .* says 8"),
+        ("layers.2.mlp.experts", lambda one: None, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj"),
+        ("layers.0.mlp.experts.5.up_proj", lambda one: one[:-1], r"experts\.5\.up_proj\.weight.*\[15, 32\] is unlike"),
+        (".up_proj", lambda one: one[:, :-1], r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("lm_head.weight", lambda one: one[:-1], r"'lm_head\.weight': .*\[127, 32\].* config\.json .*\[128, 32\]"),
+        ("model.norm.weight", lambda one: None, r"no tensor for model\.norm\.weight"),
+        ("experts", lambda one: one.to(torch.int8), r"experts\.0\.gate_proj\.weight': dtype='I8': .* must be BF16"),
+        ("experts", lambda one: one.to(torch.float8_e4m3fn), r"gate_proj\.weight': dtype='F8_E4M3': .* must be BF16"),
+    ],
+)
+def test_a_tensor_that_is_not_as_it_should_be_is_named(source: Path, part: str, changed: Change, message: str) -> None:
+    change(source, lambda name, tensor: changed(tensor) if part in name else tensor)
+    refused(source, CheckpointError, message)
 
 
 def test_a_misnumbered_expert_is_named(source: Path) -> None:
     tensors = {name.replace("experts.3.", "experts.11."): tensor for name, tensor in read_tensors(source).items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     refused(source, CheckpointError, "expert 3 is not in the checkpoint")
-
-
-def test_a_layer_without_experts_is_named(source: Path) -> None:
-    change(source, lambda name, tensor: None if "layers.2.mlp.experts" in name else tensor)
-    refused(source, CheckpointError, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj")
-
-
-def test_an_expert_of_another_shape_is_named(source: Path) -> None:
-    change(source, lambda name, tensor: tensor[:-1] if "layers.0.mlp.experts.5.up_proj" in name else tensor)
-    refused(source, CheckpointError, r"experts\.5\.up_proj\.weight.*\[15, 32\] is unlike that of other experts")
-
-
-@pytest.mark.parametrize("layout", ["per expert", "fused", "modules"])
-def test_experts_of_another_shape_than_the_config_s_are_named(tmp_path: Path, layout: str) -> None:
-    family = "switch_transformers" if layout == "modules" else "qwen3_moe"
-    make = make_fused_checkpoint if layout == "fused" else make_checkpoint
-    source = make(family, tmp_path / "source")
-    set_config(source, **({"d_ff": 24} if layout == "modules" else {"moe_intermediate_size": 24}))
-    refused(source, CheckpointError, r"tensor '.*expert.*' \(\[.*\]\): makes .* of shape .* but config\.json says")
-
-
-def test_gate_and_up_of_unlike_shapes_are_named(source: Path) -> None:
-    change(source, lambda name, tensor: tensor[:, :-1] if "experts" in name and "up_proj" in name else tensor)
-    refused(source, CheckpointError, r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj")
-
-
-def test_a_dense_tensor_of_another_shape_is_named(source: Path) -> None:
-    change(source, lambda name, tensor: tensor[:-1] if name == "lm_head.weight" else tensor)
-    refused(
-        source, CheckpointError, r"tensor 'lm_head\.weight': shape \[127, 32\], but config\.json makes it \[128, 32\]"
-    )
-
-
-def test_a_missing_dense_tensor_is_named(source: Path) -> None:
-    change(source, lambda name, tensor: None if name == "model.norm.weight" else tensor)
-    refused(source, CheckpointError, r"no tensor for model\.norm\.weight")
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_experts_of_another_dtype_are_named(source: Path, dtype: torch.dtype) -> None:
-    change(source, lambda name, tensor: tensor.to(dtype) if "experts" in name else tensor)
-    refused(source, CheckpointError, r"experts\.0\.gate_proj\.weight': dtype='(I8|F8_E4M3)': experts must be BF16")
 
 
 def test_tensors_that_transformers_ignores_are_left_out(source: Path, tmp_path: Path) -> None:
@@ -146,26 +135,27 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "source", UnsupportedModelError, "'llama': not a Mixture-of-Experts model")
 
 
-def test_an_unknown_family_is_refused(source: Path) -> None:
-    set_config(source, model_type="unheard_of", architectures=["UnheardOf"])
-    refused(source, UnsupportedModelError, "unheard_of")
-
-
-@pytest.mark.parametrize("fields", [{"hidden_size": -1}, {"hidden_size": "wide"}, {"num_hidden_layers": None}])
-def test_a_config_that_makes_no_model_is_named(source: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"model_type": "unheard_of", "architectures": ["UnheardOf"]}, UnsupportedModelError, "unheard_of"),
+        ({"hidden_size": -1}, CheckpointError, r"config\.json|hidden_size|shape"),
+        ({"hidden_size": "wide"}, CheckpointError, r"config\.json|hidden_size|shape"),
+        ({"num_hidden_layers": None}, CheckpointError, r"config\.json|hidden_size|shape"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_named(
+    source: Path, fields: dict[str, Any], error: type[ExpertlyError], message: str
+) -> None:
     set_config(source, **fields)
-    refused(source, CheckpointError, r"config\.json|hidden_size|shape")
+    refused(source, error, message)
 
 
-def test_a_truncated_checkpoint_is_named(source: Path) -> None:
-    path = source / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    refused(source, CheckpointError, rf"{path}: tensor .* beyond")
-
-
-def test_a_lying_header_is_named(source: Path) -> None:
+def test_a_truncated_checkpoint_and_a_lying_header_are_named(source: Path) -> None:
     path = source / "model.safetensors"
     raw = path.read_bytes()
+    path.write_bytes(raw[:-10])
+    refused(source, CheckpointError, rf"{path}: tensor .* beyond")
     nbytes = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + nbytes])
     first, second = sorted(name for name in header if "layers.0" in name and "layernorm" in name)[:2]

@@ -42,7 +42,7 @@ def watched(toy: Toy, taps: list[RouterTap]) -> tuple[dict[int, Any], dict[int, 
         handles.append(module.register_forward_pre_hook(before))
     for tap in taps:
         tap.attach(lambda layer, inputs, logits: seen.__setitem__(layer, (inputs, logits)))
-    logits_of(toy.model, make_prompts(1, length=9))
+    logits_of(toy.model, make_prompts(1, length=48))
     for tap in taps:
         tap.detach()
     for handle in handles:
@@ -56,6 +56,8 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
     toy = toys[family]
     taps = taps_of(toy)
     seen, received = watched(toy, taps)
+    for _, choice, _ in received.values():
+        assert len({tuple(row) for row in choice.reshape(len(choice), -1).tolist()}) >= 3, "else this proves little"
     for layer, tap in enumerate(taps):
         inputs, logits = seen[layer]
         hidden, choice, weights = received[layer]

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from expertly.core.observation import IterationInfo
 from expertly.model.loading import load_dense
-from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
+from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.manifest import Manifest
 from tests.families import load_reference
+from tests.model.checkpoints import canonical
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _GRANITE_EXPERTS = ("input_linear.weight", "output_linear.weight")
@@ -55,23 +55,6 @@ def make_toy_store(source: Path, folder: Path, dtype: torch.dtype = torch.float3
     )
 
 
-def canonical(model: PreTrainedModel, site: ExpertsSite) -> torch.Tensor:
-    """[E, I, M, H] of one experts module of a full model."""
-    if not site.is_fused:
-        names = [site.expert_weight_names(e) for e in range(site.geometry.num_experts)]
-        up = torch.stack([model.get_parameter(first) for first, _ in names])
-        down = torch.stack([model.get_parameter(second) for _, second in names])
-        return torch.stack((up, down.transpose(1, 2)), dim=2)
-    module = model.get_submodule(site.name)
-    first, second = (getattr(module, name) for name in site.weight_names)
-    if site.is_transposed:
-        first, second = first.transpose(1, 2), second.transpose(1, 2)
-    rows = [first]
-    if site.has_gate:
-        rows = list(first.chunk(2, dim=1)) if site.is_concatenated else [first[:, ::2], first[:, 1::2]]
-    return torch.stack((*rows, second.transpose(1, 2)), dim=2)
-
-
 @dataclass
 class Iteration:
     """One begin and end as the runtime saw them, and the rows of each layer that ran in between."""
@@ -90,10 +73,11 @@ class ToyRuntime:
         reference = load_reference(source, dtype=dtype)
         sites = find_experts(build_meta_model(source), dtype.itemsize)
         self.sites = sites
-        self.weights = [canonical(reference, site).detach() for site in sites]
+        self.weights = [canonical(site, reference.state_dict()) for site in sites]
         self.iterations: list[Iteration] = []
         self.num_calls = 0
         self.fail_at_call: int | None = None
+        self.failure: BaseException = OSError("the disk said no")
 
     def begin_iteration(self, info: IterationInfo) -> None:
         assert not self.iterations or self.iterations[-1].ok is not None
@@ -113,7 +97,7 @@ class ToyRuntime:
     ) -> torch.Tensor:
         self.num_calls += 1
         if self.num_calls == self.fail_at_call:
-            raise OSError("the disk said no")
+            raise self.failure
         geometry = self.sites[layer].geometry
         assert hidden_states.shape[1] == geometry.hidden_size
         assert top_k_index.shape == top_k_weights.shape == (hidden_states.shape[0], geometry.top_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.resources import granted_cpus
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
 
@@ -91,23 +89,3 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kernels_module, "VERSION", kernels_module.VERSION + 1)
     found, why = libraries.__wrapped__(tmp_path)
     assert found == () and "install expertly again" in why
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "100000 100000\n"}, 1),
-        ({"cpu.max": "150000 100000\n"}, 1),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu.max": "rubbish\n"}, None),
-        ({}, None),
-    ],
-)
-def test_a_cgroups_quota(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert granted_cpus(tmp_path) == (len(os.sched_getaffinity(0)) if expected is None else expected)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertly.native.kernels import MAX_TOKENS, Kernels, Library, libraries
+from expertly.native.kernels import MAX_TOKENS, Kernels, libraries
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
@@ -40,6 +40,22 @@ def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tens
     return torch.randn(*shape, generator=dice).to(dtype)
 
 
+def dots(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[M, n, r] of rows [r, M, H] times x [n, H]."""
+    out = torch.full((rows.shape[1], len(x), len(rows)), torch.nan, dtype=rows.dtype)
+    size = rows.element_size()
+    kernels.dots((rows.data_ptr(), 0, len(x), 0), x, out, rows.stride(0) * size, rows.stride(1) * size, bias)
+    return out
+
+
+def sums(kernels: Kernels, rows: torch.Tensor, h: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """[n, H] of h [n, r] times rows [r, H]; or added to `total`."""
+    out = torch.full((len(h), rows.shape[1]), torch.nan, dtype=rows.dtype) if total is None else total
+    row_nbytes = rows.stride(0) * rows.element_size()
+    kernels.sums((rows.data_ptr(), 0, len(h), 0), h, out, row_nbytes, adds=total is not None)
+    return out
+
+
 def assert_as_exact(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, num_terms: int) -> None:
     """Within half a unit of the result's type, and what float32 sums of so many terms may lose."""
     bound = EPSILON[actual.dtype] * exact.abs() + 2**-24 * (2 + num_terms) * magnitude + 1e-30
@@ -55,16 +71,12 @@ def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int)
     dice, pick = torch.Generator().manual_seed(num_tokens), random.Random(num_matrices)
     for dtype in dtypes(kernels):
         for width in WIDTHS:
-            r = pick.choice(NEURONS)
-            rows = values(dice, r + 1, num_matrices + 1, width, dtype=dtype)  # a matrix besides, as the down rows are
+            stored = values(dice, pick.choice(NEURONS) + 1, num_matrices + 1, width, dtype=dtype)
+            rows = stored[1:, :num_matrices]  # a matrix besides, as the down rows are
             x = values(dice, num_tokens, width, dtype=dtype)
-            out = torch.full((num_matrices, num_tokens, r), torch.nan, dtype=dtype)
-            itemsize = dtype.itemsize
-            task = (rows[1].data_ptr(), 0, num_tokens, 0)
-            kernels.dots(task, x, out, (num_matrices + 1) * width * itemsize, width * itemsize)
-            used = rows[1:, :num_matrices].double()
-            exact = torch.einsum("rmh,nh->mnr", used, x.double())
-            assert_as_exact(out, exact, torch.einsum("rmh,nh->mnr", used.abs(), x.double().abs()), width)
+            exact = torch.einsum("rmh,nh->mnr", rows.double(), x.double())
+            magnitude = torch.einsum("rmh,nh->mnr", rows.double().abs(), x.double().abs())
+            assert_as_exact(dots(kernels, rows, x), exact, magnitude, width)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
@@ -73,15 +85,11 @@ def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
     for dtype in dtypes(kernels):
         for r in NEURONS:
             for width in (1, 33, 64, 500):
-                rows, h = values(dice, r, 3, width, dtype=dtype), values(dice, num_tokens, r, dtype=dtype)
-                exact = h.double() @ rows[:, 2].double()
-                magnitude = h.double().abs() @ rows[:, 2].double().abs()
-                task = (rows[0, 2].data_ptr(), 0, num_tokens, 0)
-                out = torch.full((num_tokens, width), torch.nan, dtype=dtype)
-                kernels.sums(task, h, out, 3 * width * dtype.itemsize)
-                assert_as_exact(out, exact, magnitude, r)
-                total = torch.ones(num_tokens, width)
-                kernels.sums(task, h, total, 3 * width * dtype.itemsize, adds=True)
+                stored, h = values(dice, r, 3, width, dtype=dtype), values(dice, num_tokens, r, dtype=dtype)
+                rows = stored[:, 2]
+                exact, magnitude = h.double() @ rows.double(), h.double().abs() @ rows.double().abs()
+                assert_as_exact(sums(kernels, rows, h), exact, magnitude, r)
+                total = sums(kernels, rows, h, torch.ones(num_tokens, width))
                 assert_as_exact(total, exact + 1, magnitude + 1, r)
 
 
@@ -97,32 +105,27 @@ def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels, set_th
         num_rows = sum(n for _, n in tokens)
         together = torch.empty(2, num_rows, r, dtype=dtype)
         outputs = torch.empty(num_rows, width, dtype=dtype)
-        dots, sums, at = [], [], 0
-        for e, (first, n) in enumerate(tokens):
-            dots += [rows[e].data_ptr(), first, n, at]
-            sums += [rows[e, 0, 2].data_ptr(), at, n, at]
-            at += n
+        starts = [sum(n for _, n in tokens[:e]) for e in range(len(tokens))]
+        of_dots, of_sums = [], []
+        for e, ((first, n), at) in enumerate(zip(tokens, starts, strict=True)):
+            of_dots += [rows[e].data_ptr(), first, n, at]
+            of_sums += [rows[e, 0, 2].data_ptr(), at, n, at]
         for num_threads in (1, 2, 3):
             set_threads(num_threads)
             together.fill_(torch.nan), outputs.fill_(torch.nan)
-            kernels.dots(dots, x, together, row_nbytes, matrix_nbytes)
-            kernels.sums(sums, together[0], outputs, row_nbytes)
-            at = 0
-            for e, (first, n) in enumerate(tokens):
-                alone, output = torch.empty(2, n, r, dtype=dtype), torch.empty(n, width, dtype=dtype)
-                kernels.dots((rows[e].data_ptr(), first, n, 0), x, alone, row_nbytes, matrix_nbytes)
+            kernels.dots(of_dots, x, together, row_nbytes, matrix_nbytes)
+            kernels.sums(of_sums, together[0], outputs, row_nbytes)
+            for e, ((first, n), at) in enumerate(zip(tokens, starts, strict=True)):
+                alone = dots(kernels, rows[e, :, :2], x[first : first + n])
                 assert torch.equal(together[:, at : at + n], alone)
-                kernels.sums((rows[e, 0, 2].data_ptr(), 0, n, 0), alone[0], output, row_nbytes)
-                assert torch.equal(outputs[at : at + n], output)
-                at += n
+                assert torch.equal(outputs[at : at + n], sums(kernels, rows[e, :, 2], alone[0]))
 
 
 def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
-        rows = torch.ones(3, 16, dtype=dtype)
-        rows[1, 3], rows[2] = torch.nan, torch.finfo(dtype).max
-        out = torch.empty(1, 1, 3, dtype=dtype)
-        kernels.dots((rows.data_ptr(), 0, 1, 0), torch.ones(1, 16, dtype=dtype), out, 16 * dtype.itemsize)
+        rows = torch.ones(3, 1, 16, dtype=dtype)
+        rows[1, 0, 3], rows[2] = torch.nan, torch.finfo(dtype).max
+        out = dots(kernels, rows, torch.ones(1, 16, dtype=dtype))
         assert out[0, 0, 0] == 16 and out[0, 0, 1].isnan() and out[0, 0, 2].isinf()
 
 
@@ -130,16 +133,12 @@ def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         if dtype == torch.float32:
             continue
-        dice = torch.Generator().manual_seed(3)
-        x = torch.randn(2, 4096, generator=dice)
+        x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(3))
         x[1] = x[0].to(dtype).float() * (1 + EPSILON[dtype])  # near, or at, the middle between two
-        rows = torch.eye(2, 2, dtype=torch.float32)
         for line in x:
             parts = torch.stack([line.to(dtype), (line - line.to(dtype).float()).to(dtype)])  # their sum, nearly
             exact = parts[0].double() + parts[1].double()
-            down, h = parts.contiguous(), rows.sum(0, keepdim=True).to(dtype)  # 1 * row 0 + 1 * row 1
-            out = torch.empty(1, 4096, dtype=dtype)
-            kernels.sums((down.data_ptr(), 0, 1, 0), h, out, 4096 * dtype.itemsize)
+            out = sums(kernels, parts, torch.ones(1, 2, dtype=dtype))
             assert torch.equal(out[0], exact.float().to(dtype))
 
 
@@ -149,20 +148,17 @@ def test_inputs_that_lie_anywhere(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         memory = values(dice, 1 + 9 * 51, dtype=dtype)[1:].view(9, 51)
         rows, x = memory[:, 1:50], values(dice, 3, 80, dtype=dtype)[:, 5 : 5 + 49]
-        out = torch.empty(1, 3, 9, dtype=dtype)
-        kernels.dots((rows.data_ptr(), 0, 3, 0), x, out, 51 * dtype.itemsize)
-        exact = x.double() @ rows.double().T
-        assert_as_exact(out[0], exact, x.double().abs() @ rows.double().abs().T, 49)
+        exact, magnitude = x.double() @ rows.double().T, x.double().abs() @ rows.double().abs().T
+        assert_as_exact(dots(kernels, rows.unsqueeze(1), x)[0], exact, magnitude, 49)
 
 
 def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         for width, r in ((33, 5), (64, 9)):
             rows, x = torch.ones(r, 3, width, dtype=dtype), torch.ones(2, width, dtype=dtype)
-            inner = torch.full((2 * 4 * r,), 7, dtype=dtype)
-            kernels.dots((rows.data_ptr(), 0, 2, 1), x, inner.view(2, 4, r), 3 * width * dtype.itemsize, width)
-            untouched = inner.view(2, 4, r)[:, [0, 3]]
-            assert bool((untouched == 7).all())
+            inner = torch.full((2, 4, r), 7, dtype=dtype)
+            kernels.dots((rows.data_ptr(), 0, 2, 1), x, inner, 3 * width * dtype.itemsize, width)
+            assert bool((inner[:, [0, 3]] == 7).all())
             out = torch.full((4, width), 7, dtype=dtype)
             kernels.sums((rows.data_ptr(), 0, 2, 1), torch.ones(2, r, dtype=dtype), out, 3 * width * dtype.itemsize)
             assert bool((out[[0, 3]] == 7).all()) and bool((out[1:3] == r).all())
@@ -172,11 +168,14 @@ def test_a_bias_is_added_before_rounding(kernels: Kernels) -> None:
     dice = torch.Generator().manual_seed(5)
     for dtype in dtypes(kernels):
         rows, bias, x = (values(dice, *shape, dtype=dtype) for shape in ((21, 40), (21,), (1, 40)))
-        out = torch.empty(1, 1, 21, dtype=dtype)
-        kernels.dots((rows.data_ptr(), 0, 1, 0), x, out, 40 * dtype.itemsize, bias=bias)
         exact = x.double() @ rows.double().T + bias.double()
         magnitude = x.double().abs() @ rows.double().abs().T + bias.double().abs()
-        assert_as_exact(out[0], exact, magnitude, 41)
+        assert_as_exact(dots(kernels, rows.unsqueeze(1), x, bias)[0], exact, magnitude, 41)
+
+
+def run_expert(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    inner = dots(kernels, rows[:, :2], x)
+    return sums(kernels, rows[:, 2], inner[0] * inner[1])
 
 
 def test_two_python_threads_at_once(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
@@ -199,26 +198,16 @@ def test_two_python_threads_at_once(kernels: Kernels, set_threads: Callable[[int
     assert not wrong and not torch.equal(*expected)
 
 
-def run_expert(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    width, row_nbytes = rows.shape[2], 3 * rows.shape[2] * rows.element_size()
-    inner, out = torch.empty(2, 1, len(rows), dtype=rows.dtype), torch.empty(1, width, dtype=rows.dtype)
-    kernels.dots((rows.data_ptr(), 0, 1, 0), x, inner, row_nbytes, width * rows.element_size())
-    kernels.sums((rows[0, 2].data_ptr(), 0, 1, 0), inner[0] * inner[1], out, row_nbytes)
-    return out
-
-
 def test_memory_is_given_back(kernels: Kernels) -> None:
     rows, x = torch.ones(3000, 3, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
-    for _ in range(50):
-        run_expert(kernels, rows, x)
-    before = resident_nbytes()
-    for _ in range(2000):
-        run_expert(kernels, rows, x)
-    assert resident_nbytes() - before < 8 << 20, "the calls took 2000 times 50 KiB"
 
+    def resident_nbytes(num_calls: int) -> int:
+        for _ in range(num_calls):
+            run_expert(kernels, rows, x)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    before = resident_nbytes(50)
+    assert resident_nbytes(2000) - before < 8 << 20, "the calls took 2000 times 50 KiB"
 
 
 def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> None:
@@ -234,10 +223,8 @@ def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> 
 
 
 def test_all_sets_of_a_processor_come_fastest_first() -> None:
-    def order(library: Library) -> int:
-        return ["avx512", "avx2", "generic"].index(library.name)
-
-    assert AVAILABLE[-1].name == "generic" and sorted(AVAILABLE, key=order) == list(AVAILABLE)
+    names = [library.name for library in AVAILABLE]
+    assert names[-1] == "generic" and names == [name for name in ("avx512", "avx2", "generic") if name in names]
 
 
 def test_threads_live_on_whatever_is_multiplied(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
@@ -245,13 +232,12 @@ def test_threads_live_on_whatever_is_multiplied(kernels: Kernels, set_threads: C
     if not AVAILABLE[0].has_threads:
         pytest.skip("no OpenMP that takes other work")
     set_threads(4)
-    rows, x = torch.ones(2048, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    rows, x = torch.ones(2048, 1, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
     seen: set[str] = set()
 
     def alternate() -> None:
         for num_neurons in [2048, 900] * 30:
-            out = torch.empty(1, 1, num_neurons, dtype=torch.bfloat16)
-            kernels.dots((rows.data_ptr(), 0, 1, 0), x, out, 512)
+            dots(kernels, rows[:num_neurons], x)
             seen.update(os.listdir("/proc/self/task"))
 
     before = set(os.listdir("/proc/self/task"))

@@ -42,7 +42,7 @@ def test_engine_and_simulator_count_the_same(system: str, segments: int, store: 
         settings["matcher"] = "inline"
     with loaded(store, system=system, segments=segments, **settings) as model:
         engine = handle(model).engine
-        make_instant(engine.backend)
+        make_instant(engine.device)
         run_engine(model, tmp_path / "trace", full=True)
         names = COUNTED + OF_PREDICTIONS
         expected = counted(engine.scheduler.counters, names)

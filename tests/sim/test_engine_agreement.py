@@ -178,7 +178,7 @@ def test_predictions_and_what_comes_of_them_agree(
     """Predicting within the pass, with transfers that take no time. The recording knows all that predictors see."""
     with loaded(stores[family], system=system, memory="45%", segments=2, matcher="inline") as model:
         engine = handle(model).engine
-        make_instant(engine.backend)
+        make_instant(engine.device)
         run_engine(model, tmp_path / "trace", batch=batch, full=True)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model)
         names = COUNTED + OF_PREDICTIONS

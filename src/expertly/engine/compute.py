@@ -8,7 +8,8 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +17,29 @@ from torch import nn
 from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import Span
-from expertly.engine.compute_native import NativeProducts
+from expertly.core.messages import RouterRan, Span
 from expertly.native.kernels import Kernels
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
+@dataclass(slots=True)
+class Dispatch:
+    """The rows of each expert. A row is a (token, choice) pair, token * K + choice, as the reference numbers them."""
+
+    router: RouterRan
+    top_k: int
+    num_rows: int  # of the outputs
+    covers_all_rows: bool  # False where a choice is no expert: its row is zero
+    rows: dict[int, torch.Tensor] | None  # expert -> rows [n]; None for a single token
+    positions: dict[int, int] | None  # expert -> row, for a single token
+    places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
+
+
 class LayerCompute:
     """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
-    the module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply; None: torch.
+    the module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply few tokens
+    where they take such matrices, else torch does.
     """
 
     def __init__(
@@ -34,127 +48,183 @@ class LayerCompute:
         geometry: LayerGeometry,
         num_segments: int,
         rows: torch.Tensor,
-        experts: Sequence[int] | None = None,
-        kernels: Kernels | None = None,
+        experts: Sequence[int] | None,
+        kernels: Kernels,
     ) -> None:
-        self._rows = rows
-        self._kernels = kernels
-        self.neurons_per_segment = geometry.intermediate_size // num_segments
+        self.dtype = rows.dtype
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
+        self._rows = rows
+        self._kernels = kernels
+        self._neurons_per_segment = geometry.intermediate_size // num_segments
         self._is_gated = geometry.num_matrices == 3
-        self._native: NativeProducts | None = None
-        if kernels is not None and kernels.takes(rows.dtype, rows.device):
-            self._native = NativeProducts(kernels, rows, self.neurons_per_segment)
-        self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are frames
-        # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
-        self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
-        self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
-        self._doubled_of: torch.Tensor | None = None
-        self.activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, rows.dtype)
+        self._activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, rows.dtype)
         in_bias, down_bias = _biases(module, self._is_gated)
         if experts is not None and down_bias is not None:
             of_experts = torch.tensor(experts, device=down_bias.device)
             in_bias = None if in_bias is None else tuple(bias[of_experts].to(rows.device) for bias in in_bias)
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._rows.dtype
-
-    def begin(self) -> None:
-        """A call of the layer begins: its inputs are new, and may lie where those of the last one lay."""
-        self._doubled_of = None
-
-    def matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
-        """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
-        if span.num_segments == self.num_segments:
-            views = self._whole_views.get(span.slot)
-            if views is None:
-                views = self._whole_views[span.slot] = self._cut(span)
-            return views
-        return self._cut(span)
-
-    def _cut(self, span: Span) -> tuple[torch.Tensor, ...]:
-        start = span.slot * self.neurons_per_segment
-        return self._rows[start : start + span.num_segments * self.neurons_per_segment].unbind(1)
-
-    def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
-        """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
-        if self.is_native(x):
-            self.together(x, (span,), (0,), out)
-            return
-        self.count_torch()
-        matrices = self.matrices(span)
-        torch.mm(self.inner(x, matrices, span), matrices[-1], out=out)
-        if self.down_bias is not None:
-            out += self.down_bias[span.expert]
+        # Of the compiled products: tokens they take, and where rows are.
+        self._max_tokens = kernels.max_tokens if kernels.takes(rows.dtype, rows.device) else 0
+        self._num_inner = rows.shape[1] - 1  # gate and up, or up
+        self._matrix_nbytes = rows.shape[2] * rows.element_size()
+        self._row_nbytes = rows.shape[1] * self._matrix_nbytes
+        self._slot_nbytes = self._neurons_per_segment * self._row_nbytes
+        self._address = rows.data_ptr()
+        self._down_address = self._address + self._num_inner * self._matrix_nbytes
+        # Of torch's.
+        self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are blocks of slots
+        # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
+        self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
+        self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
 
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether the compiled products take such inputs [n, H]."""
-        return self._native is not None and self._native.take(x)
+        return x.shape[0] <= self._max_tokens and x.dtype == self.dtype
 
-    def together(self, x: torch.Tensor, spans: Sequence[Span], places: Sequence[int], out: torch.Tensor) -> None:
-        """out[place] = expert(x [1, H]) for several spans that are whole experts; for one, x may be [n, H] and out is
-        [n, H] from its place on. Only where `is_native`.
+    # -- the compiled products ---------------------------------------------------------------------------------
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        spans: Sequence[Span],
+        positions: Mapping[int, int],
+        out: torch.Tensor,
+        *,
+        adds: bool = False,
+    ) -> None:
+        """out[positions[expert]] = expert(x [1, H]) for several spans of equal size; for one, x may be [n, H] and out
+        is [n, H] from there on. `adds`: a span's part of the sum is added to `out`, which is float32 and without bias.
+        Only where `is_native`.
         """
-        assert self._native is not None
-        self._native.outer(self._activated(x, spans), spans, places, out, adds=False)
-        if self.down_bias is not None:
-            for span, place in zip(spans, places, strict=True):
-                out[place : place + x.shape[0]] += self.down_bias[span.expert]
-
-    def add_part(self, x: torch.Tensor, span: Span, total: torch.Tensor) -> None:
-        """total [n, H] += the span's part of expert(x [n, H]), in float32. Only where `is_native`."""
-        assert self._native is not None
-        self._native.outer(self._activated(x, (span,)), (span,), (0,), total, adds=True)
-
-    def _activated(self, x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Activations [spans * n, r]; of one token, or one span."""
-        assert self._native is not None
-        inner = self._native.inner(x, spans)
+        kernels, n = self._kernels, x.shape[0]
+        tasks: list[int] = []
+        for k, span in enumerate(spans):
+            tasks += (self._address + span.slot * self._slot_nbytes, 0, n, k * n)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_neurons = spans[0].num_segments * self._neurons_per_segment
+        products = x.new_empty(self._num_inner, len(spans) * n, num_neurons)
+        kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
+        inner = products.unbind(0)
         if self._in_bias is not None:
-            first = spans[0].segment * self.neurons_per_segment
-            cut = slice(first, first + inner[0].shape[1])
+            first = spans[0].segment * self._neurons_per_segment
+            cut = slice(first, first + num_neurons)
             inner = tuple(
                 values + torch.stack([bias[span.expert, cut] for span in spans])
                 for values, bias in zip(inner, self._in_bias, strict=True)
             )
-        return self.activate(*inner)
+        tasks = []
+        for k, span in enumerate(spans):
+            tasks += (self._down_address + span.slot * self._slot_nbytes, k * n, n, positions[span.expert])
+        kernels.sums(tasks, self._activate(*inner).contiguous(), out, self._row_nbytes, adds=adds)
+        kernels.num_native += len(spans)
+        if self.down_bias is not None and not adds:
+            for span in spans:
+                place = positions[span.expert]
+                out[place : place + n] += self.down_bias[span.expert]
 
-    def count_torch(self) -> None:
-        """A span is multiplied by torch."""
-        if self._kernels is not None:
-            self._kernels.num_torch += 1
+    # -- torch's -----------------------------------------------------------------------------------------------
 
-    def inner(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...], span: Span) -> torch.Tensor:
-        """Activations [n, r] of a span's neurons."""
-        bias = self._in_bias
-        if self._is_gated:
-            gate, up = self._gate_up(x, matrices)
-            if bias is not None:
-                first = span.segment * self.neurons_per_segment
-                cut = slice(first, first + gate.shape[1])
-                gate, up = gate + bias[0][span.expert, cut], up + bias[1][span.expert, cut]
-            return self.activate(gate, up)
-        up = linear(x, matrices[0])
-        if bias is not None:
-            first = span.segment * self.neurons_per_segment
-            up = up + bias[0][span.expert, first : first + up.shape[1]]
-        return self.activate(up)
+    def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
+        """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
+        if self.is_native(x):
+            self.multiply(x, (span,), {span.expert: 0}, out)
+            return
+        inner, down = self.inner(x, span)
+        torch.mm(inner, down, out=out)
+        if self.down_bias is not None:
+            out += self.down_bias[span.expert]
 
-    def _gate_up(self, x: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def inner(self, x: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations [n, r] of a span's neurons, and their down rows [r, H]."""
+        self._kernels.num_torch += 1
+        *matrices, down = self._matrices(span)
+        gate_up = self._gate_up(x, matrices) if self._is_gated else (linear(x, matrices[0]),)
+        if self._in_bias is not None:
+            first = span.segment * self._neurons_per_segment
+            cut = slice(first, first + down.shape[0])
+            gate_up = tuple(
+                values + bias[span.expert, cut] for values, bias in zip(gate_up, self._in_bias, strict=True)
+            )
+        return self._activate(*gate_up), down
+
+    def _matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
+        """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
+        is_whole = span.num_segments == self.num_segments
+        views = self._whole_views.get(span.slot) if is_whole else None
+        if views is None:
+            start = span.slot * self._neurons_per_segment
+            views = self._rows[start : start + span.num_segments * self._neurons_per_segment].unbind(1)
+            if is_whole:
+                self._whole_views[span.slot] = views
+        return views
+
+    def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if x.shape[0] != 1 or not self._doubles:
             return linear(x, matrices[0]), linear(x, matrices[1])
         doubled = self._doubled
-        if self._doubled_of is not x:
-            self._doubled_of = x
-            doubled[0, 0], doubled[1, 1] = x[0], x[0]
+        doubled[0, 0], doubled[1, 1] = x[0], x[0]
         width = x.shape[1]
         gate = matrices[0]  # [r, H] of [r, M, H]: its row and the up row that follows are 2H neighbours
         rows = gate.as_strided((gate.shape[0], 2 * width), gate.stride())
         return linear(doubled.view(2, 2 * width), rows).split(1)  # type: ignore[return-value]
+
+
+class LayerCall:
+    """One call of a layer: its outputs [rows, H], filled span by span. `hidden` [T, H] is on the layer's device."""
+
+    def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
+        self._compute = compute
+        self._work = work
+        self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
+        self._partial: dict[int, PartialExpert] = {}
+        self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
+        if not work.covers_all_rows:
+            self.outputs.zero_()
+        self.takes_several = work.positions is not None and compute.is_native(self._hidden)
+        """Whether experts that are here can be computed in one call: those of one token, by the compiled products."""
+
+    def compute(self, spans: Sequence[Span]) -> None:
+        """Use the bytes of spans: afterwards their slots may be used again."""
+        if self.takes_several:
+            compute, positions = self._compute, self._work.positions
+            assert positions is not None
+            if compute.num_segments == 1:
+                compute.multiply(self._hidden, spans, positions, self.outputs)
+                return
+            whole = [span for span in spans if span.num_segments == compute.num_segments]
+            if whole:
+                compute.multiply(self._hidden, whole, positions, self.outputs)
+            spans = [span for span in spans if span.num_segments != compute.num_segments]
+        for span in spans:
+            self._one(span)
+
+    def _one(self, span: Span) -> None:
+        compute, work, expert, rows = self._compute, self._work, span.expert, None
+        if work.positions is not None:
+            row = work.positions[expert]
+            x, out = self._hidden, self.outputs[row : row + 1]
+        else:
+            assert work.rows is not None
+            rows = work.rows[expert]
+            x = self._hidden[rows // work.top_k]
+            if work.places is None:
+                out = torch.empty(len(rows), self._hidden.shape[1], dtype=compute.dtype, device=x.device)
+            else:
+                out, rows = self.outputs[work.places[expert]], None
+        if span.num_segments == compute.num_segments:
+            compute.whole(x, span, out)
+        else:
+            partial = self._partial.get(expert)
+            if partial is None:
+                partial = self._partial[expert] = PartialExpert(compute, x, out)
+            if not partial.add(span):
+                return
+            out = self._partial.pop(expert).out
+        if rows is not None:
+            self.outputs[rows] = out
 
 
 class PartialExpert:
@@ -163,42 +233,34 @@ class PartialExpert:
     def __init__(self, compute: LayerCompute, x: torch.Tensor, out: torch.Tensor) -> None:
         self._compute = compute
         self._x, self.out = x, out
-        width = compute.intermediate_size
-        self._neurons_left = width
+        self._segments_left = compute.num_segments
         self._sum: torch.Tensor | None = None
         if compute.is_native(x):
             self._sum = torch.zeros(out.shape, dtype=torch.float32)
             return
+        width = compute.intermediate_size
         self._inner = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
         self._down = torch.empty(width, out.shape[1], dtype=compute.dtype, device=x.device)
 
     def add(self, span: Span) -> bool:
-        """Use a span's bytes; its slots may be reused afterwards."""
+        """Use a span's bytes; its slots may be used again afterwards."""
         compute = self._compute
         if self._sum is not None:
-            compute.add_part(self._x, span, self._sum)
-            self._neurons_left -= span.num_segments * compute.neurons_per_segment
-            if self._neurons_left:
-                return False
-            self.out.copy_(self._sum)
-        elif not self._add_rows(span):
+            compute.multiply(self._x, (span,), {span.expert: 0}, self._sum, adds=True)
+        else:
+            inner, down = compute.inner(self._x, span)
+            first = span.segment * down.shape[0] // span.num_segments
+            cut = slice(first, first + down.shape[0])
+            self._inner[:, cut], self._down[cut] = inner, down
+        self._segments_left -= span.num_segments
+        if self._segments_left:
             return False
+        if self._sum is not None:
+            self.out.copy_(self._sum)
+        else:
+            torch.mm(self._inner, self._down, out=self.out)
         if compute.down_bias is not None:
             self.out += compute.down_bias[span.expert]
-        return True
-
-    def _add_rows(self, span: Span) -> bool:
-        compute = self._compute
-        compute.count_torch()
-        matrices = compute.matrices(span)
-        first = span.segment * compute.neurons_per_segment
-        cut = slice(first, first + matrices[0].shape[0])
-        self._inner[:, cut] = compute.inner(self._x, matrices, span)
-        self._down[cut] = matrices[-1]
-        self._neurons_left -= matrices[0].shape[0]
-        if self._neurons_left:
-            return False
-        torch.mm(self._inner, self._down, out=self.out)
         return True
 
 

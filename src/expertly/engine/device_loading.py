@@ -11,17 +11,17 @@ from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.placement import Placement, Share
 from expertly.core.resources import parse_memory
-from expertly.engine.backend import Backend
 from expertly.engine.backends import available_nbytes
 from expertly.engine.device import Device
 from expertly.engine.device_group import DeviceGroup, Handover, NoHandover
 from expertly.engine.memory import WORKING_NBYTES, AutoBudget, available_host_nbytes, choose_budget
 from expertly.engine.reads import ExtentSource
+from expertly.engine.shard import Shard
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.scheduler import Scheduler
 from expertly.store.frames import FrameIndex
 
-MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int"], Backend]
+MakeBackend = Callable[[torch.device, ExtentSource, Geometry, list[int], torch.dtype, "str | int"], Device]
 
 
 class StoreOfShare:
@@ -114,12 +114,12 @@ def make_group(
         if nbytes is None:
             nbytes = max(0, min(placement.geometry.nbytes, available_host_nbytes() - WORKING_NBYTES))
         amounts = shares_of(nbytes, [share.geometry for share in placement.shares])
-    devices: list[Device] = []
+    devices: list[Shard] = []
     try:
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
             slots = scheduler.budget.pool_slots()
             backend = make_backend(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
-            devices.append(Device(str(target), scheduler, backend))
+            devices.append(Shard(str(target), scheduler, backend))
         return DeviceGroup(placement, devices, _handover(targets[0]))
     except BaseException:
         for device in devices:
@@ -130,6 +130,6 @@ def make_group(
 def _handover(home: torch.device) -> Handover:
     if home.type != "cuda":
         return NoHandover()
-    from expertly.engine.backend_cuda import CudaHandover
+    from expertly.engine.cuda import CudaHandover
 
     return CudaHandover(home)

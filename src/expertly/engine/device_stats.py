@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from expertly.core.messages import Phase
-from expertly.engine.device import Device
+from expertly.engine.shard import Shard
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.system import System
 
 
-def of_device(device: Device, system: System) -> dict[str, Any]:
+def of_device(device: Shard, system: System) -> dict[str, Any]:
     """Its memory, its counts over all layers by phase, and its own time; `resident_bytes` are those that are there.
 
     Devices run side by side: their stalls and times add up to more than those of the model.
@@ -26,7 +26,7 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
         mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
         for eid, mask in enumerate(scheduler.slots.resident)
     )
-    node = device.backend.node
+    node = device.device.node
     return {
         "device": device.name,
         "experts": geometry.num_experts,
@@ -44,10 +44,10 @@ def of_device(device: Device, system: System) -> dict[str, Any]:
     }
 
 
-def moved(device: Device) -> dict[str, float]:
+def moved(device: Shard) -> dict[str, float]:
     """What its backend counts, as it is told: `bytes_disk`, and times in seconds, `decode_s`."""
     told: dict[str, float] = {}
-    for name, value in device.backend.stats().items():
+    for name, value in device.device.stats().items():
         if name.endswith("_ns"):
             told[f"{name.removesuffix('_ns')}_s"] = value / 1e9
         else:

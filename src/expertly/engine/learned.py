@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.data import demo_predictor
-from expertly.engine.executor import Executor
+from expertly.engine.runtime import Executor
 from expertly.policies.base import Policy
 from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.eviction.reuse import Reuse, ReuseModel
@@ -326,7 +326,7 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
 
 def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
     """A policy of each device; those of one device learn together."""
-    return [device.scheduler.cache.partitions[0].policy for device in executor.devices]
+    return [device.scheduler.cache.partitions[0].policy for device in executor.shards]
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
-from expertly.engine.executor import Executor
 from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, SavedState
 from expertly.engine.matcher import ThreadChannel
+from expertly.engine.runtime import Executor
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.scheduler.system import System
@@ -68,7 +68,7 @@ class Prefetching:
         else:
             backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.save
-            device = executor.devices[0].backend.device
+            device = executor.shards[0].device.torch_device
             channel = self._thread = ThreadChannel(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )

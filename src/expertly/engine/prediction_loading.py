@@ -11,9 +11,9 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.engine.collector import OF_ROUTERS, Collector, Embed
-from expertly.engine.engine import Engine
 from expertly.engine.learned import LearnedFiles, SavedState
 from expertly.engine.prediction import Matcher, Prefetching
+from expertly.engine.runtime import Engine
 from expertly.model.routers import RouterTap, find_routers
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights

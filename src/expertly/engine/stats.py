@@ -7,8 +7,8 @@ from typing import Any
 
 from expertly.core.messages import Phase
 from expertly.engine.device_stats import allocation_over, moved, of_device
-from expertly.engine.engine import Engine
 from expertly.engine.prediction import Prefetching
+from expertly.engine.runtime import Engine
 from expertly.native.kernels import kernels_over
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.counters import PhaseCounters
@@ -44,8 +44,8 @@ class Stats:
         engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
         geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
-        devices = [of_device(device, self._system) for device in executor.devices]
-        counts = sorted({name for device in executor.devices for name in moved(device)})
+        devices = [of_device(device, self._system) for device in executor.shards]
+        counts = sorted({name for device in executor.shards for name in moved(device)})
         return {
             "system": self.system,
             "system_reason": self.system_reason,
@@ -53,7 +53,7 @@ class Stats:
             **{name: sum(one[name] for one in devices) for name in _MEMORY},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
-            "kernels": kernels_over([device.kernels for device in executor.devices]),
+            "kernels": kernels_over([device.kernels for device in executor.shards]),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "compute_threads": None if engine.threads is None else engine.threads.facts(),
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),

@@ -131,6 +131,8 @@ class Readers:
 
     def poll(self) -> Span | None:
         """A span that has arrived, or None. Raises what its read raised."""
+        if not self.num_in_flight:
+            return None
         try:
             return self._take(self._done.get_nowait())
         except Empty:

@@ -165,7 +165,7 @@ class Measurement:
     def _ids(self, num_requests: int, num_tokens: int) -> torch.Tensor:
         vocabulary = self._model.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (num_requests, num_tokens), generator=self._generator)
-        return ids.to(self._engine.backend.device)
+        return ids.to(self._engine.device.torch_device)
 
     def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
         """One pass as `generate` makes it: logits of the last token alone where the model can, and the choice."""
@@ -248,7 +248,7 @@ class Measurement:
     def _hidden(self, num_tokens: int) -> torch.Tensor:
         width = self._layer.hidden_size
         hidden = torch.randn(num_tokens, width, generator=self._generator)
-        return hidden.to(self._engine.backend.device, getattr(torch, self._handle.store.manifest.dtype))
+        return hidden.to(self._engine.device.torch_device, getattr(torch, self._handle.store.manifest.dtype))
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Those of a pass in which an expert has so many tokens; of a decode step where there is one."""
@@ -298,9 +298,9 @@ class Measurement:
         It goes on where the last one ended, so that no cache holds what comes.
         """
         old, resident = self._geometry.segments_per_expert, self._resident()
-        rows, kernels = self._engine.backend.rows, self._engine.executor.devices[0].kernels
+        rows, kernels = self._engine.device.rows, self._engine.executor.shards[0].kernels
         computes = {
-            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), kernels=kernels)
+            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), None, kernels)
             for layer in (spans[0].layer for spans in resident)
         }
         frames = [span for spans in resident for span in spans]
@@ -334,7 +334,7 @@ class Measurement:
 
     def _link(self) -> None:
         """The time after which spans submitted together to an idle link have all arrived."""
-        backend = self._engine.backend
+        backend = self._engine.device
         for n in PIECES:
             for size in sorted({1, self._geometry.segments_per_expert}):
                 loads = self._loads(n, size)
@@ -347,7 +347,7 @@ class Measurement:
 
     def _busy_link(self) -> None:
         """Computing an expert alone, and while spans are on their way."""
-        backend, hidden = self._engine.backend, self._hidden(1)
+        backend, hidden = self._engine.device, self._hidden(1)
         out = torch.empty_like(hidden)
         experts = self._slot_views(1)
         with self._threads(1):
@@ -364,7 +364,7 @@ class Measurement:
                         self._loading.append(spent)
 
     def _synchronise(self) -> None:
-        if self._engine.backend.device.type != "cpu":
+        if self._engine.device.torch_device.type != "cpu":
             torch.accelerator.synchronize()
 
 

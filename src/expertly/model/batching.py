@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 
@@ -319,6 +319,14 @@ class OneAtATime:
                 self._failed([entry.name], [], error)
 
     def _generate(self, entry: Entry) -> None:
+        def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.float()
+            return _force(scores, self._chooser.choose([entry.name], scores))
+
+        def must_stop(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            ends = self._is_closed or self._is_cancelled
+            return torch.full((input_ids.shape[0],), ends, device=input_ids.device, dtype=torch.bool)
+
         config = _greedy_config(self._model, entry.max_new_tokens)
         config.eos_token_id = list(entry.end_tokens) or None
         prompt = torch.tensor([list(entry.prompt)], device=self._model.device)
@@ -326,27 +334,9 @@ class OneAtATime:
             prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
-            logits_processor=LogitsProcessorList([_ChooseOne(self._chooser, entry.name)]),
-            stopping_criteria=StoppingCriteriaList([_Until(lambda: self._is_closed or self._is_cancelled)]),
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([must_stop]),
         )
-
-
-class _ChooseOne(LogitsProcessor):
-    def __init__(self, chooser: Chooser, name: str) -> None:
-        self._chooser = chooser
-        self._name = name
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.float()
-        return _force(scores, self._chooser.choose([self._name], scores))
-
-
-class _Until(StoppingCriteria):
-    def __init__(self, must_stop: Callable[[], bool]) -> None:
-        self._must_stop = must_stop
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._must_stop(), device=input_ids.device, dtype=torch.bool)
 
 
 # -- can a family share forward passes? --------------------------------------------------------------------------------

@@ -190,7 +190,8 @@ class GuardedModel:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         weight = torch.empty(1, 2, 2, 2, dtype=self.dtype, device=self.device)
         wanted = "elsewhere"
-        with contextlib.suppress(RuntimeError, AssertionError):  # a device that is not there
+        here = torch.accelerator.device_index(self.device.index)  # "cuda" without a number is the model's own
+        with contextlib.suppress(RuntimeError, AssertionError), here:  # a device that is not there
             made = fn(weight)
             if made is weight:
                 return self

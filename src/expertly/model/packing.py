@@ -181,7 +181,7 @@ def _pack(
 
 
 def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], _Packing]) -> CodecChoice:
-    """That of the store that is there, or else was begun; where none or both are, the faster one."""
+    """The codec of the store that exists, else of one that was begun; where none or both exist, the faster one."""
     found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
     stores = {store.codec: store for store in (PackedStore.open(folder, checkpoint.identity) for folder in found)}
     if len(stores) == 1:

@@ -26,7 +26,6 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-BFLOAT16, FLOAT16, FLOAT32 = range(3)
 VERSION = 1
 """Of the interface that is called here; products.c says the same number."""
 
@@ -70,13 +69,11 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
     made = []
     for level in (2, 1, 0):
-        raw_name = name_of(level)
-        if raw_name is not None:
-            name, half = raw_name.decode(), {torch.float16: FLOAT16} if has_half(level) else {}
-            dtypes = {torch.bfloat16: BFLOAT16, **half, torch.float32: FLOAT32}
-            made.append(
-                Library(name, level, 1 if name == "generic" else MAX_TOKENS, dtypes, has_threads, dots, sums),
-            )
+        if name_of(level) is not None:
+            name = name_of(level).decode()
+            dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
+            max_tokens = 1 if name == "generic" else MAX_TOKENS
+            made.append(Library(name, level, max_tokens, dtypes, has_threads, dots, sums))
     return tuple(made), ""
 
 
@@ -87,15 +84,11 @@ class Kernels:
         self.library = library
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
-        self.max_tokens = 0 if library is None else library.max_tokens
-        """Of one product with matrices that they take."""
-        self.dtypes = {} if library is None else library.dtypes
-        """Of the matrices that they take, in the memory of a CPU."""
+        self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
+        self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the memory of a CPU
         self.max_threads = granted_cpus()
-        self.num_native = 0
-        """Experts, or parts of one, that were computed by the compiled products."""
-        self.num_torch = 0
-        """The same by torch: prompts, mostly."""
+        self.num_native = 0  # experts, or parts of one, that were computed by the compiled products
+        self.num_torch = 0  # the same by torch: prompts, mostly
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self

@@ -108,6 +108,8 @@ class Cache:
         self._budget = budget
         self._counters = counters
         self._classes = geometry.size_classes
+        self._layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self.slots = SlotTable(geometry, budget.pool_slots(), in_parts=tops is not None)
         self.is_split = tops is not None
         """Whether layers keep parts of experts; what that leaves of their quotas is for staging."""
@@ -214,12 +216,16 @@ class Cache:
         policy, kept = partition.policy, partition.kept
         assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
         policy.needed(needed, router)
-        wanted = {eid: top | kept.get(eid, 0) for eid in needed}  # of other tops before there may be more
-        excess = sum((top & ~kept.get(eid, 0)).bit_count() for eid in needed) - partition.room
+        wanted: dict[int, int] = {}
+        excess = partition.used - partition.capacity
+        for eid in needed:
+            here = kept.get(eid, 0)
+            wanted[eid] = top | here  # of other tops before there may be more
+            excess += (top & ~here).bit_count()
         if excess > 0:
             others = policy.scored_victims({*needed, *guessed})
             other = next(others, None)
-            own = sorted([(policy.score(eid), eid) for eid in needed], reverse=True)
+            own = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):
                 if not own or (other and other <= own[-1]):
@@ -374,7 +380,8 @@ class Cache:
 
     def free_staged(self, layer: int, eid: int, mask: int) -> None:
         """Free the slots of what of `mask` is not kept."""
-        mask &= self.staged_of(layer, eid)
+        held = self.slots.resident[eid] | self.slots.in_flight[eid]
+        mask &= held & ~self.partitions[layer].kept.get(eid, 0)
         if mask:
             self.staged[self._classes[layer]] -= mask.bit_count()
             self.slots.release(eid, mask)
@@ -397,14 +404,14 @@ class Cache:
 
     def _evicted(self, eid: int, mask: int) -> None:
         self.slots.release(eid, mask)
-        self._lost(self._geometry.layer_of_expert(eid), mask)
+        self._lost(self._layer_of[eid], mask)
 
     def _lost(self, layer: int, mask: int) -> None:
         """In the phase of the layer that needed the room, of the layer that lost it."""
         self._unfilled[layer] += mask.bit_count()
         counters = self._counters[layer]
         phase = counters.decode if self.is_decoding else counters.prefill
-        phase.evicted_nbytes += mask.bit_count() * self._geometry.segment_nbytes(layer)
+        phase.evicted_nbytes += mask.bit_count() * self._segment_nbytes[layer]
 
     def check(self) -> None:
         """Slots, masks, quotas and budget agree."""

@@ -108,15 +108,18 @@ def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> 
     that the layer waits for.
     """
     spans: Sequence[Span] = plan.loads
+    num_segments = 0
+    for span in plan.loads:
+        num_segments += span.num_segments
+    for span in plan.joined:
+        num_segments += span.num_segments
     if plan.requested:
         spans = [*spans, *plan.requested]
     if plan.joined and prefetcher is not None:
         spans = [*prefetcher.promote(plan.joined), *spans]
     if spans:
         transport.submit(spans)
-    elif not plan.joined:
-        return 0
-    return sum([span.num_segments for span in plan.loads]) + sum([span.num_segments for span in plan.joined])
+    return num_segments
 
 
 class Prefetcher:

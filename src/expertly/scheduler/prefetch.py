@@ -210,7 +210,7 @@ class PrefetchQueue:
 
     def cancelled(self, eid: int, span: Span) -> None:
         """A prefetch that was not begun will not come."""
-        mask = mask_of(span)
+        mask = _mask_of(span)
         if eid in self.waiting:
             self.waiting[eid] -= span.num_segments
         else:
@@ -221,7 +221,7 @@ class PrefetchQueue:
     def promoted(self, eid: int, span: Span) -> None:
         """A prefetch that was not begun is a load of the running layer now."""
         self._uncount(eid, span.num_segments)
-        self._take_back(eid, mask_of(span), span)
+        self._take_back(eid, _mask_of(span), span)
 
     def cancellable(self, layer: int) -> list[int]:
         """Experts of a layer whose router ran that are in flight for it, and that it does not need."""
@@ -306,7 +306,7 @@ class PrefetchQueue:
         return counters.decode if is_decoding else counters.prefill
 
 
-def mask_of(span: Span) -> int:
+def _mask_of(span: Span) -> int:
     """The segments of a span."""
     return ((1 << span.num_segments) - 1) << span.segment
 

@@ -39,6 +39,10 @@ class RunningLayer:
         self._queue = queue
         self._counters = counters
         self._keeps_best = keeps_best
+        self._staged = cache.staged
+        self._classes = geometry.size_classes
+        self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
 
     @property
     def holds_prefetching(self) -> bool:
@@ -54,19 +58,22 @@ class RunningLayer:
         """The router ran: `ready` is here, `missing` are positions of experts that are not wholly here."""
         self.router = router
         plan = Plan(ready)
-        if missing or self._cache.num_staged(router.layer) or self._keeps_best:
+        if missing or self._staged[self._classes[router.layer]] or self._keeps_best:
             self._admit(router, missing, plan)
-        self._opened(plan)
+            self._opened(plan)
+        else:
+            for span in ready:
+                self.num_open += span.num_segments
         return plan
 
     def computed(self, spans: Sequence[Span]) -> Plan | None:
         """These were computed: staging slots get them back. What can be done next, if anything."""
         cache, layer = self._cache, spans[0].layer
-        if not (self.deferred or cache.num_staged(layer)):
+        if not (self.deferred or self._staged[self._classes[layer]]):
             for span in spans:
                 self.num_open -= span.num_segments
-            return self._next(None)
-        first = self._geometry.first_expert_id(layer)
+            return None
+        first = self._first_of[layer]
         plan: Plan | None = None
         for span in spans:
             self.num_open -= span.num_segments
@@ -79,14 +86,15 @@ class RunningLayer:
                     plan = loaded
                 else:
                     plan.loads.extend(loaded.loads)
-        return self._next(plan)
+        return plan
 
     def protected(self, router: RouterRan | None) -> set[int]:
         """What must not be evicted: what the running layer needs, and what is predicted or prefetched."""
-        protected = self._queue.guessed()
+        protected = self._queue.guessed() if self._queue.is_used else set()
         if router is not None:
-            first = self._geometry.first_expert_id(router.layer)
-            protected.update([first + expert for expert in router.experts])
+            first = self._first_of[router.layer]
+            for expert in router.experts:
+                protected.add(first + expert)
         return protected
 
     def clear(self) -> None:
@@ -95,9 +103,6 @@ class RunningLayer:
         self.deferred.clear()
         self.num_open = 0
 
-    def _next(self, plan: Plan | None) -> Plan | None:
-        return plan
-
     def _opened(self, plan: Plan) -> None:
         for spans in (plan.ready, plan.loads, plan.joined):
             for span in spans:
@@ -105,14 +110,13 @@ class RunningLayer:
 
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         """Decide what is kept, and load: first what is kept, then as much as there are staging slots for."""
-        cache, slots = self._cache, self._slots
-        first = self._geometry.first_expert_id(router.layer)
+        cache, slots, first = self._cache, self._slots, self._first_of[router.layer]
         if missing and self._queue.is_used:
             for position in missing:
                 plan.joined.extend(slots.join(first + router.experts[position]))
         if self._keeps_best:
             needed = [first + expert for expert in router.experts]
-            kept = cache.admit_best(router, needed, self._queue.guessed())
+            kept = cache.admit_best(router, needed, self._queue.guessed() if self._queue.is_used else ())
             for position in missing:
                 eid = first + router.experts[position]
                 absent = slots.absent(eid)
@@ -127,7 +131,7 @@ class RunningLayer:
 
     def _admit_always(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         cache, slots, layer, experts = self._cache, self._slots, router.layer, router.experts
-        first = self._geometry.first_expert_id(layer)
+        first = self._first_of[layer]
         is_predicted = self._queue.is_used  # else what is not kept has no slot either
         if is_predicted:
             missing = [i for i, expert in enumerate(experts) if cache.not_kept(layer, first + expert)]
@@ -161,8 +165,8 @@ class RunningLayer:
         layer = router.layer
         counters = self._counters[layer]
         phase = counters.decode if router.is_decode[position] else counters.prefill
-        phase.loaded_nbytes += mask.bit_count() * self._geometry.segment_nbytes(layer)
-        eid = self._geometry.first_expert_id(layer) + router.experts[position]
+        phase.loaded_nbytes += mask.bit_count() * self._segment_nbytes[layer]
+        eid = self._first_of[layer] + router.experts[position]
         loads.extend(self._cache.allocate(layer, eid, mask, self._slots.awaited if purpose is None else purpose))
 
     def _load_deferred(self, plan: Plan, *, is_idle: bool) -> None:
@@ -171,7 +175,7 @@ class RunningLayer:
         """
         assert self.router is not None
         layer = self.router.layer
-        staging = self._cache.staging[self._geometry.size_classes[layer]]
+        staging = self._cache.staging[self._classes[layer]]
         deferred = self.deferred
         while deferred and (num_free := self._slots.num_free(layer)):
             position, mask = deferred[0]
@@ -245,7 +249,8 @@ class TurnByTurn(RunningLayer):
         self._missed.clear()
         self._requested.clear()
 
-    def _next(self, plan: Plan | None) -> Plan | None:
+    def computed(self, spans: Sequence[Span]) -> Plan | None:
+        plan = super().computed(spans)
         if plan is None and not self.num_open and not self.deferred and self._left:
             return self._turn()
         return plan

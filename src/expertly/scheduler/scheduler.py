@@ -14,7 +14,7 @@ from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache, whole_tops
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.prefetch import PrefetchQueue, mask_of
+from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.prefetch_filter import Moment, PrefetchFilter
 from expertly.scheduler.running import RunningLayer, TurnByTurn
 
@@ -80,6 +80,7 @@ class Scheduler:
         )
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
+        self._always_decides = admission == "best" or self._takes_turns or self.allocation.is_online
         if self._takes_turns:
             by_id, is_early = order == "id", not self.finds_late
             self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
@@ -87,7 +88,10 @@ class Scheduler:
             best = admission == "best"
             self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
         self._needed: Container[int] = frozenset()  # by the running layer, where anything is predicted
+        self.computed = self._running.computed
+        """The bytes of these spans, of the running layer, have been used. What can be done next, if anything."""
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
+        self._expert_nbytes = [layer.expert_nbytes for layer in geometry.layers]
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
@@ -98,11 +102,11 @@ class Scheduler:
         assert self._running.router is None, "the layer before has not ended"
         layer, cache, slots, queue = router.layer, self.cache, self.slots, self.queue
         first = self._first_of[layer]
-        cache.begin(router.serves_decode)
         queue.now = layer
         if self.filter is not None:
             self.filter.router_ran(router)
         if queue.is_used:
+            cache.begin(router.serves_decode)
             self._settle_predictions(router, cancelled)
         whole = slots.whole
         ready: list[Span] = []
@@ -121,8 +125,10 @@ class Scheduler:
                 missing.append(position)
                 here.append(mask.bit_count())
         ready += partial
-        nbytes = self.geometry.layers[layer].expert_nbytes
-        self.counters[layer].count_demand(router, missing, here, nbytes, self.geometry.segments_per_expert)
+        if (missing or self._always_decides) and not queue.is_used:
+            cache.begin(router.serves_decode)
+        num_segments = self.geometry.segments_per_expert
+        self.counters[layer].count_demand(router, missing, here, self._expert_nbytes[layer], num_segments)
         plan = self._running.begin(router, ready, missing)
         if self.filter is not None:
             self.filter.asked(layer, sum(mask.bit_count() for mask in slots.awaited.values()))
@@ -145,7 +151,7 @@ class Scheduler:
         and its turn has not come.
         """
         eid = self._first_of[span.layer] + span.expert
-        mask = mask_of(span)
+        mask = ((1 << span.num_segments) - 1) << span.segment
         slots = self.slots
         if slots.awaited.get(eid, 0) & mask:
             slots.arrived(eid, mask, slots.awaited)
@@ -160,10 +166,6 @@ class Scheduler:
         if eid not in self.queue.waiting and eid not in self._needed:  # its layer has run without it
             self.cache.free_staged(span.layer, eid, mask)
         return False
-
-    def computed(self, spans: Sequence[Span]) -> Plan | None:
-        """The bytes of these spans, of the running layer, have been used. What can be done next, if anything."""
-        return self._running.computed(spans)
 
     def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
         """Everything the layer needed has been computed; the counters of the policy move now. `cancelled`: of what is

@@ -83,8 +83,13 @@ class SlotTable:
         self.in_flight[eid] ^= mask
         resident = self.resident[eid] = self.resident[eid] | mask
         if resident == self.full:
-            spans = self.spans(eid, resident)
-            self.whole[eid] = spans[0] if len(spans) == 1 else None
+            start = self._blocks.get(eid)
+            if start is not None:
+                layer = self._layer_of[eid]
+                self.whole[eid] = Span(layer, eid - self._first_of[layer], 0, self._num_segments, start)
+            else:
+                spans = self._spans(eid, self._slots[eid], resident)
+                self.whole[eid] = spans[0] if len(spans) == 1 else None
 
     def join(self, eid: int) -> list[Span]:
         """The running layer needs the expert now: what is in flight of it is awaited. The spans of that."""

@@ -92,7 +92,7 @@ class Readings:
         executor = self._handle.engine.executor
         placement = getattr(executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in executor.geometry.layers]
-        for number, device in enumerate(executor.devices):
+        for number, device in enumerate(executor.shards):
             geometry = device.scheduler.geometry
             resident = list(device.scheduler.slots.resident)
             for layer, row in enumerate(rows):
@@ -104,7 +104,7 @@ class Readings:
 
     def host_memory(self) -> dict[str, int]:
         """Host memory for experts behind the devices, and what of it is taken; empty where there is none."""
-        backends = (device.backend for device in self._handle.engine.executor.devices)
+        backends = (device.device for device in self._handle.engine.executor.shards)
         tiers = [backend.tier for backend in backends if hasattr(backend, "tier")]
         if not tiers:
             return {}

@@ -103,6 +103,10 @@ class ScoredPolicy(EvictionPolicy):
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
 
+    def scores(self, experts: Sequence[int]) -> Sequence[float]:
+        """Of each of these experts, kept or not."""
+        return [self.score(expert) for expert in experts]
+
     @abstractmethod
     def score(self, expert: int) -> float:
         """What keeping the expert is worth."""

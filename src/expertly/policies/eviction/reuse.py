@@ -387,8 +387,15 @@ class Reuse(ScoredPolicy):
     def rescore(self, experts: Iterable[int]) -> None:
         """Scores are those that the model says when somebody asks."""
 
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
+        """The model observed it when it was needed."""
+
     def score(self, expert: int) -> float:
         return float(self.model.worth()[expert])
+
+    def scores(self, experts: Sequence[int]) -> list[float]:
+        values: list[float] = self.model.worth()[list(experts)].tolist()
+        return values
 
     def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
         experts = np.flatnonzero(self._is_kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
 
 import torch
 
@@ -15,8 +15,8 @@ from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
 
 
-class CpuBackend:
-    """The device tier is RAM; there is no host tier. See Backend."""
+class CpuDevice:
+    """The device tier is RAM; there is no host tier. See Device."""
 
     def __init__(
         self,
@@ -26,57 +26,35 @@ class CpuBackend:
         dtype: torch.dtype,
         node: MemoryNode | None = None,
     ) -> None:
-        self.device = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
+        self.queues_uses = False
         self.node = node
         self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
-        self._readers = Readers(store, geometry, self._buffer, node=node)
+        self._readers = readers = Readers(store, geometry, self._buffer, node=node)
+        self.submit, self.submit_ahead, self.withdraw = readers.submit, readers.submit_ahead, readers.withdraw
+        self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
+        self.waited_ns = 0
 
     def _buffer(self, span: Span) -> memoryview:
         assert self._pool is not None
         return self._pool.buffer(span.layer, span.slot, span.num_segments)
 
     def rows(self, layer: int) -> torch.Tensor:
-        """[S * I/P, M, H], see Backend."""
+        """[S * I/P, M, H], see Device."""
         assert self._pool is not None
         return self._pool.rows(layer)
 
     def begin(self) -> None:
         """Always possible."""
 
-    def submit(self, spans: Iterable[Span]) -> None:
-        """Queue the reads."""
-        self._readers.submit(spans)
-
-    def submit_ahead(self, spans: Iterable[Span]) -> None:
-        """Queue the reads behind all others."""
-        self._readers.submit_ahead(spans)
-
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """Forget those of this layer, or of these experts of it, that no reader has begun."""
-        return self._readers.withdraw(layer, experts)
-
-    def poll(self) -> Span | None:
-        """A span that has been read, or None."""
-        return self._readers.poll() if self._readers.num_in_flight else None
-
     def wait(self) -> Span:
-        """Block until a span has been read."""
-        return self._readers.wait()
+        start = time.perf_counter_ns()
+        span = self._readers.wait()
+        self.waited_ns += time.perf_counter_ns() - start
+        return span
 
     def used(self, span: Span) -> None:
         """Computing is synchronous here: nothing to remember."""
-
-    def drain(self) -> None:
-        """Drop what waits ahead, and wait for the reads under way."""
-        self._readers.drain()
-
-    def stall_ns(self) -> int:
-        """Nothing beyond `wait`."""
-        return 0
-
-    def stats(self) -> dict[str, int]:
-        """What its readers moved."""
-        return self._readers.stats()
 
     def close(self) -> None:
         """End the readers and let go of the slots."""

@@ -1,33 +1,114 @@
-"""Runs the experts of a model: asks the scheduler, moves spans, computes them as they become available."""
+"""Runs the experts of a model, one forward pass at a time: what the model's layers call."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
-from expertly.core.messages import Phase
-from expertly.core.observation import IterationInfo
-from expertly.engine.backend import Backend
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Phase, RouterRan, group_by_expert
+from expertly.core.observation import Began, IterationInfo, Routed
+from expertly.engine.compute import Dispatch
 from expertly.engine.compute_threads import ComputeThreads
-from expertly.engine.executor import Executor
-from expertly.engine.learned import SavedState
-from expertly.engine.observer import Observer
-from expertly.engine.prediction import Prefetching
-from expertly.engine.routing import dispatch
+from expertly.engine.device import Device
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from expertly.engine.learned import SavedState
+    from expertly.engine.prediction import Prefetching
+    from expertly.engine.shard import Shard
 
 _COMBINE_NBYTES = 16 << 20
 """The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
 
 
+class Observer(Protocol):
+    """Told of each forward pass by the engine, in order. What it raises is raised by the forward pass."""
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        """A forward pass begins; `info` says the token and the sequence of each row."""
+
+    def router_ran(
+        self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        """The experts' input [T, H], ids [T, K] and weights [T, K] of a layer that is about to run.
+
+        Ids that are `num_experts` or more choose no expert. The tensors are the model's own: read, never written.
+        """
+
+    def end_iteration(self, ok: bool) -> None:
+        """It ended; `ok` is False when it raised."""
+
+
+class Executor(Protocol):
+    """All experts of one model. One call at a time."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the model."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The first is where the dense part is."""
+
+    @property
+    def num_late(self) -> int:
+        """Predictions that came too late, on each device."""
+
+    def bind(self, modules: Sequence[nn.Module]) -> None:
+        """Attach the experts modules, in layer order."""
+
+    def predict_from(self, channel: Channel) -> None:
+        """From now on prefetch what this channel predicts."""
+
+    def preload(self, layer: int) -> None:
+        """Load and keep every expert of a layer, before anything ran."""
+
+    def begin(self) -> None:
+        """A forward pass begins. Raises ModelUseError where a device is in a state in which none can run."""
+
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
+
+    def end_iteration(self, ok: bool) -> None:
+        """The same pass ended."""
+
+    def run_layer(
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+    ) -> tuple[torch.Tensor, int]:
+        """The outputs of a layer's experts [T * K, H] by row, from hidden states [T, H], and the time that was spent
+        waiting for transfers. `routed` is what may be seen of the router; None: nothing.
+
+        Raises TransferError or OSError when bytes could not be brought; nothing runs any more then.
+        """
+
+    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
+        """Count how long a forward pass waited for transfers of a layer, and was in its experts in all."""
+
+    def layer_counters(self, layer: int) -> LayerCounters:
+        """What a layer has come to, over all devices."""
+
+    def abandon(self, is_in_doubt: bool) -> None:
+        """Undo the layer that runs, once nothing moves, and drop what is prefetched. Raises AssertionError or
+        LookupError where a decision was interrupted half-way, which is looked for where that `is_in_doubt`.
+        """
+
+    def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""
+
+
 class Engine:
-    """The runtime behind one model's experts. One forward pass at a time; see models.runtime.Runtime."""
+    """The runtime behind one model's experts, as model.hooks.Runtime has it. One forward pass at a time."""
 
     def __init__(self, executor: Executor, threads: ComputeThreads | None = None) -> None:
         """`threads`: where readers decode on the processors that compute."""
@@ -50,14 +131,14 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         """Of the only device."""
-        (device,) = self.executor.devices
-        return device.scheduler
+        (shard,) = self.executor.shards
+        return shard.scheduler
 
     @property
-    def backend(self) -> Backend:
-        """Of the only device."""
-        (device,) = self.executor.devices
-        return device.backend
+    def device(self) -> Device:
+        """The only one."""
+        (shard,) = self.executor.shards
+        return shard.device
 
     def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load and keep every expert; `progress(done_nbytes, total_nbytes)`."""
@@ -127,7 +208,8 @@ class Engine:
 
         Raises TransferError when bytes could not be brought; the layer is undone and the next pass may work.
         """
-        self._check_open()
+        if self._is_stopped or self._is_broken or self._must_abandon or os.getpid() != self._process:
+            self._check_open()
         if hidden_states.requires_grad and torch.is_grad_enabled():
             raise ModelUseError("the experts' weights come and go: gradients cannot be computed; use torch.no_grad()")
         if self.observer is not None:
@@ -147,7 +229,7 @@ class Engine:
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
             result = _combine(outputs, top_k_weights, hidden_states)
-        phase = Phase.DECODE if any(work.router.is_decode) else Phase.PREFILL
+        phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
         return result
 
@@ -163,7 +245,7 @@ class Engine:
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._is_stopped = True
         if not self.is_of_this_process:
             return
         with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one raises
@@ -181,7 +263,7 @@ class Engine:
     # -- when a layer fails --------------------------------------------------------------------------------------------
 
     def _abandon(self, error: BaseException) -> None:
-        """Undo the layer, and drop what is loaded ahead. An interrupt may have come in the middle of a decision: then
+        """Undo the layer, and drop what is prefetched. An interrupt may have come in the middle of a decision: then
         nothing runs any more.
         """
         is_expected = isinstance(error, ExpertlyError | OSError)
@@ -204,6 +286,36 @@ class Engine:
         if self._must_abandon:
             self._abandon(KeyboardInterrupt())
             self._check_open()
+
+
+def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+    """Group the choices [T, K] by expert. Ids outside 0..E-1 are dropped: their rows stay zero."""
+    num_tokens, top_k = top_k_index.shape
+    if num_tokens == 1:
+        ids = top_k_index[0].tolist()
+        positions = dict(zip(ids, range(top_k), strict=True))
+        if len(positions) == top_k and min(ids) >= 0 and max(ids) < num_experts:
+            is_decode, num_real = True, 1
+            if info is not None and len(info.is_prefill) == 1:
+                is_decode = not info.is_prefill[0]
+                num_real = int(info.is_pad is None or not info.is_pad[0])
+            router = RouterRan(layer, ids, [num_real] * top_k, [is_decode] * top_k, num_real)
+            return Dispatch(router, top_k, top_k, True, None, positions)
+    return _dispatch_many(layer, top_k_index, num_experts, info)
+
+
+def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+    num_tokens, top_k = top_k_index.shape
+    if info is None or len(info.is_prefill) != num_tokens:
+        is_prefill = np.full(num_tokens, num_tokens > 1)
+        is_real = None
+    else:
+        is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
+    router, grouped = group_by_expert(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
+    order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
+    rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
+    num_rows = num_tokens * top_k
+    return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
 
 
 def _combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ class _Transfer:
     mark: Any = None
 
 
-class TieredBackend:
-    """disk -> host tier -> device. See Backend; a `Streams` makes it CUDA.
+class CudaDevice:
+    """disk -> host tier -> device. See Device; a `Streams` makes it CUDA.
 
     Disk and copy stream each serve demands first. A copy that is queued cannot be recalled: of what was submitted ahead
     one segment is on the stream at a time, and only behind kernels and demands that have run, so that a demand finds
@@ -51,7 +52,9 @@ class TieredBackend:
         node: MemoryNode | None = None,
     ) -> None:
         """`host_nbytes`: pinned RAM."""
-        self.device = device
+        self.torch_device = device
+        self.queues_uses = True
+        self._waited_ns = 0
         self.node = node
         self._streams = streams
         self._geometry = geometry
@@ -82,7 +85,7 @@ class TieredBackend:
         self._hit_nbytes = 0
 
     def rows(self, layer: int) -> torch.Tensor:
-        """[S * I/P, M, H] on the device, see Backend."""
+        """[S * I/P, M, H] on the device, see Device."""
         return self._views[layer]
 
     def begin(self) -> None:
@@ -139,6 +142,7 @@ class TieredBackend:
 
     def wait(self) -> Span:
         """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
+        start = time.perf_counter_ns()
         while not self._copying:
             is_awaited = bool(self._backlog) or not all(transfer.is_ahead for transfer in self._waiting.values())
             if not is_awaited and self._promote_next():
@@ -149,6 +153,7 @@ class TieredBackend:
                 self._start()
         span = self._take()
         self._begin_ahead()
+        self._waited_ns += time.perf_counter_ns() - start
         return span
 
     def used(self, span: Span) -> None:
@@ -168,9 +173,11 @@ class TieredBackend:
         self._busy.clear()
         self.tier.check()  # an interrupt in the middle of a decision shows here
 
-    def stall_ns(self) -> int:
-        """Time the compute stream was held for copies."""
-        return self._streams.stall_ns()
+    @property
+    def waited_ns(self) -> int:
+        """Of the host, and while the compute stream was held for copies."""
+        self._waited_ns += self._streams.stall_ns()
+        return self._waited_ns
 
     def stats(self) -> dict[str, int]:
         """What its readers moved, bytes of weights served from host memory, and bytes copied to the device."""

@@ -1,0 +1,109 @@
+"""How far a newcomer walks to follow one token: the files and Python calls of one layer of one decode step.
+
+    python bench/walk.py [--tokens 24]
+
+Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model, from one
+layer's experts function to the next one's: attention, norms and router of a layer are in it. Medians over layers and
+tokens. Bounds: 10 files and 40 calls where every expert is resident, 16 and 120 with `expertly` at 25 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from report import print_report
+
+import expertly
+
+PACKAGE = str(Path(expertly.__file__).parent)
+PROMPT = "The old man looked at the sea and said to his"
+
+
+class Walk:
+    """The calls of a thread, cut where a layer's experts begin."""
+
+    def __init__(self) -> None:
+        self.layers: list[Counter[tuple[str, str]]] = []
+        self._calls: Counter[tuple[str, str]] | None = None
+
+    def step(self) -> None:
+        """A decode step begins: what comes before its first layer belongs to none."""
+        self._calls = None
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        name = frame.f_code.co_name
+        if name == "experts_forward":
+            if self._calls is not None:
+                self.layers.append(self._calls)
+            self._calls = Counter()
+        if self._calls is not None:
+            self._calls[frame.f_code.co_filename.removeprefix(PACKAGE + "/"), name] += 1
+
+
+def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, tokenizer = expertly.load(memory=memory, system=system, device="cpu", dtype="float32")
+    walk = Walk()
+    try:
+        ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            output = model(ids, use_cache=True)
+            for number in range(num_tokens):
+                ids = output.logits[:, -1:].argmax(-1)
+                walk.step()
+                if number >= num_tokens // 2:  # the first ones fill the cache
+                    sys.setprofile(walk)
+                output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+                sys.setprofile(None)
+        phase = expertly.stats(model).as_dict()["phases"]["decode"]
+    finally:
+        sys.setprofile(None)
+        expertly.unload(model)
+    if told:
+        total: Counter[tuple[str, str]] = sum(walk.layers, Counter())
+        for (file, name), count in sorted(total.items(), key=lambda one: -one[1]):
+            print(f"{count / len(walk.layers):7.2f}  {file}: {name}")
+    layers = phase["iterations"] * len(expertly.stats(model).as_dict()["layers"]) if phase["iterations"] else 1
+    return {
+        "system": system,
+        "memory": memory,
+        "files": statistics.median(len({file for file, _ in layer}) for layer in walk.layers),
+        "calls": statistics.median(sum(layer.values()) for layer in walk.layers),
+        "mean_calls": statistics.mean(sum(layer.values()) for layer in walk.layers),
+        "misses_a_layer": (phase["misses"] + phase["partial_hits"]) / layers,
+        **_of_many_misses(walk.layers),
+    }
+
+
+def _of_many_misses(layers: list[Counter[tuple[str, str]]]) -> dict[str, Any]:
+    """The same of the layers that load two or three experts."""
+    some = [layer for layer in layers if 2 <= layer["scheduler/slots.py", "allocate"] <= 3]
+    return {
+        "files_2_or_3": statistics.median(len({file for file, _ in layer}) for layer in some) if some else None,
+        "calls_2_or_3": statistics.median(sum(layer.values()) for layer in some) if some else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--calls", action="store_true", help="name the calls, and how many of each a layer has")
+    args = parser.parse_args()
+    rows = [
+        run(system, memory, args.tokens, told=args.calls)
+        for system, memory in (("resident", "100%"), ("lru", "25%"), ("expertly", "25%"))
+    ]
+    print_report("walk", rows, vars(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What the runtime is told about each forward pass, for the ways in which people run a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from expertly.core.observation import IterationInfo
+from expertly.model.hooks import describe_pass
+from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left, reference_generate
+from tests.model.conftest import Toys
+from tests.model.toy import Iteration, Toy
+
+
+def record(toy: Toy, run: Callable[[Any], Any], wants_token_ids: bool = False) -> list[Iteration]:
+    start = len(toy.runtime.iterations)
+    toy.runtime.wants_token_ids = wants_token_ids
+    try:
+        with torch.no_grad():
+            run(toy.model)
+    finally:
+        toy.runtime.wants_token_ids = False
+    return toy.runtime.iterations[start:]
+
+
+def summary(iterations: list[Iteration]) -> list[tuple[str, int, int, int]]:
+    """(phase, rows, pads, requests) of each."""
+    infos = [one.info for one in iterations]
+    pads = [0 if info.is_pad is None else int(info.is_pad.sum()) for info in infos]
+    return [(info.phase, len(info.is_prefill), num, info.num_requests) for info, num in zip(infos, pads, strict=True)]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "switch_transformers"])
+def test_generate_is_one_prefill_and_then_decode(family: str, toys: Toys) -> None:
+    """Two prompts of 9 and 6 tokens, padded on the left, four new tokens each; every layer ran in every pass."""
+    toy = toys[family]
+    seen = record(toy, lambda model: generate(model, make_prompts(2, length=9), max_new_tokens=4))
+    assert summary(seen) == [("prefill", 18, 3, 2), *[("decode", 2, 0, 2)] * 3]
+    assert seen[0].info.is_pad is not None
+    assert seen[0].info.is_pad.tolist() == [False] * 9 + [True] * 3 + [False] * 6
+    layers = range(len(toy.manifest.layers))
+    for one in seen:
+        assert one.ok and one.info.token_ids is None and one.info.sequences is None, "nobody asked"
+        assert one.layer_rows == [(layer, len(one.info.is_prefill)) for layer in layers]
+
+
+def test_encoder_is_prefill_and_the_decoder_decodes(toys: Toys) -> None:
+    toy = toys["switch_transformers"]
+    seen = record(toy, lambda model: generate(model, make_prompts(2, length=9), max_new_tokens=3))
+    assert summary(seen) == [("prefill", 18, 3, 2), *[("decode", 2, 0, 2)] * 3]
+    assert seen[0].layer_rows == [(0, 18), (1, 18)]
+    assert all(one.layer_rows == [(2, 2), (3, 2)] for one in seen[1:])
+    seen = record(toy, lambda model: logits_of(model, make_prompts(1, length=5)))
+    assert summary(seen) == [("prefill", 5, 0, 1), ("prefill", 5, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings"),
+    [
+        (make_prompts(2, length=9), {"num_beams": 3}),
+        ([[5, 6, 7, 8] * 4], {"prompt_lookup_num_tokens": 4}),
+        (make_prompts(2, length=9), {"cache_implementation": "static"}),
+    ],
+    ids=["beams", "prompt lookup", "static cache"],
+)
+def test_other_ways_to_generate(prompts: list[list[int]], settings: dict[str, Any], toys: Toys) -> None:
+    """The same tokens, in a prefill and decode steps."""
+    toy = toys["mixtral"]
+    new: list[list[int]] = []
+    seen = record(toy, lambda model: new.extend(generate(model, prompts, 12, **settings)))
+    assert new == reference_generate(toy.source, prompts, 12, **settings)
+    assert [one.info.phase for one in seen] == ["prefill", *["decode"] * (len(seen) - 1)]
+    if "num_beams" in settings:
+        assert summary(seen)[1] == ("decode", 6, 0, 6)
+    if "prompt_lookup_num_tokens" in settings:
+        assert max(len(one.info.is_prefill) for one in seen[1:]) > 1, "several tokens are verified in decode"
+
+
+def test_sampling_and_an_assistant(toys: Toys) -> None:
+    toy, prompts = toys["mixtral"], make_prompts(1)
+    settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2}
+    seen = record(toy, lambda model: generate(model, prompts, 4, **settings))
+    assert [one.info.phase for one in seen] == ["prefill", "decode", "decode", "decode"]
+    actual = generate(toy.model, prompts, 8, assistant_model=toys["qwen3_moe"].model)
+    assert actual == reference_generate(toy.source, prompts, 8)
+
+
+def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) -> None:
+    toy = toys["qwen3_moe"]
+    ids, mask = pad_left(make_prompts(2, length=9))
+    embeds = toy.model.get_input_embeddings()(ids)
+    cache = DynamicCache(config=toy.model.config)
+    calls = [ids[:, :6], ids[:, 6:7], ids[:, 7:]]
+    for run, expected in (
+        (lambda model: model(inputs_embeds=embeds, attention_mask=mask), [("prefill", 18, 3, 2)]),
+        (lambda model: model(ids, use_cache=False), [("prefill", 18, 0, 2)]),
+        (lambda model: model.model(ids, mask), [("prefill", 18, 3, 2)]),  # the base model, by position
+        (
+            lambda model: [model(call, past_key_values=cache) for call in calls],
+            [("prefill", 12, 0, 2), ("decode", 2, 0, 2), ("decode", 4, 0, 2)],
+        ),
+    ):
+        assert summary(record(toy, run)) == expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "glm4_moe", "hunyuan_v1_moe"])
+def test_continuous_batching_mixes_phases(family: str, toys: Toys) -> None:
+    """Requests of different length: a phase each, pads counted, the tokens of one prompt at a time."""
+    assert FAMILIES[family].runs_continuous_batching
+    toy, prompts = toys.fresh(family), make_prompts(3, length=9)
+    toy.model.generation_config.do_sample = False
+    outputs: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_new_tokens": 5, "progress_bar": False}
+    seen = record(toy, lambda model: outputs.update(model.generate_batch(inputs=prompts, **settings)))
+    actual = [output.generated_tokens for output in outputs.values()]
+    assert actual == [reference_generate(toy.source, [prompt], 5)[0] for prompt in prompts]
+    infos = [one.info for one in seen if one.ok]
+    real = [np.ones_like(info.is_prefill) if info.is_pad is None else ~info.is_pad for info in infos]
+    assert sum((info.is_prefill & rows).sum() for info, rows in zip(infos, real, strict=True)) == sum(map(len, prompts))
+    num_decode = sum((~info.is_prefill & rows).sum() for info, rows in zip(infos, real, strict=True))
+    assert num_decode == 3 * 4, "the first new token of each came from its prefill"
+    assert all(one.layer_rows and one.layer_rows[0][1] == len(one.info.is_prefill) for one in seen if one.ok)
+
+
+# -- sequences side by side in one row, as continuous batching has them ------------------------------------------------
+
+
+def packed(bounds: list[int], ids: list[int], layers: range | None = None, **more: Any) -> IterationInfo:
+    inputs = {"input_ids": torch.tensor([ids]), "cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32)}
+    info = describe_pass("causal", inputs | more, layers)
+    assert info is not None and info.is_pad is not None
+    return info
+
+
+def test_packed_sequences_with_a_phase_each() -> None:
+    """Requests: 3 new tokens; 1 token on a past of 7; 1 token and no past; then two rows of padding."""
+    keys, positions = torch.tensor([0, 3, 11, 12]), torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
+    for past in ({"cu_seq_lens_k": keys}, {"cu_seq_lens_k": {"full_attention": keys}}, {"position_ids": positions}):
+        info = packed([0, 3, 4, 5], [0] * 7, **past)
+        assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
+        assert info.is_pad is not None and info.is_pad.tolist() == [False] * 5 + [True] * 2
+        assert (info.num_requests, info.phase) == (3, "prefill")
+
+
+def test_packed_tokens_sequences_and_starts() -> None:
+    """Three tokens, none, one; then two pads."""
+    bounds, ids = [0, 3, 3, 4], [7, 8, 9, 5, 0, 0]
+    info = packed(bounds, ids, range(3), position_ids=torch.tensor([[4, 5, 6, 9, 0, 0]]))
+    assert info.token_ids is not None and info.token_ids.tolist() == ids
+    assert info.sequences is not None and info.sequences[:4].tolist() == [0, 0, 0, 2]
+    assert info.is_pad is not None and info.is_pad.tolist() == [False] * 4 + [True] * 2
+    assert info.starts is not None and info.starts.tolist()[::2] == [4, 9]
+    assert packed(bounds, ids, range(3)).starts is None, "no positions"
+
+
+# -- which token of which sequence each row is, for a runtime that wants to know ---------------------------------------
+
+
+def told(toy: Toy, run: Callable[[Any], Any]) -> list[tuple[list[int] | None, list[int], range | None]]:
+    """(token ids, sequences, layers) of each pass."""
+    infos = [one.info for one in record(toy, run, wants_token_ids=True)]
+    assert all(info.sequences is not None for info in infos)
+    return [
+        (None if info.token_ids is None else info.token_ids.tolist(), info.sequences.tolist(), info.layers)  # type: ignore[union-attr]
+        for info in infos
+    ]
+
+
+def test_tokens_of_a_batch_with_pads(toys: Toys) -> None:
+    prompts, layers = make_prompts(2, length=9), range(3)
+    new: list[list[int]] = []
+    seen = told(toys["qwen3_moe"], lambda model: new.extend(generate(model, prompts, max_new_tokens=3)))
+    assert seen[0] == (prompts[0] + [0] * 3 + prompts[1], [0] * 9 + [1] * 9, layers)
+    assert seen[1:] == [([new[0][i], new[1][i]], [0, 1], layers) for i in range(2)]
+
+
+def test_embeddings_are_told_instead_of_tokens(toys: Toys) -> None:
+    toy = toys["qwen3_moe"]
+    embedded = toy.model.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
+    (one,) = record(toy, lambda model: model(inputs_embeds=embedded), wants_token_ids=True)
+    assert one.info.token_ids is None
+    assert one.info.sequences is not None and one.info.sequences.tolist() == [0, 0, 0]
+    assert one.info.embeddings is not None and one.info.embeddings.dtype == "float16"
+    assert torch.equal(torch.tensor(one.info.embeddings), embedded[0].half())
+
+
+def test_the_encoder_and_the_decoder_have_their_own_tokens_and_layers(toys: Toys) -> None:
+    prompt = make_prompts(1, length=6)
+    new: list[list[int]] = []
+    seen = told(toys["switch_transformers"], lambda model: new.extend(generate(model, prompt, max_new_tokens=3)))
+    assert seen[0] == (prompt[0], [0] * 6, range(2))
+    assert seen[1:] == [([token], [0], range(2, 4)) for token in new[0][:3]], "it starts with the start token"
+
+
+# -- passes that fail, and threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failed_pass_ends_and_the_next_one_works(error: type[BaseException], toys: Toys) -> None:
+    toy, prompts = toys.fresh("mixtral"), make_prompts(1)
+    expected = logits_of(toy.model, prompts)
+    toy.runtime.fail_at_call, toy.runtime.failure = toy.runtime.num_calls + 2, error("the disk said no")
+    with pytest.raises(error, match="the disk said no"):
+        logits_of(toy.model, prompts)
+    assert toy.runtime.iterations[-1].ok is False
+    assert torch.equal(logits_of(toy.model, prompts), expected)
+    with pytest.raises(ValueError), torch.no_grad():  # transformers' own complaint about no inputs at all
+        toy.model()
+    other = threading.Thread(target=logits_of, args=(toy.model, prompts), daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive(), "the lock was left behind"
+
+
+def test_two_threads_are_serialised(toys: Toys) -> None:
+    """ToyRuntime asserts that no pass begins within another."""
+    toy = toys.fresh("mixtral")
+    prompts = [make_prompts(1, seed=seed) for seed in range(4)]
+    expected = [reference_generate(toy.source, prompt) for prompt in prompts]
+    results: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.__setitem__(i, generate(toy.model, prompts[i]))) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results.get(index) for index in range(4)] == expected

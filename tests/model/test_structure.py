@@ -1,0 +1,131 @@
+"""Experts are found and measured without a table; what cannot run is refused by name and reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from expertly.core.errors import CheckpointError, ExpertlyError, UnsupportedModelError
+from expertly.core.geometry import LayerGeometry
+from expertly.model.structure import build_meta_model, dense_shape, find_experts, read_config
+from tests.families import FAMILIES, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_EXPERTS, make_model
+from tests.model.conftest import Toys
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_geometry_is_that_of_the_config(family: str) -> None:
+    config = FAMILIES[family].make_config()
+    meta = build_meta_model(config)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    sites = find_experts(meta, itemsize=2)
+    num_matrices = 2 if family == "switch_transformers" else 3
+    geometry = LayerGeometry(NUM_EXPERTS, FAMILIES[family].top_k, HIDDEN_SIZE, INTERMEDIATE_SIZE, num_matrices, 2)
+    assert [site.geometry for site in sites] == [geometry] * FAMILIES[family].num_moe_layers
+    parameters = dict(meta.named_parameters())
+    assert all(name in parameters for site in sites for name in site.expert_weight_names(3))
+
+
+def test_layouts_of_gpt_oss_and_switch() -> None:
+    [first, *_] = find_experts(build_meta_model(FAMILIES["gpt_oss"].make_config()), 2)
+    assert (first.is_transposed, first.is_concatenated, first.has_gate, first.has_bias) == (True, False, True, True)
+    sites = find_experts(build_meta_model(FAMILIES["switch_transformers"].make_config()), 2)
+    assert ["encoder" in site.name.split(".") for site in sites] == [True, True, False, False]
+    assert not sites[0].is_fused and not sites[0].has_gate
+    parameters = dict(make_model("switch_transformers").named_parameters())
+    for site in sites:
+        assert [tuple(parameters[name].shape) for name in site.expert_weight_names(3)] == [(16, 32), (32, 16)]
+
+
+def test_experts_without_a_gate() -> None:
+    """nemotron_h, where this transformers has it."""
+    config = AutoConfig.for_model("nemotron_h", vocab_size=64, hidden_size=HIDDEN_SIZE, moe_intermediate_size=24)
+    [site, *_] = find_experts(build_meta_model(config), 4)
+    assert not site.has_gate and site.weight_names == ("up_proj", "down_proj")
+    assert (site.geometry.num_matrices, site.geometry.intermediate_size) == (2, 24)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("dbrx", "not on transformers' experts interface"),
+        ("jetmoe", "not on transformers' experts interface"),
+        ("llama4", "not on transformers' experts interface"),
+        ("longcat_flash", "not on transformers' experts interface"),
+        ("nllb-moe", "only experts 0 and 1 ever run"),
+        ("llama", "not a Mixture-of-Experts model"),
+        ("vit", "no generating model"),
+    ],
+)
+def test_families_that_do_not_run_are_refused_with_the_reason(model_type: str, reason: str) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 32}
+    config = AutoConfig.for_model(model_type, **(small if model_type == "llama" else {}))
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type}.*{reason}"):
+        find_experts(build_meta_model(config), 2)
+
+
+def test_experts_that_slots_cannot_compute_are_refused() -> None:
+    meta = build_meta_model(FAMILIES["mixtral"].make_config())
+    experts: Any = meta.model.layers[1].mlp.experts
+    experts.has_post_expert_norm = True
+    with pytest.raises(UnsupportedModelError, match=r"mixtral.*layers\.1\.mlp\.experts normalises"):
+        find_experts(meta, 2)
+    experts.has_post_expert_norm = False
+    experts.down_proj = torch.nn.Parameter(torch.empty(8, 40, 16, device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"\(8, 40, 16\).*one width"):
+        find_experts(meta, 2)
+
+
+MIXTRAL = FAMILIES["mixtral"].make_config().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, CheckpointError, r"no config\.json"),
+        ("{", CheckpointError, r"config\.json"),
+        ({"model_type": "made_up"}, UnsupportedModelError, "made_up"),
+        ({"model_type": "mixtral", "hidden_size": "wide"}, CheckpointError, "config|hidden_size"),
+        (MIXTRAL | {"num_attention_heads": 0}, CheckpointError, "MixtralForCausalLM cannot be built"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, CheckpointError, "how many experts a token chooses"),
+    ],
+)
+def test_configs_that_make_no_model(tmp_path: Path, text: Any, error: type[ExpertlyError], message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(error, match=message):
+        find_experts(build_meta_model(read_config(tmp_path)), 2)
+
+
+@pytest.mark.parametrize("named", ["MixtralForCausalLM", "MixtralModel", "SomebodysOwnForCausalLM"])
+def test_the_class_built_generates(tmp_path: Path, named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"architectures": [named]}))
+    assert type(build_meta_model(tmp_path)).__name__ == "MixtralForCausalLM"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "switch_transformers"])
+def test_bytes_of_the_dense_part_by_hand(family: str, toys: Toys) -> None:
+    toy = toys[family]
+    nbytes = {name: one.nbytes for name, one in toy.model.named_parameters()}
+    row = 32 * 4
+    if family == "qwen3_moe":  # three MoE layers; the table and the head are two
+        blocks = [f"model.layers.{i}." for i in range(3)]
+        rest = row + nbytes["model.norm.weight"] + nbytes["lm_head.weight"]
+    elif family == "deepseek_v3":  # the first of three layers is dense
+        blocks = [f"model.layers.{i}." for i in (1, 2)]
+        first = sum(n for name, n in nbytes.items() if name.startswith("model.layers.0."))
+        rest = row + nbytes["model.norm.weight"] + nbytes["lm_head.weight"] + first
+    else:  # every other block of both stacks; the table is the head
+        blocks = [f"{stack}.block.{i}." for stack in ("encoder", "decoder") for i in (1, 3)]
+        dense = tuple(f"{stack}.block.{i}." for stack in ("encoder", "decoder") for i in (0, 2))
+        tables = [name for name in nbytes if name.endswith("relative_attention_bias.weight")]
+        rest = sum(n for name, n in nbytes.items() if name.startswith(dense) and name not in tables)
+        rest += sum(nbytes[name] // toy.model.get_parameter(name).shape[0] for name in tables)
+        rest += nbytes["shared.weight"] + sum(n for name, n in nbytes.items() if "final_layer_norm" in name)
+    in_blocks = sum(n for name, n in nbytes.items() if name.startswith(tuple(blocks)))
+    found = dense_shape(toy.model)
+    assert (found.layer_nbytes, found.head_nbytes) == (in_blocks // len(blocks), rest)
