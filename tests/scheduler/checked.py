@@ -41,6 +41,7 @@ class CheckedScheduler(Scheduler):
     def __init__(self, *arguments: Any, future: ListFuture | None = None, **named: Any) -> None:
         """`steps` will be those of `future` at which layers began."""
         super().__init__(*arguments, **named)
+        self.computed = self._computed
         self._evicts_ahead = named.get("ahead", "cache") == "cache"
         self.future = future
         self.steps: list[int] = []
@@ -101,7 +102,7 @@ class CheckedScheduler(Scheduler):
         self._promises()
         return is_awaited
 
-    def computed(self, spans: Sequence[Span]) -> Plan | None:
+    def _computed(self, spans: Sequence[Span]) -> Plan | None:
         for span in spans:
             eid, mask = self._eid(span), mask_of(span)
             assert self.left[eid] & mask == mask, "every needed segment is computed once"
@@ -109,7 +110,7 @@ class CheckedScheduler(Scheduler):
                 assert slot not in self.coming and self.memory[slot] == (eid, segment), "with its own bytes"
             self.left[eid] &= ~mask
         held = self._held()
-        plan = super().computed(spans)
+        plan = self._running.computed(spans)
         if plan is not None:
             self._demanded(plan, held)
         self._promises()

@@ -40,8 +40,12 @@ class Checking(Scheduler):
         self.cache.check()
         return is_awaited
 
-    def computed(self, spans: Sequence[Span]) -> Plan | None:
-        step = super().computed(spans)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.computed = self._computed
+
+    def _computed(self, spans: Sequence[Span]) -> Plan | None:
+        step = self._running.computed(spans)
         self.cache.check()
         return step
 
