@@ -81,22 +81,6 @@ def test_what_was_prefetched_in_prefill_and_cancelled_in_decode_is_taken_from_pr
 
 
 @pytest.mark.parametrize("order", ["resident", "id"])
-@pytest.mark.parametrize("scope", ["layer", "global"])
-def test_a_prefetch_still_in_flight_after_its_layer_ran_is_not_evicted(scope: str, order: str) -> None:
-    """Its slots are being written: whoever got them would find another expert's bytes in them."""
-    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, scope=scope, order=order)
-    control.predict(prediction(0, [5, 7]))
-    spans = control.prefetch()
-    run(control, one_token(0, [0, 1]))  # the guess was wrong, and has begun
-    run(control, one_token(0, [2, 3]))
-    for span in spans:
-        control.loaded(span)
-    control.check()
-    run(control, one_token(0, [5, 7]))
-    assert control.counters[0].decode.hits == 2
-
-
-@pytest.mark.parametrize("order", ["resident", "id"])
 def test_loads_do_not_evict_what_was_prefetched_for_a_later_layer(order: str) -> None:
     control = made(geometry(layers=2, experts=8, top_k=2), [1, 1], 2, scope="global", order=order)
     control.predict(prediction(1, [5, 6]))
@@ -161,27 +145,6 @@ def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> N
     control.loaded(span)
     assert run(control, one_token(0, [5])).loads == []
     assert set(control.cache.partitions[0].kept) == {1, 5}, "the use does"
-
-
-def test_predictions_made_in_prefill_fill_and_evict_nothing() -> None:
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 3], 2)
-    for expert in (0, 1):
-        run(control, one_token(1, [expert]))
-    run(control, one_token(0, [0, 1, 2, 3], decode=False))
-    control.predict(prediction(1, [5, 6]))
-    assert [span.expert for span in control.prefetch()] == [5]
-    assert set(control.cache.partitions[1].kept) == {8, 9, 13}
-
-
-def test_after_a_failure_nothing_is_predicted_or_in_flight() -> None:
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
-    control.predict(prediction(1, [4, 5]))
-    control.prefetch()
-    control.abandon()
-    assert control.prefetch() == []
-    run(control, one_token(1, [4, 5]))
-    counters = control.counters[1].decode
-    assert (counters.predicted, counters.prefetched, counters.misses) == (0, 0, 2)
 
 
 def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:

@@ -36,113 +36,76 @@ AUTO_SYSTEM = "auto"
 LEAST_NBYTES = 1 << 20
 """Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
 
-_PRESETS = (
-    (
-        "on-demand",
-        "loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)",
-        "eviction=lru:scope=global",
-    ),
-    ("lru", "keeps the most recently used experts of each layer", "eviction=lru:scope=layer"),
-    ("lfu", "keeps the most frequently used experts of each layer", "eviction=lfu:scope=layer"),
-    ("lcp", "keeps the experts of highest frequency x decayed recency (MoEpic)", "eviction=lcp:scope=layer"),
-    ("random", "keeps any experts: the baseline every policy must beat", "eviction=random:scope=layer"),
-    ("static", "pins each layer's most popular experts, with two spare places", "eviction=static:scope=layer"),
-    (
-        "expertly",
-        "keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)",
-        "eviction=reuse:scope=global:admission=best",
-    ),
-    (
-        "expertly-ahead",
-        "the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)",
-        "eviction=reuse:scope=global:prediction=lookahead:transfer=asynchronous:admission=best:ahead=ring:gate=confidence",
-    ),
-    ("resident", "keeps every expert: the speed of enough memory", "eviction=none:scope=global:transfer=at load"),
-    (
-        "deepspeed-index",
-        "loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)",
-        "eviction=lru:scope=global:prediction=index:transfer=asynchronous",
-    ),
-    (
-        "brainstorm",
-        "counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)",
-        "eviction=lfu:scope=global:prediction=popularity:transfer=asynchronous",
-    ),
-    (
-        "mixtral-offloading",
-        "LRU per layer; each layer waits for what the next one's router, asked early, makes it load",
-        "eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous",
-    ),
-    (
-        "moe-infinity-lfu",
-        "what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)",
-        "eviction=lfu:scope=global:prediction=counts:transfer=synchronous",
-    ),
-    (
-        "belady",
-        "keeps what is used again soonest: the least that replacement in each layer must load",
-        "eviction=belady:scope=layer:admission=best",
-    ),
-    (
-        "belady-global",
-        "the same in one cache over all layers: no system loads fewer bytes",
-        "eviction=belady:scope=global:admission=best",
-    ),
-    (
-        "oracle",
-        "belady-global with perfect prediction, loading as early as places and the link allow",
-        f"eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:transfer=asynchronous:admission=best:ahead=ring",
-    ),
-    (
-        "modelled-lookahead",
-        "LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)",
-        "eviction=lru:scope=layer:prediction=modelled:transfer=asynchronous",
-    ),
-    # "ring", as a layer that keeps nothing is loaded ahead, too
-    (
-        "adapmoe",
-        "LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)",
-        "eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:transfer=asynchronous:ahead=ring",
-    ),
-    (
-        "fmoe",
-        "expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)",
-        "eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity:transfer=asynchronous",
-    ),
-    (
-        "promoe",
-        "LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)",
-        "eviction=lru:scope=layer:prediction=learned:distance=4:transfer=asynchronous:segments=4",
-    ),
-    (
-        "pre-gated",
-        "keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)",
-        "eviction=lru:scope=layer:allocation=none:prediction=learned:transfer=asynchronous:ahead=ring",
-    ),
-    (
-        "moepic",
-        "tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)",
-        "eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:transfer=asynchronous:ahead=ring:segments=4",
-    ),
-    (
-        "moe-infinity",
-        "activation matrices of earlier requests predict and say what goes (MoE-Infinity)",
-        "eviction=eam:scope=global:prediction=eam:transfer=asynchronous",
-    ),
-)
-"""Of each: name, summary, parts. Every part that is not said has the default of System."""
+_PRESETS = f"""
+on-demand:eviction=lru:scope=global
+    loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)
+lru:eviction=lru:scope=layer
+    keeps the most recently used experts of each layer
+lfu:eviction=lfu:scope=layer
+    keeps the most frequently used experts of each layer
+lcp:eviction=lcp:scope=layer
+    keeps the experts of highest frequency x decayed recency (MoEpic)
+random:eviction=random:scope=layer
+    keeps any experts: the baseline every policy must beat
+static:eviction=static:scope=layer
+    pins each layer's most popular experts, with two spare places
+expertly:eviction=reuse:scope=global:admission=best
+    keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
+expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=confidence
+    the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)
+resident:eviction=none:scope=global:transfer=at load
+    keeps every expert: the speed of enough memory
+deepspeed-index:eviction=lru:scope=global:prediction=index
+    loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)
+brainstorm:eviction=lfu:scope=global:prediction=popularity
+    counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)
+mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous
+    LRU per layer; each layer waits for what the next one's router, asked early, makes it load
+moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous
+    what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)
+belady:eviction=belady:scope=layer:admission=best
+    keeps what is used again soonest: the least that replacement in each layer must load
+belady-global:eviction=belady:scope=global:admission=best
+    the same in one cache over all layers: no system loads fewer bytes
+oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=ring
+    belady-global with perfect prediction, loading as early as places and the link allow
+modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
+    LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
+adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring
+    LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
+fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity
+    expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
+promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4
+    LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
+pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=ring
+    keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
+moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4
+    tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
+moe-infinity:eviction=eam:scope=global:prediction=eam
+    activation matrices of earlier requests predict and say what goes (MoE-Infinity)
+"""
+"""Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
+asynchronous where it predicts. `adapmoe` needs ahead=ring, as a layer that keeps nothing is prefetched, too.
+"""
 
 
-def _preset(name: str, summary: str, spec: str) -> System:
-    parts: dict[str, Any] = dict(setting.split("=") for setting in spec.split(":"))
-    parts |= {key: int(parts[key]) for key in NUMBERS if key in parts}
-    return System(name, summary, **parts, keeps_everything=parts["eviction"] == "none")
+def _presets() -> dict[str, System]:
+    lines = _PRESETS.split("\n")[1:-1]
+    found = {}
+    for spec, summary in zip(lines[::2], lines[1::2], strict=True):
+        name, *settings = spec.split(":")
+        parts: dict[str, Any] = dict(setting.split("=") for setting in settings)
+        parts |= {key: int(parts[key]) for key in NUMBERS if key in parts}
+        if "prediction" in parts:
+            parts.setdefault("transfer", "asynchronous")
+        found[name] = System(name, summary.strip(), **parts, keeps_everything=parts["eviction"] == "none")
+    return found
 
 
 SYSTEMS: Registry[System] = Registry(
     "system",
     "expertly.systems",
-    {name: _preset(name, *one) for name, *one in _PRESETS},
+    _presets(),
     lambda one: isinstance(one, System),
     "a System",
     adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again

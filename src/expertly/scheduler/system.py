@@ -1,4 +1,4 @@
-"""A system as a choice of parts, and what each part may be (docs/conventions.md)."""
+"""A system is a choice of parts: what evicts, predicts and allocates, and how layers run (docs/conventions.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
-from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -50,22 +50,27 @@ class System:
 
     def __post_init__(self) -> None:
         _check(self)
-        of_parts = PREDICTORS[self.prediction].needs if self.prediction != "none" else ()
-        if not self.keeps_everything and EVICTIONS[self.eviction].needs_future:
-            of_parts = ("future", *of_parts)
-        object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
+        of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
+        of_predictor = self._predictor.needs if self._predictor else ()
+        object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_eviction, *of_predictor))))
+
+    @property
+    def _predictor(self) -> type[Predictor] | None:
+        return None if self.prediction == "none" else PREDICTORS[self.prediction]
+
+    @property
+    def _eviction(self) -> type[EvictionPolicy] | None:
+        return None if self.keeps_everything else EVICTIONS[self.eviction]
 
     @property
     def prediction_learns(self) -> str | None:
         """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
-        learns = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
-        return None if learns is None else learns.kind
+        return self._predictor.learns.kind if self._predictor and self._predictor.learns else None
 
     @property
     def eviction_learns(self) -> str | None:
         """The same of its eviction: "reuse"."""
-        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
-        return None if learns is None else learns.kind
+        return self._eviction.learns.kind if self._eviction and self._eviction.learns else None
 
     @property
     def learns(self) -> str | None:
@@ -75,7 +80,7 @@ class System:
     @property
     def takes_weights(self) -> bool:
         """Whether its predictor must be trained before: `expertly train-predictor`."""
-        return self.prediction != "none" and PREDICTORS[self.prediction].takes_weights
+        return self._predictor is not None and self._predictor.takes_weights
 
     @property
     def takes_plan(self) -> bool:
@@ -104,12 +109,12 @@ class System:
         be, and where `known` lacks what it needs.
         """
         order = self.ordered(order)
-        make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
+        eviction = self._eviction or EVICTIONS["lru"]  # where everything is kept none is asked
         has_filter = self.gate != "none" and self.prediction != "none"
         return Scheduler(
             geometry,
             budget,
-            make.of_model(geometry, known, self.options_of("eviction")),
+            eviction.of_model(geometry, known, self.options_of("eviction")),
             scope=self.scope,
             order=order,
             preemption=self.preemption,
@@ -123,15 +128,15 @@ class System:
         )
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
-        """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
+        """The same slots as this system begins with them: for staging, and the quota of each layer."""
         if self.keeps_everything:
             return budget
         return allocate(geometry, budget, self._allocation(geometry, known))
 
     def sharing(self, scheduler: Scheduler) -> dict[str, object] | None:
-        """How the layers of its scheduler share what is kept now, for results; None where they do equally.
+        """How much each layer of its scheduler keeps now, for results; None where all keep the same.
 
-        `experts`: the share of each layer; `split`, where parts of experts are kept: of how many, and which part of
+        `experts`: the quota of each layer; `split`, where layers keep parts of experts: of how many, and how much of
         each, from its top. The rest is what the allocation says of itself.
         """
         if self.allocation == "uniform" or self.keeps_everything:
@@ -164,9 +169,9 @@ class System:
 
     def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
-        if self.prediction == "none":
+        if self._predictor is None:
             return None
-        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
+        return self._predictor.make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
         """Of its options, those of one of its parts, a key of REGISTRIES."""
@@ -197,7 +202,7 @@ def _check(system: System) -> None:
 
 def _problems(system: System) -> Iterator[str]:
     """Why the parts of a system do not fit together, with what is accepted."""
-    predictor = None if system.prediction == "none" else PREDICTORS[system.prediction]
+    predictor = system._predictor
     is_best = ADMISSIONS[system.admission].weighs_scores
     transfers = ("at load",) if system.keeps_everything else ACCEPTED["transfer"] if predictor else ("demand",)
     if system.transfer not in transfers:
