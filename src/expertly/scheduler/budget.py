@@ -52,8 +52,8 @@ def least_nbytes(geometry: Geometry, ring: int | None = None) -> int:
 
 
 def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None) -> Budget:
-    """Cut `memory_nbytes` into staging slots (`ring` of each size class) and kept slots, which layers share equally, the
-    lowest first. A budget that holds every expert keeps every expert and stages none.
+    """Cut `memory_nbytes` into staging slots (`ring` of each size class) and kept slots, which layers share equally;
+    the lowest get what is left. A budget that holds every expert keeps every expert and stages none.
 
     Raises BudgetError naming the least budget where it is below the staging slots.
     """
