@@ -25,9 +25,8 @@ from expertly.cli.arguments import positive_int, split
 from expertly.cli.trace_geometry import trace_geometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
-from expertly.sim.memory import Memory
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
-from expertly.sim.study import Study
+from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
 PLAIN = ("lru", "lfu")

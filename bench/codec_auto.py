@@ -17,11 +17,11 @@ from typing import Any
 
 from report import print_report
 
+from expertly.core.costs import CodecCosts
 from expertly.core.geometry import LayerGeometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware
 from expertly.sim.schedule import Schedule, Selection, make_schedule
-from expertly.sim.storage import Storage
 from expertly.sim.study import Memory, Study
 from expertly.store.codec_choice import CodecRates, choose_codec
 from expertly.trace.reader import Trace
@@ -52,7 +52,7 @@ class Recorded:
             self.layers,
             self.trace.manifest.dense,
             segments=1,
-            storage=Storage(codec),
+            codec=codec,
         )
         simulator = study.simulate(get_system("lru"), Memory(memory).budget(study.geometry))
         return float(simulator.metrics.tpot_s or 0.0)
@@ -74,7 +74,7 @@ def machine(profile: Hardware, disk_nbytes_per_s: float, experts_nbytes: int, ho
 def row_of(recorded: Recorded, hardware: Hardware, memory: str) -> dict[str, Any]:
     """A row: what `auto` chose, and what `planes` comes to against experts as they are."""
     disk = hardware.disk or hardware.link
-    costs = Storage("planes").costs(hardware)
+    costs = hardware.codec or CodecCosts()
     rates = CodecRates(costs.ratio, disk.nbytes_per_s, costs.decode_nbytes_per_s, costs.threads)
     codec = choose_codec(rates).codec
     none, planes = (recorded.tpot_s(hardware, memory, one) for one in ("none", "planes"))

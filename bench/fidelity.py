@@ -115,7 +115,6 @@ def simulate(
     from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
-    from expertly.sim.storage import Storage
     from expertly.sim.study import Memory, Study
     from expertly.trace.reader import Trace
 
@@ -123,18 +122,23 @@ def simulate(
     layers = tuple(layer.geometry() for layer in trace.manifest.layers)
     assert None not in layers
     hardware = replace(Hardware.read("infinite").with_model(link, compute), codec=costs)
-    storage = Storage(arguments["codec"])
     ran = []
     coded = None
     for num_requests in (2, 1):
         schedule = make_schedule(trace, Selection(num_requests))
         study = Study(
-            trace, schedule, hardware, layers, trace.manifest.dense, segments=arguments["segments"], storage=storage
+            trace,
+            schedule,
+            hardware,
+            layers,
+            trace.manifest.dense,
+            segments=arguments["segments"],
+            codec=arguments["codec"],
         )
         budget = Memory(arguments["memory"]).budget(study.geometry)
         simulator = study.simulate(get_system(system), budget)
         ran.append(simulator.metrics)
-        coded = coded or simulator.coded
+        coded = coded or simulator.link.decoder
     num_steps = ran[0].num_decode_iterations - ran[1].num_decode_iterations
     return float(ran[0].decode_ns - ran[1].decode_ns) / num_steps / 1e9, coded
 
@@ -176,7 +180,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         profile = measurement.profile()
         link, costs = median_costs(measured, profile.link)
         if costs is not None:
-            from expertly.sim.fit_decoding import fit_decoding
+            from expertly.lab.fit_decoding import fit_decoding
 
             alone = costs.all_nbytes_per_s
             costs = fit_decoding(profile.layers, link, costs, profile.compute, handle(beside).store.geometry(1))

@@ -28,8 +28,7 @@ from report import print_report
 
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.scheduler.presets import get_system
-from expertly.sim.geometry_file import read_geometry
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace

@@ -37,18 +37,16 @@ import numpy.typing as npt
 from report import print_report
 
 from expertly.core.messages import Span
+from expertly.lab.routing_rates import rates_of_trace
 from expertly.lab.study import study as train
 from expertly.lab.train import TrainOptions
 from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.eviction.lcp import LCP
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
-from expertly.sim.compute import compute_model
-from expertly.sim.geometry_file import read_geometry
-from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import rates_of_trace
+from expertly.sim.compute import compute_model, step_times
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
-from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 

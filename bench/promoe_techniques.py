@@ -47,8 +47,7 @@ def simulated(args: argparse.Namespace, weights: Any, trace: Any, schedule: Any)
     """A row a technique."""
     from expertly.scheduler.counters import PhaseCounters
     from expertly.scheduler.presets import get_system
-    from expertly.sim.geometry_file import read_geometry
-    from expertly.sim.hardware import Hardware
+    from expertly.sim.hardware import Hardware, read_geometry
     from expertly.sim.study import Memory, Study
 
     sizes = read_geometry(args.geometry)

@@ -31,8 +31,7 @@ from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.reproduce.moe_infinity.recovery import requests_back
 from expertly.scheduler.presets import get_system, runnable_systems
-from expertly.sim.geometry_file import read_geometry
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Memory, Study
 from expertly.sim.workload import RowRange

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
@@ -19,10 +19,10 @@ from expertly.engine.backends import make_backend
 from expertly.engine.compute_threads import ComputeThreads
 from expertly.engine.device_choice import choose_devices
 from expertly.engine.device_loading import make_group
-from expertly.engine.division import Request, divide
+from expertly.engine.division import Division, Request, divide
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
 from expertly.engine.instructions import keep_off_trapped_instructions
-from expertly.engine.learned import AUTO, find_files, find_weights, save_of_eviction
+from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.runtime import Engine, Executor
@@ -33,12 +33,13 @@ from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
+from expertly.options import LoadOptions, described
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
-from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
@@ -57,126 +58,128 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, done_nbytes, total_nbytes)`: what is "packing" or "loading"."""
 
 
-def load(
-    model: str | None = None,
-    *,
-    memory: str | int | None = None,
-    system: str = AUTO_SYSTEM,
-    segments: int | None = None,
-    device: str | None = None,
-    devices: str | Sequence[str] | None = None,
-    dtype: str | None = None,
-    ring: int | None = None,
-    order: str | None = None,
-    context: int | None = None,
-    host_memory: str | int = "auto",
-    codec: str = "auto",
-    compressed: object = None,
-    decisions: str | Path | None = None,
-    maps: str | Path | None = AUTO,
-    predictor: str | Path | None = AUTO,
-    plan: str | Path | SplitPlan | None = None,
-    matcher: Matcher = "auto",
-    progress: Progress | None = None,
-) -> tuple[Any, Any]:
-    """An ordinary transformers model whose experts live in `memory`, and its tokenizer (None where it has none).
+def load(model: str | None = None, *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
+    """An ordinary transformers model whose experts live in a stated amount of memory, and its tokenizer (None where it
+    has none). `model`: a folder, a packed store or a hub id; None is the demo model. `progress`: see Progress.
 
-    `model`: a folder, a packed store or a hub id; None is the demo model. `memory`: all expert slots on the device, a
-    share of the expert bytes ("25%"), an amount ("1.5GiB", bytes) or "auto": what is free after the dense part and the
-    KV cache of `context` tokens. `system`: a preset or one with other parts; "auto" is what `expertly tune` chose for
-    this model at the nearest memory, else `expertly`, or `lru` for tiny experts (`stats` say which, and why).
-    `segments`: P, the parts an expert is cut into (default: the system's). `ring`: slots of it through which a layer
-    streams what it does not keep (default: one token's experts, and all where the system keeps none). `order`: instead
-    of the system's; "resident" computes what is here first, "id" by rising id. `device`: where the model runs (default:
-    the accelerator, where there is one); `devices`: several, over which experts are spread, "cuda:0,cuda:1" or logical
-    ones, "cpu:0,cpu:1"; `memory` is their sum then, `ring` that of each. `host_memory`: RAM for experts behind an
-    accelerator. `codec`: how experts are stored on disk, "none" (as they are computed with), "planes" (compressed, bit
-    for bit the same) or "auto": as they are stored already, else what is faster by measuring. `compressed`
-    has gone: any value of it is refused. `decisions`: a file that takes every observation and decision
-    of the control plane, for `expertly trace replay`. `maps`: the file that what a system learns while it runs (expert
-    maps, activation matrices, or what `expertly` learns of reuse) is read from, where it is there, and written to about
-    every minute and at unload; "auto" is beside the packed store, "off" or None is nowhere. Reuse is kept of one
-    device, and not with `decisions`: they begin with nothing learned. `predictor`: the file of trained weights that a
-    system with a learned predictor takes (`expertly train-predictor`); "auto" is beside the packed store, or what ships
-    with the demo model, "off" or None is none. `plan`: the file of a split plan (`expertly configure`) that a system
-    with split caching begins with; it is of this model, this P and no more memory than this. `matcher`: "auto" is
-    "thread", or "inline" where the system waits for its predictions; "thread" predicts beside the forward pass,
-    "inline" within it, so that a run can be repeated exactly.
-    Raises ExpertlyError subclasses that name the argument and what is accepted.
+    Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
     """
-    refuse_compressed(compressed)
-    targets = choose_devices(device, devices)
-    why_system = packed = None
-    if system == AUTO_SYSTEM:
-        packed = pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
-        asked = Settings(segments, memory, codec, plan, predictor)
-        system, settings, why_system = find_choice(packed, asked, Request(memory, ring, context), targets)
-        if settings.codec != codec:
-            packed = None
-        segments, memory, codec, plan, predictor = settings
-    parts = get_runnable(system)
-    order = parts.ordered(order)
-    matcher = choose_matcher(parts, matcher)
-    target = targets[0]
-    if len(targets) > 1 and decisions is not None:
-        raise ConfigError(f"decisions={str(decisions)!r}: {len(targets)} devices decide apart; accepted: one device")
-    if target.type == "cpu":
-        keep_few_primitives()
-        keep_off_trapped_instructions()
-    choose_kernels(target)  # before anything is made that would have to be ended where it raises
-    store = packed or pack_cached(model, dtype, progress=_labelled(progress, "packing"), codec=codec)
-    files = find_files(maps, parts, store, num_devices=len(targets), is_replayed=decisions is not None)
-    weights = find_weights(predictor, parts, store)
-    geometry = store.geometry(fitting_segments(store.manifest.layers, parts.segments) if segments is None else segments)
-    placement = Placement(geometry, len(targets))
-    geometries = [share.geometry for share in placement.shares]
-    division = divide(store, geometries, parts, Request(memory, ring, context), targets)
-    known = Known() if plan is None else _known_of(plan, parts, geometries, division.budgets)
-    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
-    torch_dtype = getattr(torch, store.manifest.dtype)
-    executor: Executor
-    journal: DecisionsFile | None = None
+    asked = LoadOptions(**options)
+    targets = choose_devices(asked.device, asked.devices)
     with ExitStack() as opened:  # closed again where what comes next raises
-        if len(targets) == 1:
-            scheduler, journal = _scheduler(parts, geometry, budgets[0], known, order, decisions)
-            if journal is not None:
-                opened.callback(journal.close)
-            backend = make_backend(target, store, geometry, budgets[0].pool_slots(), torch_dtype, host_memory)
-            opened.callback(backend.close)
-            executor = Shard(str(target), scheduler, backend)
-        else:
-            schedulers = [parts.scheduler(*one, order=order) for one in zip(geometries, budgets, strict=True)]
-            executor = make_group(placement, targets, schedulers, store, torch_dtype, host_memory, make_backend)
-            opened.callback(executor.close)
-        decodes_here = store.codec != "none" and len(targets) == 1 and target.type == "cpu"
-        engine = Engine(executor, ComputeThreads(geometry, budgets[0].memory_nbytes) if decodes_here else None)
-        opened.pop_all()
-
-    def close() -> None:
-        try:
-            engine.close()
-        finally:
-            if journal is not None:
-                journal.close()
-
-    try:
-        engine.reuse = save_of_eviction(executor, store, files)
-        home = executor.shards[0].device.torch_device
-        loaded = load_dense(store.folder, store.manifest, torch_dtype, home, engine)
+        chosen = _choose(model, asked, targets, progress)
+        parts, store = chosen.parts, chosen.store
+        executor = _open_executor(chosen, targets, opened)
+        engine = Engine(executor, _threads_beside_decoders(store, executor))
+        opened.callback(engine.close)
+        engine.reuse = save_of_eviction(executor, store, chosen.files)
+        home = executor.shards[0]
+        dtype = getattr(torch, store.manifest.dtype)
+        loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
         executor.bind(experts_modules(loaded))
-        use_kernels(loaded, executor.shards[0].kernels)
-        engine.prefetching = make_prefetching(parts, loaded, store, engine, matcher, files, weights=weights)
+        use_kernels(loaded, home.kernels)
+        engine.prefetching = make_prefetching(
+            parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
+        )
         tokenizer = load_tokenizer(store.folder)
-        if target.type == "cpu":
+        if targets[0].type == "cpu":
             give_back_unused()
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
-    except BaseException:
-        close()
-        raise
+        close = opened.pop_all().close
     finalizer = weakref.finalize(loaded, close)
-    loaded._expertly_handle = Handle(store, engine, Stats(engine, parts, store, division.reason, why_system), finalizer)
+    view = Stats(engine, parts, store, chosen.division.reason, chosen.why_system)
+    loaded._expertly_handle = Handle(store, engine, view, finalizer)
     return loaded, tokenizer
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What the options of `load` come to for a model."""
+
+    options: LoadOptions
+    parts: System
+    why_system: str | None  # where it was chosen
+    store: PackedStore
+    matcher: Matcher
+    order: str
+    files: LearnedFiles
+    weights: LearnedWeights | None
+    placement: Placement
+    division: Division
+    budgets: list[Budget]
+    known: Known
+
+
+def _choose(
+    model: str | None, asked: LoadOptions, targets: Sequence[torch.device], progress: Progress | None
+) -> _Chosen:
+    """Look at everything that can be refused before anything is opened; packs the model at its first use."""
+
+    def pack(codec: str) -> PackedStore:
+        return pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
+
+    why_system = store = None
+    if asked.system == AUTO_SYSTEM:
+        store = pack(asked.codec)
+        settled = Settings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
+        request = Request(asked.memory, asked.ring, asked.context)
+        system, settled, why_system = find_choice(store, settled, request, targets)
+        if settled.codec != asked.codec:
+            store = None
+        asked = replace(asked, system=system, **settled._asdict())
+    parts = get_runnable(asked.system)
+    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.matcher)
+    if len(targets) > 1 and asked.decisions is not None:
+        raise ConfigError(
+            f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
+        )
+    if targets[0].type == "cpu":
+        keep_few_primitives()
+        keep_off_trapped_instructions()
+    choose_kernels(targets[0])  # refused before the model is packed
+    store = store or pack(asked.codec)
+    is_replayed = asked.decisions is not None
+    files = find_files(asked.maps, parts, store, num_devices=len(targets), is_replayed=is_replayed)
+    weights = find_weights(asked.predictor, parts, store)
+    fitting = fitting_segments(store.manifest.layers, parts.segments)
+    placement = Placement(store.geometry(asked.segments or fitting), len(targets))
+    geometries = [share.geometry for share in placement.shares]
+    division = divide(store, geometries, parts, Request(asked.memory, asked.ring, asked.context), targets)
+    known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
+    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
+    return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
+
+
+def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:
+    """The devices with their slots, readers and schedulers; `opened` closes what `Engine.close` does not."""
+    parts, store, host_memory = chosen.parts, chosen.store, chosen.options.host_memory
+    dtype = getattr(torch, store.manifest.dtype)
+    schedulers = [
+        parts.scheduler(share.geometry, budget, chosen.known, chosen.order)
+        for share, budget in zip(chosen.placement.shares, chosen.budgets, strict=True)
+    ]
+    if len(targets) > 1:
+        group = make_group(chosen.placement, targets, schedulers, store, dtype, host_memory, make_backend)
+        opened.callback(group.close)
+        return group
+    (scheduler,), (budget,), geometry = schedulers, chosen.budgets, chosen.placement.geometry
+    if chosen.options.decisions is not None:
+        header = header_of(parts, geometry, budget, chosen.order, chosen.known.plan)
+        file = DecisionsFile(Path(chosen.options.decisions), header)
+        opened.callback(file.close)
+        scheduler = record(scheduler, file.write)
+    device = make_backend(targets[0], store, geometry, budget.pool_slots(), dtype, host_memory)
+    opened.callback(device.close)
+    return Shard(str(targets[0]), scheduler, device)
+
+
+def _threads_beside_decoders(store: PackedStore, executor: Executor) -> ComputeThreads | None:
+    """Where readers decode on the processors that compute."""
+    (shard, *others) = executor.shards
+    if store.codec == "none" or others or shard.device.torch_device.type != "cpu":
+        return None
+    return ComputeThreads(shard.geometry, shard.scheduler.budget.memory_nbytes)
 
 
 def stats(model: Any) -> Stats:
@@ -213,16 +216,20 @@ def _known_of(
     return Known(plan=read)
 
 
-def _scheduler(
-    system: System, geometry: Geometry, budget: Budget, known: Known, order: str, decisions: str | Path | None
-) -> tuple[Scheduler, DecisionsFile | None]:
-    """The system's control plane; with `decisions`, one that writes them to the file."""
-    if decisions is None:
-        return system.scheduler(geometry, budget, known, order), None
-    scheduler = system.scheduler(geometry, budget, known, order)
-    file = DecisionsFile(Path(decisions), header_of(system, geometry, budget, order, known.plan))
-    return record(scheduler, file.write), file
-
-
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def _show_options() -> None:
+    """`help(expertly.load)` and editors show the options as if they stood in its signature."""
+    signature = inspect.signature(load)
+    *named, _ = signature.parameters.values()
+    each = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        for one in fields(LoadOptions)
+    ]
+    load.__signature__ = signature.replace(parameters=[*named, *each])  # type: ignore[attr-defined]
+    load.__doc__ = f"{load.__doc__}\n    Options:\n\n{described()}\n    "
+
+
+_show_options()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.costs import MeasuredCompute
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware, Link
@@ -50,6 +51,14 @@ def toy(**changes: Any) -> Hardware:
 def sized(num_layers: int, num_experts: int, top_k: int, width: int = 12) -> tuple[LayerGeometry, ...]:
     """An expert is 4 x `width` bytes."""
     return (LayerGeometry(num_experts, top_k, 2, width, 2, 1),) * num_layers
+
+
+def measured() -> Hardware:
+    """A machine that was measured with 2 layers of 8 experts, top-2: its computing thread spends time on loads, and
+    computes slower while the link is busy."""
+    times = ((1, 4), (100, 120), (1000, 1100), (50, 80), (50, 80), (5, 5))
+    compute = MeasuredCompute("toy", "float32", 1, 0, 2, sized(2, 8, 2)[0], *times, 11, 13, 1.5)
+    return toy(compute=compute)
 
 
 def make_trace(

@@ -1,4 +1,4 @@
-"""Computing costs against numbers worked out by hand."""
+"""Computing costs, and the times of a decode step, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from expertly.core.costs import Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
-from expertly.sim.compute import compute_model, interpolate
+from expertly.sim.compute import compute_model, interpolate, step_times
 from expertly.sim.hardware import Hardware
+from tests.sim.drive import INFINITE, sized, toy
 
 LAYER = LayerGeometry(8, 2, 1000, 500, 3, 2)  # 3 000 000 bytes an expert
 MACHINE = Hardware("test", 1e9, 1e10, 0.5, 7, 11, 13, Link(1e9, 0, 0), None, None, None)
@@ -100,3 +101,27 @@ def test_asking_again_is_quick(compute: MeasuredCompute | None):
     for i in range(100_000):
         model.span_ns(i & 1, i & 7, 4)
     assert time.process_time() - start < 0.5
+
+
+# -- the times that a configurator goes by are those of a simulated decode step ----------
+
+
+LAYERS = sized(3, 8, 2)  # an expert is 48 bytes
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_closed_form(segments: int) -> None:
+    geometry = Geometry(LAYERS, segments)
+    compute = compute_model(toy(), geometry, DenseShape(layer_nbytes=70, head_nbytes=500))
+    timing = step_times(geometry, toy().link, compute)
+    assert timing.attention_ns == (100 + 70,) * 3
+    assert timing.moe_ns == (2 * (10 + 48),) * 3
+    assert timing.load_ns == (segments * 3 + 2 * 48,) * 3, "a segment at a time; a busy link hides its latency"
+    assert timing.head_ns == 1000 + 500
+    assert timing.top_k == (2,) * 3
+
+
+def test_a_link_that_takes_no_time_exposes_nothing() -> None:
+    geometry = Geometry(LAYERS, 2)
+    timing = step_times(geometry, INFINITE, compute_model(toy(), geometry, None))
+    assert timing.load_ns == (0,) * 3 and timing.exposed_ns(0, 0.0) == 0

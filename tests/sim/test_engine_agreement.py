@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from expertly.api import handle
+from expertly.core.costs import CodecCosts
 from expertly.core.messages import Span
 from expertly.lab.recording import record
 from expertly.model.packing import pack
@@ -68,6 +69,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pack(folder / family / "checkpoint", folder / family / "store")
         made[family] = folder / family / "store"
         put_beside(made[family], HIDDEN_SIZE)
+    made["compressed"] = folder / "compressed"
+    pack(folder / "qwen3_moe" / "checkpoint", made["compressed"], codec="planes")
     return made
 
 
@@ -109,17 +112,18 @@ def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = Fa
             generate(model, [prompt], 8)
 
 
-def simulated(trace: Trace, system: str, model: Any, order: str | None = None) -> Simulator:
+def simulated(trace: Trace, system: str, model: Any, order: str | None = None, codec: str = "none") -> Simulator:
     """The same system and budget on a machine without a link."""
     engine = handle(model).engine.scheduler
     study = Study(
         trace,
         make_schedule(trace, Selection()),
-        Hardware.read("infinite"),
+        replace(Hardware.read("infinite"), codec=CodecCosts(0.5, float("inf"), 1)),
         engine.geometry.layers,
         trace.manifest.dense,
         segments=engine.geometry.segments_per_expert,
         order=order,
+        codec=codec,
         matcher="inline",
         learned=random_weights(engine.geometry.layers, HIDDEN_SIZE),
     )
@@ -193,3 +197,23 @@ def test_predictions_and_what_comes_of_them_agree(
                 np.testing.assert_array_equal(simulator.predictor.learned.state()[name], array)
     decode = [layer["decode"] for layer in expected]
     assert sum(one["predicted"] for one in decode) > 0 and sum(one["prefetched_in_time"] for one in decode) > 0
+
+
+@pytest.mark.parametrize(
+    ("system", "segments"), [("lru", 1), ("lru", 4), ("lcp", 1), ("fmoe", 2), ("moepic:allocation=split", 4)]
+)
+def test_with_compressed_experts_they_count_the_same(
+    system: str, segments: int, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"memory": "60%", "ring": 3 * segments}
+    if get_system(system).prediction != "none":
+        settings["matcher"] = "inline"
+    with loaded(stores["compressed"], system=system, segments=segments, **settings) as model:
+        engine = handle(model).engine
+        make_instant(engine.device)
+        run_engine(model, tmp_path / "trace", full=True)
+        expected = counted(engine.scheduler.counters, COUNTED + OF_PREDICTIONS)
+        simulator = simulated(Trace.open(tmp_path / "trace"), system, model, codec="planes")
+        simulator.link.busy_until_ns()  # begins what was asked for last, ahead of a token that did not come
+        assert simulator.link.decoder is not None
+        assert counted(simulator.scheduler.counters, COUNTED + OF_PREDICTIONS) == expected

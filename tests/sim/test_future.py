@@ -14,9 +14,8 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import NEVER
 from expertly.sim import future as future_module
-from expertly.sim.future import NextUses, TraceFuture
-from expertly.sim.rows_file import RowsFile
-from expertly.sim.workload import RowRange, Workload
+from expertly.sim.future import RowsFile, TraceFuture, next_uses
+from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_trace, random_passes, sized
 
@@ -34,12 +33,12 @@ def spans_of(trace: Trace, order: list[int], cut: int = 0) -> list[RowRange]:
     return [RowRange(one.number, one.first_row, one.num_rows - cut) for one in requests]
 
 
-def assert_is_the_scan(workload: Workload) -> None:
+def assert_is_the_scan(workload: TraceWorkload) -> None:
     """Every demand's next use, and what the iterations ahead need, are what a scan of all that follows finds."""
     geometry = Geometry(LAYERS)
     everything = list(workload.iterations())
     needs = [{demand.layer: demand.experts for demand in one.layers} for one in everything]
-    future = TraceFuture(workload, geometry, NextUses(workload))
+    future = TraceFuture(workload, geometry, next_uses(workload))
     num_layers, num_seen = len(LAYERS), 0
     for iteration in future.iterations():
         assert iteration == everything[num_seen]
@@ -72,29 +71,29 @@ def test_of_a_whole_trace(chunk: int, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)  # also within an iteration, and across shards
     trace = trace_of(tmp_path / "trace")
     assert len(trace.manifest.shards) > 2
-    assert_is_the_scan(Workload(trace, [RowRange(None, 0, trace.num_rows)]))
+    assert_is_the_scan(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
 
 
 @pytest.mark.parametrize("chunk", [3, 4096])
 def test_of_requests_in_another_order(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)
     trace = trace_of(tmp_path / "trace")
-    assert_is_the_scan(Workload(trace, spans_of(trace, [2, 0, 3, 1])))
-    assert_is_the_scan(Workload(trace, spans_of(trace, [3, 1], cut=4)))
+    assert_is_the_scan(TraceWorkload(trace, spans_of(trace, [2, 0, 3, 1])))
+    assert_is_the_scan(TraceWorkload(trace, spans_of(trace, [3, 1], cut=4)))
 
 
 def test_of_a_prompt_that_is_cut_in_the_middle(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
     first = trace.requests[1]
     assert_is_the_scan(
-        Workload(trace, [RowRange(1, first.first_row, 3), RowRange(0, 0, 20), RowRange(1, first.first_row + 7, 9)])
+        TraceWorkload(trace, [RowRange(1, first.first_row, 3), RowRange(0, 0, 20), RowRange(1, first.first_row + 7, 9)])
     )
 
 
 def test_the_same_next_uses_serve_several_runs(tmp_path: Path) -> None:
     trace = trace_of(tmp_path / "trace")
-    workload = Workload(trace, [RowRange(None, 0, trace.num_rows)])
-    uses, geometry = NextUses(workload), Geometry(LAYERS)
+    workload = TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)])
+    uses, geometry = next_uses(workload), Geometry(LAYERS)
 
     def run() -> list[int]:
         future = TraceFuture(workload, geometry, uses)
@@ -113,7 +112,7 @@ def test_the_scratch_file_has_no_name_and_goes_away(tmp_path: Path, monkeypatch:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    uses = NextUses(Workload(trace, [RowRange(None, 0, trace.num_rows)]))
+    uses = next_uses(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
     assert num_open(scratch) == 1 and not list(scratch.iterdir())
     del uses
     gc.collect()

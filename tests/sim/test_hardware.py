@@ -1,10 +1,11 @@
-"""Hardware files: what is shipped, what is refused and how, and that writing and reading are inverse."""
+"""Files of machines and models: what is shipped, what is refused and how, and that writing and reading are inverse."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import HardwareError
-from expertly.core.geometry import LayerGeometry
-from expertly.sim.hardware import HARDWARE_NAMES, Hardware, PredictorCosts
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.sim.hardware import GEOMETRY_NAMES, HARDWARE_NAMES, Hardware, PredictorCosts, read_geometry
 
 LAYER = LayerGeometry(8, 2, 32, 16, 3, 2)
 COMPUTE = MeasuredCompute(
@@ -50,9 +51,10 @@ FULL = Hardware(
 )
 
 
-def test_names_are_the_shipped_files():
-    folder = Path(__file__).parents[2] / "src" / "expertly" / "data" / "hardware"
-    assert sorted(HARDWARE_NAMES) == sorted(path.stem for path in folder.glob("*.toml"))
+@pytest.mark.parametrize(("folder", "names"), [("hardware", HARDWARE_NAMES), ("geometry", GEOMETRY_NAMES)])
+def test_names_are_the_shipped_files(folder: str, names: tuple[str, ...]):
+    path = Path(__file__).parents[2] / "src" / "expertly" / "data" / folder
+    assert sorted(names) == sorted(path.stem for path in path.glob("*.toml"))
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
@@ -117,9 +119,16 @@ def test_a_file_that_cannot_be_written(tmp_path: Path):
         FULL.write(tmp_path / "file" / "machine.toml")
 
 
-def test_an_unknown_name_lists_the_shipped_ones():
-    with pytest.raises(HardwareError, match=r"hardware='rtx3091': .*accepted: rtx3090, .*infinite, or a TOML file"):
-        Hardware.read("rtx3091")
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (Hardware.read, r"hardware='mixtral': .*accepted: rtx3090, .*infinite, or a TOML file"),
+        (read_geometry, r"geometry='mixtral': .*accepted: gpt-oss-20b, .*or a TOML file"),
+    ],
+)
+def test_an_unknown_name_lists_the_shipped_ones(read: Callable[[str], object], message: str):
+    with pytest.raises(HardwareError, match=message):
+        read("mixtral")
 
 
 def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
@@ -218,3 +227,72 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
         except HardwareError:
             num_refused += 1
     assert num_refused > 100
+
+
+# -- geometry files ----------
+
+
+PUBLISHED = {  # billions of parameters in all, vocabulary, layers, experts, top-k
+    "gpt-oss-20b": (20.9, 201088, 24, 32, 4),
+    "deepseek-v2-lite": (15.7, 102400, 26, 64, 6),
+    "qwen1.5-moe": (14.3, 151936, 24, 60, 4),
+    "mixtral-8x7b": (46.7, 32000, 32, 8, 2),
+    "phi-3.5-moe": (41.9, 32064, 32, 16, 2),
+}
+
+GOOD = """
+name = "mine"
+num_layers = 3
+[layer]
+num_experts = 8
+top_k = 2
+hidden_size = 32
+intermediate_size = 16
+num_matrices = 3
+itemsize = 2
+"""
+
+
+@pytest.mark.parametrize("name", GEOMETRY_NAMES)
+def test_all_weights_together_are_the_published_number(name: str):
+    found = read_geometry(name)
+    billions, vocabulary, num_layers, num_experts, top_k = PUBLISHED[name]
+    layer = found.layers[0]
+    assert (found.name, len(found.layers), layer.num_experts, layer.top_k) == (name, num_layers, num_experts, top_k)
+    assert found.dense is not None
+    nbytes = Geometry(found.layers).nbytes + num_layers * found.dense.layer_nbytes + found.dense.head_nbytes
+    embedding = vocabulary * layer.hidden_size  # of which a token reads a row
+    assert (nbytes / layer.itemsize + embedding) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_file_of_ones_own(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    found = read_geometry(str(path))
+    assert len(found.layers) == 3 and found.layers[0].expert_nbytes == 16 * 3 * 32 * 2
+    assert found.dense is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_layers = 3", "num_layers = 0", "num_layers=0: must be a whole number from 1"),
+        ("num_layers = 3", "num_layers = 100000", "num_layers=100000: must be at most"),
+        ("itemsize = 2", "itemsize = 0.53", "layer.itemsize=0.53: must be a whole number from 1"),
+        (
+            "itemsize = 2",
+            "itemsize = 2\nbits_per_weight = 4",
+            "layer.bits_per_weight=4: unknown key; accepted: num",
+        ),
+        ("top_k = 2", "top_k = 9", "top_k=9: more than the 8 experts"),
+        ("hidden_size = 32\n", "", "lacks layer.hidden_size"),
+        ("itemsize = 2", "itemsize = 2\n[dense]\nlayer_nbytes = 1", "lacks dense.head_nbytes"),
+        ("itemsize = 2", "itemsize = 2\n[dense]\nlayer_nbytes = -1\nhead_nbytes = 1", "dense.layer_nbytes=-1: must be"),
+    ],
+)
+def test_what_is_wrong_with_a_geometry_is_named(tmp_path: Path, old: str, new: str, message: str):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(HardwareError, match=message) as error:
+        read_geometry(str(path))
+    assert str(path) in str(error.value)

@@ -1,14 +1,17 @@
-"""One link, one disk: what is queued is served one after the other, demands first."""
+"""One link, one disk, what decodes: what is queued is served one after the other, loads before prefetches."""
 
 from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from expertly.core.costs import CodecCosts
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.sim.decoding import MIN_JOB_NBYTES, NEVER_NS, DecodingDisk
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.link import Clock, VirtualLink
 from tests.sim.drive import INFINITE, sized, toy
@@ -16,8 +19,8 @@ from tests.sim.drive import INFINITE, sized, toy
 GEOMETRY = Geometry(sized(2, 8, 2, width=10), 2)  # segments of 20 bytes: 3 + 40 ns on the link
 
 
-def span(expert: int, layer: int = 0, segment: int = 0, num_segments: int = 1) -> Span:
-    return Span(layer, expert, segment, num_segments, 0)
+def span(expert: int, layer: int = 0, segment: int = 0, num_segments: int = 1, slot: int = 0) -> Span:
+    return Span(layer, expert, segment, num_segments, slot)
 
 
 class Watch:
@@ -32,9 +35,16 @@ class Watch:
         self.spends.append((what, begin_ns, end_ns))
 
 
-def make(hardware: Hardware | None = None, taking_ns: int = 0, submit_ns: int = 0) -> tuple[Clock, VirtualLink, Watch]:
+def make(
+    hardware: Hardware | None = None,
+    taking_ns: int = 0,
+    submit_ns: int = 0,
+    codec: CodecCosts | None = None,
+    geometry: Geometry = GEOMETRY,
+) -> tuple[Clock, VirtualLink, Any]:
     clock, watch = Clock(), Watch()
-    return clock, VirtualLink(clock, hardware or toy(), GEOMETRY, lambda layer, num: taking_ns, watch, submit_ns), watch
+    link = VirtualLink(clock, hardware or toy(), geometry, lambda layer, num: taking_ns, watch, submit_ns, codec)
+    return clock, link, watch
 
 
 @pytest.mark.parametrize("num", [1, 2, 7])
@@ -48,7 +58,7 @@ def test_transfers_queued_together_take_their_sum_and_one_latency(num: int) -> N
         arrived.append(link.wait().expert)
     assert arrived == list(range(num))
     assert clock.now_ns == 1000 + 7 + num * 43
-    assert link.stall_ns == 7 + num * 43 and link.moved_nbytes == num * 20
+    assert link.stall_ns == 7 + num * 43
 
 
 def test_an_adjacent_run_of_segments_pays_the_overhead_once() -> None:
@@ -216,18 +226,173 @@ def test_a_host_that_holds_nothing_still_passes_everything_on() -> None:
         assert clock.now_ns == before + 20 + 205 + 7 + 43
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_spans_arrive_once_in_time_order_and_the_servers_never_overlap(seed: int) -> None:
+# -- compressed experts -----------------------------------------------------------------------------------------------
+
+COSTS = CodecCosts(0.5, 0.25e9, 2)  # a segment is stored in 10 bytes, 3 + 20 ns on the link, and decoded in 80 ns
+INSTANT = CodecCosts(0.5, float("inf"), 1)
+
+
+def make_coded(
+    costs: CodecCosts = COSTS, geometry: Geometry = GEOMETRY, **hardware: Any
+) -> tuple[Clock, VirtualLink, Any]:
+    return make(toy(**hardware), codec=costs, geometry=geometry)
+
+
+def decoder(link: VirtualLink) -> DecodingDisk:
+    assert link.decoder is not None
+    return link.decoder
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_bound_by_the_link_loading_takes_the_stored_bytes(num: int) -> None:
+    clock, link, _ = make_coded(INSTANT)
+    link.submit([span(e) for e in range(num)])
+    assert [link.wait().expert for _ in range(num)] == list(range(num))
+    assert clock.now_ns == link.stall_ns == 7 + num * (3 + 20)
+    assert decoder(link).read_nbytes == num * 10
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_bound_by_decoding_loading_takes_the_rate_of_all_threads(threads: int) -> None:
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, threads), link=INFINITE)
+    link.submit([span(e % 8, e // 8) for e in range(16)])
+    assert {link.wait() for _ in range(16)} == {span(e % 8, e // 8) for e in range(16)}
+    assert clock.now_ns == 16 * 80 // threads
+
+
+def test_reading_and_decoding_overlap() -> None:
+    """Read until 30, 53 and 76, and decoded for 80 each; from 76 until the first is done at 127 three share two
+    processors.
+    """
+    clock, link, watch = make_coded()
+    link.submit([span(e) for e in range(3)])
+    arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
+    assert arrivals == [(0, 127), (1, 150), (2, 173)]
+    assert watch.moves == [("link", 0, 7, 30), ("link", 1, 30, 53), ("link", 2, 53, 76)]
+
+
+def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
+    """Four parts, there at quarters of the read; one thread would take four times as long for each."""
+    width = MIN_JOB_NBYTES
+    geometry = Geometry(sized(1, 2, 1, width=width), 1)  # 4 parts of 256 KiB
+    per_part = MIN_JOB_NBYTES * 4
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
+    link.submit([span(0)])
+    link.wait()
+    assert clock.now_ns == MIN_JOB_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
+
+
+def test_withdrawn_is_what_no_reader_has() -> None:
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 1))
+    link.submit_ahead([span(2), span(0), span(3), span(3, layer=1)])  # one for each reader
+    link.submit_ahead([span(4), span(1), span(4, layer=1)])
+    clock.now_ns = 8
+    assert set(link.withdraw(0)) == {span(4), span(1)}, "readers have the others"
+    assert link.withdraw(0) == []
+    begun = [span(2), span(0), span(3), span(3, layer=1), span(4, layer=1)]
+    assert {link.wait() for _ in begun} == set(begun)
+    assert clock.now_ns == pytest.approx(7 + 23 + 5 * 80, abs=2) and decoder(link).next_ns == NEVER_NS
+
+
+def test_demands_are_read_before_what_is_loaded_ahead() -> None:
+    clock, link, _ = make_coded()
+    link.submit_ahead([span(e) for e in range(6)])  # a reader has each of the first four
+    clock.now_ns = 10
+    link.submit([span(6), span(7)])
+    assert [link.wait().expert for _ in range(8)] == [0, 1, 2, 3, 6, 7, 4, 5]
+
+
+def test_what_is_loaded_ahead_in_several_parts_begins_alone() -> None:
+    """Spans of four parts: the second one waits until the first one is there, and is withdrawn before."""
+    geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
+    link.submit_ahead([span(0), span(1)])
+    clock.now_ns = MIN_JOB_NBYTES * 4  # the first has been read
+    assert link.withdraw(0) == [span(1)]
+    assert link.wait() == span(0) and decoder(link).next_ns == NEVER_NS
+
+
+def test_busy_until_is_when_the_slower_of_disk_and_threads_is_done() -> None:
+    _, link, _ = make_coded()
+    link.submit([span(e) for e in range(4)])
+    assert link.busy_until_ns() == 4 * 80 // 2
+    link.wait()  # at 137; by then one processor was at work for 23 and two for 84
+    assert link.busy_until_ns() == 137 + (4 * 80 - 23 - 2 * 84 + 1) // 2
+    other, slow = make_coded(link=Link(0.01e9, 7, 3))[:2]
+    slow.submit([span(e) for e in range(4)])
+    assert slow.busy_until_ns() == other.now_ns + 4 * 1003
+
+
+# -- on the processors that compute ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slowdown", "there"), [(1.0, 110), (2.0, 95)])
+def test_what_computes_takes_processors_from_decoding(slowdown: float, there: int) -> None:
+    """For 60 two parts share the one processor, or one and a half, that computing leaves them."""
+    clock, link, _ = make_coded(link=INFINITE)
+    link.submit([span(0), span(1)])
+    link.computing(0, 60, slowdown)
+    clock.now_ns = 60
+    assert {link.wait(), link.wait()} == {span(0), span(1)} and clock.now_ns == there
+    assert make_coded(link=INFINITE)[1].poll() is None
+
+
+def test_where_computing_leaves_no_processor_decoding_waits() -> None:
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 1, threads_beside=0), link=INFINITE)
+    link.submit([span(0)])
+    for begin in (0, 30, 100):  # it decodes from 60 until 100, and from 110
+        link.computing(begin, begin + (10 if begin == 100 else 30))
+        clock.now_ns = begin + 30
+    assert link.wait() == span(0) and clock.now_ns == 110 + 40
+
+
+def test_reading_takes_processors_from_decoding() -> None:
+    """One of two, until 76: from 53 on the first two share one."""
+    clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 2, read_processors=1.0))
+    link.submit([span(e) for e in range(3)])
+    arrivals = [(link.wait().expert, clock.now_ns) for _ in range(3)]
+    assert arrivals == [(0, 145), (1, 168), (2, 179)]
+
+
+# -- behind a host tier -----------------------------------------------------------------------------------------------
+
+
+def test_behind_a_host_tier_decoded_experts_go_over_the_link() -> None:
+    clock, link, watch = make_coded(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
+    link.submit([span(5), span(0)])
+    assert link.wait() == span(0) and clock.now_ns == 50, "the host holds it"
+    assert link.wait() == span(5) and clock.now_ns == 20 + 105 + 80 + 50
+    assert [move[:2] for move in watch.moves] == [("link", 0), ("disk", 5), ("link", 5)]
+    assert decoder(link).read_nbytes == 10
+
+
+def test_behind_a_host_tier_the_device_computes_and_takes_no_processor() -> None:
+    clock, link, _ = make_coded(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
+    link.submit([span(5), span(6), span(7)])
+    link.computing(0, 1000)
+    assert link.wait() == span(5) and clock.now_ns < 1000
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [None, *(CodecCosts(0.5, 0.25e9, threads) for threads in (1, 2, 3))])
+@pytest.mark.parametrize("hosted", [{}, {"disk": DISK, "host_memory_nbytes": 5 * 20}])
+@pytest.mark.parametrize("seed", range(3))
+def test_spans_arrive_once_in_time_order_and_the_queues_never_overlap(
+    seed: int, hosted: dict[str, Any], codec: CodecCosts | None
+) -> None:
     dice = random.Random(seed)
-    clock, link, watch = with_disk(5) if seed % 2 else make()
+    clock, link, watch = make(toy(**hosted), codec=codec)
     waiting: list[Span] = []
     last = 0
     for number in range(300):
-        new = [span(dice.randrange(8), dice.randrange(2), 0, dice.choice((1, 2))) for _ in range(dice.randrange(3))]
-        new = [Span(*one[:4], 10 * number + i) for i, one in enumerate(new)]
+        free = [(la, e) for la in range(2) for e in range(8) if not any(w[:2] == (la, e) for w in waiting)]
+        chosen = dice.sample(free, min(dice.randrange(3), len(free)))
+        new = [span(e, la, 0, dice.choice((1, 2)), 10 * number + i) for i, (la, e) in enumerate(chosen)]
         (link.submit if dice.random() < 0.5 else link.submit_ahead)(new)
         waiting += new
-        clock.now_ns += dice.randrange(60)
+        clock.now_ns += dice.randrange(90)
         if dice.random() < 0.2:
             for one in link.withdraw(0):
                 waiting.remove(one)
@@ -242,3 +407,4 @@ def test_spans_arrive_once_in_time_order_and_the_servers_never_overlap(seed: int
     for where in ("link", "disk"):
         times = [(begin, end) for place, _, begin, end in watch.moves if place == where]
         assert all(before[1] <= after[0] for before, after in pairwise(times))
+    assert link.decoder is None or link.decoder.next_ns == NEVER_NS

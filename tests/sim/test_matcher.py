@@ -14,7 +14,7 @@ from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.sim.hardware import PredictorCosts
 from expertly.sim.link import Clock
-from expertly.sim.matcher import VirtualChannel
+from expertly.sim.simulator import VirtualPredictorThread
 
 BEGAN = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 FREE = PredictorCosts(0, float("inf"), float("inf"))
@@ -62,7 +62,7 @@ def taken(channel: Channel) -> list[tuple[int, int]]:
 def test_predictions_come_when_they_have_been_made() -> None:
     """7 ns a context; 100 bytes take 50 ns, more than 30 operations do."""
     predictor, clock = Notes(), Clock()
-    channel = VirtualChannel(predictor, clock, PredictorCosts(7, 2e9, 1e9), ObservationQueue(100))
+    channel = VirtualPredictorThread(predictor, clock, PredictorCosts(7, 2e9, 1e9), ObservationQueue(100))
     clock.now_ns = 1000
     channel.begin_iteration(-1, lambda: BEGAN)
     assert taken(channel) == [] and predictor.told == ["begin"], "begun at once, made at 1057"
@@ -97,7 +97,10 @@ def test_the_slower_of_reading_and_computing_counts() -> None:
 def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
     rng, clock = np.random.default_rng(seed), Clock()
     told = [Notes(), Notes()]
-    channels: list[Channel] = [InlineChannel(told[0]), VirtualChannel(told[1], clock, FREE, ObservationQueue(1))]
+    channels: list[Channel] = [
+        InlineChannel(told[0]),
+        VirtualPredictorThread(told[1], clock, FREE, ObservationQueue(1)),
+    ]
     for iteration in range(20):
         for channel in channels:
             channel.begin_iteration(iteration * 4 - 1, lambda: BEGAN)
@@ -111,14 +114,16 @@ def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
         for channel in channels:
             channel.end_iteration(ok)
     assert taken(channels[0]) == taken(channels[1])
-    assert isinstance(channels[1], VirtualChannel)
+    assert isinstance(channels[1], VirtualPredictorThread)
     channels[1].close()
     assert told[0].told == told[1].told and channels[1].num_dropped == 0
 
 
 def test_of_too_many_contexts_the_oldest_of_the_running_pass_go() -> None:
     predictor, clock = Notes(), Clock()
-    channel = VirtualChannel(predictor, clock, PredictorCosts(100, float("inf"), float("inf")), ObservationQueue(3))
+    channel = VirtualPredictorThread(
+        predictor, clock, PredictorCosts(100, float("inf"), float("inf")), ObservationQueue(3)
+    )
     channel.begin_iteration(-1, lambda: BEGAN)  # read from 0 to 100
     assert taken(channel) == []
     for layer in range(6):
@@ -133,7 +138,9 @@ def test_of_too_many_contexts_the_oldest_of_the_running_pass_go() -> None:
 
 def test_passes_that_have_ended_go_as_a_whole() -> None:
     predictor, clock = Notes(), Clock()
-    channel = VirtualChannel(predictor, clock, PredictorCosts(1000, float("inf"), float("inf")), ObservationQueue(4))
+    channel = VirtualPredictorThread(
+        predictor, clock, PredictorCosts(1000, float("inf"), float("inf")), ObservationQueue(4)
+    )
     for iteration in range(3):
         channel.begin_iteration(iteration * 2 - 1, lambda: BEGAN)
         for layer in range(2):
@@ -150,7 +157,9 @@ def test_passes_that_have_ended_go_as_a_whole() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
     rng, predictor, clock = np.random.default_rng(seed), Notes(), Clock()
-    channel = VirtualChannel(predictor, clock, PredictorCosts(50, 1e9, 1e9), ObservationQueue(int(rng.integers(1, 12))))
+    channel = VirtualPredictorThread(
+        predictor, clock, PredictorCosts(50, 1e9, 1e9), ObservationQueue(int(rng.integers(1, 12)))
+    )
     published = num_taken = 0
     for iteration in range(60):
         channel.begin_iteration(iteration * 5 - 1, lambda: BEGAN)
@@ -171,7 +180,7 @@ def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
 
 def test_who_catches_up_waits_until_all_has_been_read() -> None:
     predictor, clock = Notes(), Clock()
-    channel = VirtualChannel(predictor, clock, PredictorCosts(100, 1e9, float("inf")), ObservationQueue(10))
+    channel = VirtualPredictorThread(predictor, clock, PredictorCosts(100, 1e9, float("inf")), ObservationQueue(10))
     channel.begin_iteration(-1, lambda: BEGAN)  # until 200
     clock.now_ns = 50
     publish(channel, 0, 0)  # until 500

@@ -1,7 +1,8 @@
-"""Systems that predict, in the simulator: what they are shown, what they have learned, and what their time costs."""
+"""Systems that predict: what they are shown, what they have learned, and what their time costs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import numpy as np
 import pytest
 
 from expertly.policies.predictor.fmoe import FMoE
-from expertly.scheduler.presets import get_system
-from expertly.sim.hardware import PredictorCosts
-from expertly.sim.schedule import Selection
-from expertly.sim.study import Memory
+from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.sim.hardware import Link, PredictorCosts
+from expertly.sim.schedule import Schedule, Selection
+from expertly.sim.study import Memory, Study
+from expertly.trace.manifest import write_manifest
 from expertly.trace.reader import Trace
-from tests.sim.drive import INFINITE, Pass, make_study, make_trace, random_passes, results, sized, toy
+from expertly.trace.schema import OPTIONAL
+from expertly.trace.writer import TraceWriter
+from tests.sim.drive import INFINITE, MAX_DISTANCE, Pass, make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(4, 12, 2)
 NO_TIME = PredictorCosts(0, float("inf"), float("inf"))
-SYSTEMS = (
+PREDICTING = (
     *("fmoe", "fmoe:eviction=lru:semantic=no", "lru:prediction=lookahead", "lru:prediction=counts:distance=2"),
     *("moe-infinity", "moe-infinity:distance=3:admission=best"),
 )
@@ -50,10 +54,10 @@ def mixed_trace(folder: Path) -> Trace:
 @pytest.mark.parametrize("kind", [random_trace, mixed_trace])
 def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_path: Path) -> None:
     trace = kind(tmp_path)
-    inline = results(make_study(trace, matcher="inline", segments=2), SYSTEMS, "40%")
-    virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), SYSTEMS, "40%")
+    inline = results(make_study(trace, matcher="inline", segments=2), PREDICTING, "40%")
+    virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), PREDICTING, "40%")
     assert inline == virtual
-    for name in (get_system(spec).name for spec in SYSTEMS):
+    for name in (get_system(spec).name for spec in PREDICTING):
         assert inline[name]["prefetched_bytes"] > 0, name
         assert inline[name]["predictions_late"] == inline[name]["contexts_dropped"] == 0
 
@@ -207,3 +211,250 @@ def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.sort(store.requests[:50]), trace.rows("request", 0, 50))
     expected = np.stack([np.bincount(experts[:45, layer].ravel(), minlength=12) for layer in range(4)])
     np.testing.assert_array_equal(store.request_counts(0), expected)
+
+
+# -- moe-infinity, simulated ----------
+
+
+SYSTEM = "moe-infinity"
+
+
+def domains(folder: Path, num_requests: int = 24) -> Trace:
+    """Requests of two domains, each of which has experts of its own; tokens draw from those of their request's."""
+    dice, passes = np.random.default_rng(0), list[Pass]()
+    for request in range(num_requests):
+        own = range(6) if request % 2 else range(6, 12)
+        favourites = np.array([dice.permutation(own)[:3] for _ in range(4)])
+        for _ in range(8):
+            passes.append((request, False, [[dice.permutation(row)[:2].tolist() for row in favourites]]))
+    return make_trace(folder / "trace", passes, LAYERS, num_requests=num_requests)
+
+
+def test_a_filled_collection_predicts_more_of_what_is_needed_than_an_empty_one(tmp_path: Path) -> None:
+    """Held-out requests of two domains."""
+    trace = domains(tmp_path)
+    filled = make_study(trace, selection=Selection(split=(7, 3)), matcher="inline")
+    empty = Study(trace, Schedule([], filled.schedule.test), toy(), filled.layers, None, matcher="inline")
+    found = {}
+    for name, study in (("filled", filled), ("empty", empty)):
+        found[name] = study.row(get_system(SYSTEM), Memory("40%"))
+    assert found["filled"]["history"].startswith("filled from") and found["empty"]["history"] == "empty"
+    assert found["filled"]["recall"] > found["empty"]["recall"]
+    assert found["filled"]["prediction_accuracy"] > 1.5 * 1 / 6, "half of the experts are the other domain's"
+    assert found["filled"]["predictor"]["decode_matrices"] > found["empty"]["predictor"]["decode_matrices"] > 0
+
+
+def test_its_cache_is_not_lrus(tmp_path: Path) -> None:
+    """With the same predictions another eviction keeps other experts, and each is repeatable."""
+    trace = domains(tmp_path)
+    systems = (SYSTEM, f"{SYSTEM}:eviction=lru")
+    once = results(make_study(trace, matcher="inline"), systems, "30%")
+    assert once == results(make_study(trace, matcher="inline"), systems, "30%")
+    assert once[SYSTEM]["bytes_loaded"] != once[systems[1]]["bytes_loaded"]
+    assert once[SYSTEM]["prefetched_bytes"] > 0
+
+
+# -- the next token's first layers, simulated ----------
+
+
+NEXT_TOKEN = "lru:prediction=lookahead:next_token=yes"
+
+
+def foretold(trace: Trace, folder: Path) -> Trace:
+    """The same rows, with a lookahead that knows the next row's first layers, too."""
+    manifest = trace.manifest
+    fields = {name: trace.rows(name, 0, trace.num_rows) for name in manifest.fields}
+    lookahead, num_layers = fields["lookahead"].copy(), len(manifest.layers)
+    for distance in range(1, MAX_DISTANCE + 1):
+        for first in range(distance):
+            lookahead[:-1, num_layers - distance + first, distance - 1] = fields["probs"][1:, first]
+    fields["lookahead"] = lookahead
+    optional = [field for name, field in manifest.fields.items() if name in OPTIONAL]
+    with TraceWriter(folder, model="toy", layers=manifest.layers, fields=optional) as writer:
+        for _ in trace.requests:
+            writer.begin_request()
+        for number in np.unique(fields["iteration"]):
+            rows = fields["iteration"] == number
+            writer.append({name: values[rows] for name, values in fields.items() if name != "iteration"})
+    return Trace.open(folder)
+
+
+def full_trace(folder: Path) -> Trace:
+    passes = random_passes(3, LAYERS, 60, prompt=5, num_requests=2)
+    return make_trace(folder, passes, LAYERS, num_requests=2, is_full=True)
+
+
+@pytest.mark.parametrize(
+    "system", [NEXT_TOKEN, "lru:prediction=lookahead:distance=2:next_token=yes", "lru:prediction=speculative:width=2"]
+)
+def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(system: str, tmp_path: Path) -> None:
+    trace = foretold(full_trace(tmp_path / "full"), tmp_path / "foretold")
+    study = make_study(trace, toy(link=INFINITE), matcher="inline")
+    row = results(study, [system], "60%")[system]
+    assert row["predictions_late"] == 0
+    counters = study.simulate(get_system(system), Memory("60%").budget(study.geometry)).scheduler.counters
+    for counted in counters[:2]:
+        right, total = counted.decode.predicted_needed, counted.decode.predicted
+        assert right == total >= 2 * 59 * 2, "of each token of both requests"
+    assert sum(counted.decode.misses for counted in counters[1:]) == 0
+    assert counters[0].decode.misses <= 4, "of the first tokens: what a prompt predicts evicts nothing"
+    assert counters[0].prefill.predicted == 2, "the second prompt came instead of the first request's next token"
+
+
+def test_an_older_trace_knows_nothing_past_the_last_layer(tmp_path: Path) -> None:
+    study = make_study(full_trace(tmp_path / "full"), toy(link=INFINITE), matcher="inline")
+    rows = results(study, [NEXT_TOKEN, "lru:prediction=lookahead"], "60%")
+    ignored = ("system", "name")
+    old, within = ({k: v for k, v in row.items() if k not in ignored} for row in list(rows.values())[:2])
+    assert rows[NEXT_TOKEN]["recall"] == 1.0 and old == within
+
+
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_path: Path) -> None:
+    """With a link that takes its time, few segments in flight are few guesses; nothing of a guess is loaded twice."""
+    trace = foretold(full_trace(tmp_path / "full"), tmp_path / "foretold")
+    study = make_study(trace, toy(), matcher="inline")
+    loaded = []
+    for window in (1, 2, 8):
+        name = get_system(f"lru:prediction=speculative:ahead={ahead}:window={window}").name
+        row = results(study, [name], "80%")[name]
+        assert row["recall"] == 1.0 and row["bytes_loaded"] >= row["prefetched_bytes"]
+        loaded.append(row["prefetched_bytes"])
+    assert loaded == sorted(loaded) and loaded[0] < loaded[-1]
+
+
+# -- gates in the simulator ----------
+
+
+SMALL = sized(4, 8, 2)
+ON = "lru:prediction=lookahead"
+WRONG = "lru:prediction=random:width=4"
+NUM_PASSES = 400
+
+
+def study(folder: Path, nbytes_per_s: float) -> Study:
+    passes = random_passes(3, SMALL, NUM_PASSES, prompt=3)
+    trace = make_trace(folder / "trace", passes, SMALL, is_full=True)
+    machine = toy(link=Link(nbytes_per_s, 0, 0), layer_ns=200, iteration_ns=100)
+    return make_study(trace, machine, matcher="inline")
+
+
+def run(study: Study, system: str) -> dict[str, Any]:
+    return study.row(get_system(system), Memory("50%"))
+
+
+@pytest.mark.parametrize("nbytes_per_s", [0.05e9, 0.2e9, 2e9])
+@pytest.mark.parametrize("on", [ON, WRONG])
+def test_a_gate_is_about_as_fast_as_the_better_of_all_and_nothing(on: str, nbytes_per_s: float, tmp_path: Path) -> None:
+    machine = study(tmp_path, nbytes_per_s)
+    none, every, gated = (run(machine, one) for one in ("lru", on, f"{on}:gate=confidence"))
+    assert gated["tpot_s"] < 1.03 * min(none["tpot_s"], every["tpot_s"])
+    assert gated["gate"]["let"] and gated["gate"]["kind"] == "confidence"
+    assert none["gate"] is every["gate"] is None
+
+
+def test_what_is_right_is_let_in_and_what_is_not_is_refused(tmp_path: Path) -> None:
+    machine = study(tmp_path, 0.2e9)
+    right, wrong = (run(machine, f"{one}:gate=confidence")["gate"] for one in (ON, WRONG))
+    assert right["let"] and right["accuracy"] == 1
+    assert wrong["refused"] > 10 * wrong["let"]
+
+
+def test_the_same_run_decides_the_same(tmp_path: Path) -> None:
+    first, second = (run(study(tmp_path / name, 0.2e9), f"{ON}:gate=confidence") for name in "ab")
+    assert first == second
+
+
+# -- the systems that others are compared with, on traces small enough to know what they must do ----------
+
+
+BASELINES = ("deepspeed-index", "brainstorm", "mixtral-offloading", "moe-infinity-lfu")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    passes = random_passes(0, SMALL, 60, prompt=5, num_requests=3)
+    return make_trace(tmp_path_factory.mktemp("baselines") / "trace", passes, SMALL, num_requests=3, is_full=True)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("kept", [0, 1, 3, 8])
+@pytest.mark.parametrize("system", BASELINES)
+def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: int, segments: int) -> None:
+    """Down to the ring alone, where all that is predicted competes with what is needed for two places."""
+    study = make_study(trace, segments=segments, matcher="inline")
+    budget = Memory(f"{kept}/layer", kept).budget(study.geometry)
+    simulator = study.simulate(get_system(system), budget)
+    simulator.scheduler.check()
+    decode = [counters.decode for counters in simulator.scheduler.counters]
+    assert sum(one.demands for one in decode) == 3 * 60 * 4 * 2, "every token, layer and choice was served"
+    assert sum(one.predicted for one in decode) > 0
+    if kept == 8:
+        hits, demands = sum(one.hits for one in decode), sum(one.demands for one in decode)
+        assert hits > 0.8 * demands, "with room for all nothing is lost to guesses"
+
+
+def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> None:
+    rows = results(make_study(trace, matcher="inline"), ("on-demand", *BASELINES), 3)
+    index = rows["deepspeed-index"]
+    assert index["recall"] == 1 and index["prediction_accuracy"] == pytest.approx(2 / 8), "it names all 8, 2 are needed"
+    assert index["bytes_loaded"] == max(row["bytes_loaded"] for row in rows.values())
+    assert index["goodpred"] == min(rows[name]["goodpred"] for name in BASELINES)
+
+
+def test_mixtral_offloading_waits_for_what_it_foresees_and_hits_it(trace: Trace) -> None:
+    """The lookahead of this trace is right: all that is foreseen is there, and what it takes is stall, not misses."""
+    rows = results(
+        make_study(trace, matcher="inline"),
+        ("lru", "mixtral-offloading", "mixtral-offloading:transfer=asynchronous"),
+        3,
+    )
+    waits, goes_on = rows["mixtral-offloading"], rows["mixtral-offloading:transfer=asynchronous"]
+    assert waits["prediction_accuracy"] == 1 and waits["fetch_rate"] == 1 > goes_on["fetch_rate"]
+    assert waits["hit_rate"] > goes_on["hit_rate"] > rows["lru"]["hit_rate"]
+    assert waits["tpot_s"] >= goes_on["tpot_s"]
+
+
+def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
+    """Each layer needs 0 and 1 nine times of ten: soon they are kept and foretold, and the tenth evicts none."""
+    often, seldom = [[0, 1]] * 4, [[[2, 3], [4, 5], [6, 7]][layer % 3] for layer in range(4)]
+    passes = [(0, False, [seldom if step % 10 == 9 else often]) for step in range(60)]
+    study = make_study(make_trace(tmp_path / "trace", passes, SMALL), matcher="inline")
+    for name in ("brainstorm", "moe-infinity-lfu"):
+        simulator = study.simulate(SYSTEMS[name], Memory("3/layer", 3).budget(study.geometry))
+        decode = [counters.decode for counters in simulator.scheduler.counters]
+        assert sum(one.hits for one in decode) == 54 * 8 - 8, "all but the first time"
+        assert simulator.scheduler.caches[0] is simulator.scheduler.caches[3], "one cache over all layers"
+        kept = simulator.scheduler.caches[0].kept
+        assert {8 * layer + expert for layer in range(4) for expert in (0, 1)} <= set(kept)
+
+
+# -- which token ids count -------------------------------------------------------------------------------------
+
+
+def test_token_ids_that_were_made_up_are_no_token_ids(trace: Trace, tmp_path: Path) -> None:
+    system = "lru:prediction=token-id"
+    assert results(make_study(trace, matcher="inline"), (system,), 3)[system]["skipped"] is None
+    passes = random_passes(0, SMALL, 10)
+    bare = make_trace(tmp_path / "bare", passes, SMALL)
+    manifest = bare.manifest
+    token = replace(manifest.fields["token"], is_real=False, note="none: -1")
+    write_manifest(bare.folder, replace(manifest, fields={**manifest.fields, "token": token}))
+    row = results(make_study(Trace.open(bare.folder)), (system,), 3)[system]
+    assert row["skipped"] == f"system {system!r} needs what this trace does not really have: token (none: -1)"
+    assert row["hit_rate"] is None
+
+
+# -- GOODPRED by layer and distance ----------------------------------------------------------------------------
+
+
+def test_rows_tell_goodpred_by_layer_and_distance(trace: Trace) -> None:
+    system = "lru:prediction=lookahead:distance=2"
+    row = results(make_study(trace, matcher="inline"), (system,), 3)[system]
+    assert [one["layer"] for one in row["layers"]] == [0, 1, 2, 3]
+    assert row["layers"][0]["goodpred"] is None, "nothing looks ahead to the first layer"
+    assert set(row["layers"][1]["goodpred_by_distance"]) == {"1"} and set(row["goodpred_by_distance"]) == {"1", "2"}
+    for one in (row, *row["layers"][1:]):
+        for k, goodpred in one["goodpred_by_distance"].items():
+            assert goodpred == one["accuracy_by_distance"][k] * one["fetch_rate_by_distance"][k]
+    assert results(make_study(trace, matcher="inline"), ("lru",), 3)["lru"]["layers"] is None

@@ -78,10 +78,10 @@ def test_a_variation_of_a_variation_keeps_the_first() -> None:
 
 def test_codecs() -> None:
     plain, both = space(), space(codecs=("none", "planes"))
-    assert {one.storage.codec for one in plain.variations(plain.named("lru"))} == {"none"}
-    assert both.named("lru").storage.codec == "none"
-    assert "planes" in {one.storage.codec for one in both.variations(both.named("lru"))}
-    assert {one.storage.codec for one in both.presets()} == {"none", "planes"}
+    assert {one.codec for one in plain.variations(plain.named("lru"))} == {"none"}
+    assert both.named("lru").codec == "none"
+    assert "planes" in {one.codec for one in both.variations(both.named("lru"))}
+    assert {one.codec for one in both.presets()} == {"none", "planes"}
 
 
 def test_less_memory_where_nobody_said_how_much() -> None:

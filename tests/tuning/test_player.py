@@ -14,7 +14,6 @@ import expertly
 from expertly import api
 from expertly.engine.learned import reuse_models
 from expertly.scheduler.presets import get_system
-from expertly.sim.storage import Storage
 from expertly.tuning import player as players
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
@@ -53,7 +52,7 @@ def player(model: Path, workload: Workload, tmp_path: Path) -> Iterator[EnginePl
 
 def candidate(workload: Workload, name: str) -> Candidate:
     nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
-    return Candidate(get_system(name), nbytes, Storage())
+    return Candidate(get_system(name), nbytes, "none")
 
 
 def num_maps(player: EnginePlayer, one: Candidate) -> int:

@@ -167,8 +167,8 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
     other = make_checkpoint("qwen3_moe", tmp_path / "other", seed=9, tokenizer=True)
     for codec in ("none", "planes"):
         pack_cached(str(other), codec=codec)
-    found = tuned(other, lambda one: 0.5 if one.storage.codec == "planes" else 1.0, codec="auto")
-    assert {one.candidate.storage.codec for one in found.found.ranking} == {"none", "planes"}
+    found = tuned(other, lambda one: 0.5 if one.codec == "planes" else 1.0, codec="auto")
+    assert {one.candidate.codec for one in found.found.ranking} == {"none", "planes"}
     assert save(found) is not None
     run, _ = expertly.load(str(other), memory="50%", system="auto", maps=None)
     stats = expertly.stats(run).as_dict()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from expertly.core.errors import ConfigError
 from expertly.lab.playing import Played
 from expertly.scheduler.presets import get_system
-from expertly.sim.storage import Storage
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.workload import Request
 
@@ -47,4 +46,4 @@ class FakePlayer:
 
 
 def candidate(name: str, budget: int = 1000) -> Candidate:
-    return Candidate(get_system(name), budget, Storage())
+    return Candidate(get_system(name), budget, "none")

@@ -17,13 +17,12 @@ from expertly.core.errors import ConfigError
 from expertly.lab.model_profile import measure_model
 from expertly.lab.playing import max_positions
 from expertly.lab.recording import record
+from expertly.lab.routing_rates import rates_of_trace
 from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
-from expertly.sim.compute import Measured
+from expertly.sim.compute import Measured, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import rates_of_trace
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 

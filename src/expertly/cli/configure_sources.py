@@ -15,12 +15,11 @@ from expertly.cli.output import progress_bar
 from expertly.cli.trace_geometry import trace_geometry
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
+from expertly.lab.routing_rates import RoutingRates, rates_of_trace
 from expertly.scheduler.presets import get_system
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import RoutingRates, rates_of_trace
 from expertly.sim.schedule import Selection, first_rows, make_schedule
-from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 from expertly.trace.schema import FORMAT, MANIFEST_NAME

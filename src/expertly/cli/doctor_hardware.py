@@ -10,7 +10,7 @@ from expertly.cli.arguments import positive_int
 from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.hardware.profile import DeviceProfile, MachineProfile
-from expertly.sim.fit_decoding import fit_decoding
+from expertly.lab.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 
 READ_NBYTES = 4 << 20

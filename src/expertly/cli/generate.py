@@ -22,6 +22,10 @@ from expertly.cli.output import (
     table,
 )
 from expertly.core.errors import ConfigError
+from expertly.options import LOAD_OPTIONS
+
+RARE = ("ring", "order", "context", "host_memory")
+"""Options of `expertly.load` that only this command has."""
 
 if TYPE_CHECKING:
     from expertly.engine.streaming import TextStreamer
@@ -33,10 +37,16 @@ def add_parser(subparsers: Any) -> None:
     add_loading_arguments(parser)
     add("--prompt", required=True, metavar="TEXT", help='what to continue; "-" reads it from stdin')
     add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
-    add("--ring", type=positive_int, metavar="N", help="slots for what is not kept (default: one token's experts)")
-    add("--order", metavar="NAME", help="of computing: resident (what is here first) or id (default: the system's)")
-    add("--context", type=positive_int, metavar="N", help="tokens of KV cache that --memory auto leaves room for")
-    add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
+    for name in RARE:
+        is_number = name in ("ring", "context")
+        option = LOAD_OPTIONS[name]
+        add(
+            f"--{name.replace('_', '-')}",
+            type=positive_int if is_number else str,
+            default=option.default,
+            metavar="N" if is_number else "NAME",
+            help=option.metadata["help"].replace("%", "%%"),
+        )
     add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
     add("--top-p", type=probability, default=1.0, metavar="X", help="with a temperature (default: 1)")
     add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
@@ -49,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly import api
 
-        model, tokenizer = load_model(
-            args, ring=args.ring, order=args.order, context=args.context, host_memory=args.host_memory
-        )
+        model, tokenizer = load_model(args, **{name: getattr(args, name) for name in RARE})
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to generate from")

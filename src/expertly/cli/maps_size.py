@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from expertly.core.geometry import Geometry
     from expertly.policies.learned import ModelShape
     from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
-    from expertly.sim.geometry_file import read_geometry
+    from expertly.sim.hardware import read_geometry
 
     capacities = [_capacity(text) for text in _parts("capacity", args.capacity)]
     models: list[dict[str, Any]] = []

@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from expertly.reproduce.registry import EXPERIMENTS, select
     from expertly.reproduce.session import Session
-    from expertly.sim.arrivals import read_arrivals
+    from expertly.sim.schedule import read_arrivals
 
     if args.list:
         if args.paper is not None:

@@ -73,10 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from expertly.cli.figures import check_figure, save_figure
     from expertly.cli.simulate_report import about, report
     from expertly.cli.trace_geometry import trace_geometry
-    from expertly.sim.arrivals import read_arrivals
     from expertly.sim.hardware import Hardware
-    from expertly.sim.schedule import Selection, make_schedule
-    from expertly.sim.storage import Storage
+    from expertly.sim.schedule import Selection, make_schedule, read_arrivals
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
@@ -114,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             plan=plan,
             chrome=chrome,
             progress=progress,
-            storage=Storage(args.codec),
+            codec=args.codec,
         )
         results = list(study.results(systems, memories))
     facts = about(args, study, systems, geometry_name, predictor)
@@ -151,7 +149,7 @@ def _memories(args: argparse.Namespace) -> list[Memory]:
 
 @contextlib.contextmanager
 def _chrome_trace(path: Path | None) -> Iterator[Any]:
-    from expertly.sim.chrome import ChromeTrace
+    from expertly.lab.chrome import ChromeTrace
 
     if path is None:
         yield None

@@ -48,7 +48,7 @@ def about(
             "complete": study.trace.is_complete,
         },
         "hardware": study.hardware.as_dict(),
-        "codec": study.storage.codec,
+        "codec": study.codec,
         "order": args.order,
         "matcher": args.matcher,
         "seed": args.seed,
@@ -91,12 +91,12 @@ def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> li
 
 def _notes_on_codec(study: Study) -> list[str]:
     """What compressed experts are taken to save and cost."""
-    if study.storage.codec == "none":
+    costs, hardware = study.codec_costs, study.hardware
+    if costs is None:
         return []
-    costs, hardware = study.storage.costs(study.hardware), study.hardware
     source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
     return [
-        f"codec {study.storage.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
+        f"codec {study.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
         f"decode {costs.all_nbytes_per_s / 1e9:.2f} GB/s of weights ({source})"
     ]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def trace_geometry(trace: Trace, name: str | None) -> tuple[Any, Any, str | None]:
     """Layers and dense shape to simulate, and where they come from; None where nobody knows the sizes."""
-    from expertly.sim.geometry_file import read_geometry
+    from expertly.sim.hardware import read_geometry
 
     manifest = trace.manifest
     if name is None:

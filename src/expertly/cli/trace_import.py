@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.sim.geometry_file import read_geometry
+    from expertly.sim.hardware import read_geometry
     from expertly.trace.importers import find_importer
     from expertly.trace.importers.base import ImportOptions
     from expertly.trace.schema import TraceLayer

@@ -30,8 +30,8 @@ from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
-from expertly.sim.memory import Memory
 from expertly.sim.schedule import Schedule, Selection
+from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24

@@ -16,15 +16,14 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.learned import find_weights, reuse_models
 from expertly.engine.process import peak_rss_nbytes
 from expertly.hardware.measure_codec import store_costs
+from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import Measurement
 from expertly.lab.playing import answer, chooser, max_positions
 from expertly.lab.recording import record
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
-from expertly.sim.fit_decoding import fit_decoding
-from expertly.sim.reuse_learning import teach
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.training import histories
+from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
 
 

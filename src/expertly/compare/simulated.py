@@ -15,7 +15,6 @@ from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule
-from expertly.sim.storage import Storage
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
@@ -120,7 +119,7 @@ def _study(ground: Ground, settings: Settings, timelines: TokenTimelines | None,
         plan=ground.plan,
         chrome=timelines if ground.layers is not None else None,
         progress=tell,
-        storage=Storage(settings.codec),
+        codec=settings.codec,
     )
 
 

@@ -22,7 +22,6 @@ class TokenTimeline:
             self._window_ns.append(0)
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        """See Watcher."""
         kind, _, number = what.partition(" ")
         found: dict[str, Any] = {"kind": kind, "layer": layer}
         if number:
@@ -34,16 +33,13 @@ class TokenTimeline:
                 self._window_ns.append(end_ns)
 
     def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         found = {"kind": "load", "layer": piece.layer, "expert": piece.expert}
         self._add(where, begin_ns, end_ns, found | {"segment": piece.segment, "num_segments": piece.num_segments})
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         self._add("device", begin_ns, end_ns, {"kind": what, "layer": -1})
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See MatcherWatcher."""
         self._add("predictor", begin_ns, end_ns, {"kind": what, "layer": -1})
 
     def _add(self, lane: str, begin_ns: int, end_ns: int, found: dict[str, Any]) -> None:
@@ -73,7 +69,7 @@ class TokenTimelines:
         self._runs: dict[str, TokenTimeline] = {}
 
     def begin_run(self, name: str) -> TokenTimeline | None:
-        """See Timelines: runs are called "SYSTEM, BUDGET", or "SYSTEM, BUDGET, P = 4" where systems differ in P."""
+        """Runs are called "SYSTEM, BUDGET", or "SYSTEM, BUDGET, P = 4" where systems differ in P."""
         system, _, budget = name.partition(", ")
         if self._iteration is None or budget.partition(", ")[0] != self._label:
             return None

@@ -15,11 +15,9 @@ from expertly.reproduce.finding import Check, Finding, Table
 from expertly.reproduce.subject import Subject
 from expertly.reproduce.watch import LastRun
 from expertly.scheduler.presets import get_system
-from expertly.sim.arrivals import Arrivals
-from expertly.sim.geometry_file import read_geometry
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.metrics import percentile
-from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
+from expertly.sim.schedule import Arrivals, Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace

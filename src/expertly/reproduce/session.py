@@ -13,7 +13,7 @@ from expertly.reproduce.finding import Finding, Result
 from expertly.reproduce.lab import Lab
 from expertly.reproduce.moepic.stand_in import mixtral
 from expertly.reproduce.subject import Subject
-from expertly.sim.arrivals import Arrivals
+from expertly.sim.schedule import Arrivals
 
 COMMANDS = {
     "prompts": "`expertly trace record` records them; imported routing has none",

@@ -25,7 +25,6 @@ class Watch:
         self._begins: list[int] = []
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        """See Watcher."""
         self._computing += end_ns - begin_ns
         if what == "dense":
             self._begins.append(begin_ns)
@@ -36,17 +35,14 @@ class Watch:
             self._begins, self._computing = [], 0
 
     def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         if where == "link":
             self.loading += end_ns - begin_ns
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         self.asking += end_ns - begin_ns
         self._computing += end_ns - begin_ns
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See MatcherWatcher."""
         self.predicting[what] = self.predicting.get(what, 0) + end_ns - begin_ns
 
 
@@ -57,6 +53,5 @@ class LastRun:
         self.watch = Watch()
 
     def begin_run(self, name: str) -> Watch:
-        """See Timelines."""
         self.watch = Watch()
         return self.watch

@@ -90,12 +90,14 @@ def run_layer(
             spans = ready[next_ready : next_ready + 1]
             next_ready += 1
         compute(spans)
-        following = scheduler.computed(spans)
-        if prefetcher is not None:
-            prefetcher.advance()
-        if following is not None:
-            ready += following.ready
-            num_coming += _submit(following, transport, prefetcher)
+        # What one span frees may be prefetched into before the next: as where spans are computed one at a time.
+        for computed in [spans] if prefetcher is None else [(span,) for span in spans]:
+            following = scheduler.computed(computed)
+            if prefetcher is not None:
+                prefetcher.advance()
+            if following is not None:
+                ready += following.ready
+                num_coming += _submit(following, transport, prefetcher)
     if prefetcher is None:
         scheduler.end_layer()
     else:

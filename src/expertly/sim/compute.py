@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from typing import Protocol
 
-from expertly.core.costs import MeasuredCompute
+from expertly.core.costs import Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import DenseShape, Geometry
-
-if TYPE_CHECKING:
-    from expertly.sim.hardware import Hardware
+from expertly.policies.allocation.moepic import Timing
+from expertly.sim.hardware import Hardware
 
 
 class ComputeModel(Protocol):
@@ -21,20 +21,20 @@ class ComputeModel(Protocol):
     def slowdown_while_loading(self) -> float:
         """At least 1: what is computed beside the experts takes so many times longer while the link is busy."""
 
-    def dense_ns(self, layer: int, num_tokens: int) -> int:
-        """Of one MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
-
-    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
-        """Of `num_segments` adjacent segments of one expert, for that many of its tokens."""
-
     @property
     def submit_ns(self) -> int:
-        """The computing thread's own time for spans that are demanded together, besides what the link takes."""
+        """The computing thread's own time for spans that are loaded together, besides what the link takes."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         """And for each of them, when it is taken."""
 
-    def head_ns(self, num_tokens: int) -> int:
+    def dense_ns(self, layer: int, num_tokens: int, /) -> int:
+        """Of one MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
+
+    def span_ns(self, layer: int, num_tokens: int, num_segments: int, /) -> int:
+        """Of `num_segments` adjacent segments of one expert, for that many of its tokens."""
+
+    def head_ns(self, num_tokens: int, /) -> int:
         """Once an iteration: embedding, layers without experts, last norm, head, choosing the token."""
 
 
@@ -45,7 +45,7 @@ def compute_model(hardware: Hardware, geometry: Geometry, dense: DenseShape | No
     cost their fixed times alone.
     """
     if hardware.compute is None:
-        return Roofline(hardware, geometry, dense)
+        return Roofline(hardware, geometry, dense or DenseShape(0, 0))
     measured = hardware.compute
     if geometry.num_layers != measured.num_layers or set(geometry.layers) != {measured.layer}:
         raise HardwareError(
@@ -66,47 +66,31 @@ class Roofline:
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
     submit_ns = 0
 
-    def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -> None:
+    def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
         self._hardware = hardware
-        self._dense = dense or DenseShape(0, 0)
-        shapes = {layer: i for i, layer in enumerate(dict.fromkeys(geometry.layers))}
-        self._shape_of = [shapes[layer] for layer in geometry.layers]
-        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
-        self._itemsize = [layer.itemsize for layer in geometry.layers]
-        self._dense_ns: dict[tuple[int, int], int] = {}
-        self._span_ns: dict[tuple[int, int, int], int] = {}
-        self._head_ns: dict[int, int] = {}
-
-    def dense_ns(self, layer: int, num_tokens: int) -> int:
-        key = (self._shape_of[layer], num_tokens)
-        found = self._dense_ns.get(key)
-        if found is None:
-            work = self._ns(self._dense.layer_nbytes, self._itemsize[layer], num_tokens)
-            found = self._dense_ns[key] = work + self._hardware.layer_ns
-        return found
-
-    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
-        key = (self._shape_of[layer], num_tokens, num_segments)
-        found = self._span_ns.get(key)
-        if found is None:
-            work = self._ns(num_segments * self._segment_nbytes[layer], self._itemsize[layer], max(1, num_tokens))
-            found = self._span_ns[key] = work + self._hardware.launch_ns
-        return found
+        self._geometry = geometry
+        self._dense = dense
+        self.dense_ns = cache(self._dense_ns)
+        self.span_ns = cache(self._span_ns)
+        self.head_ns = cache(self._head_ns)
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         return 0
 
-    def head_ns(self, num_tokens: int) -> int:
-        found = self._head_ns.get(num_tokens)
-        if found is None:
-            work = self._ns(self._dense.head_nbytes, self._itemsize[0], num_tokens)
-            found = self._head_ns[num_tokens] = work + self._hardware.iteration_ns
-        return found
+    def _dense_ns(self, layer: int, num_tokens: int) -> int:
+        return self._ns(self._dense.layer_nbytes, layer, num_tokens) + self._hardware.layer_ns
 
-    def _ns(self, nbytes: int, itemsize: int, num_tokens: int) -> int:
+    def _span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
+        nbytes = num_segments * self._geometry.segment_nbytes(layer)
+        return self._ns(nbytes, layer, max(1, num_tokens)) + self._hardware.launch_ns
+
+    def _head_ns(self, num_tokens: int) -> int:
+        return self._ns(self._dense.head_nbytes, 0, num_tokens) + self._hardware.iteration_ns
+
+    def _ns(self, nbytes: int, layer: int, num_tokens: int) -> int:
         hardware = self._hardware
         reading = nbytes / hardware.memory_nbytes_per_s
-        computing = 2 * num_tokens * (nbytes / itemsize) / hardware.flops_per_s
+        computing = 2 * num_tokens * (nbytes / self._geometry.layers[layer].itemsize) / hardware.flops_per_s
         return round(max(reading, computing) / hardware.efficiency * 1e9)
 
 
@@ -118,37 +102,25 @@ class Measured:
         self._num_segments = segments_per_expert
         self.slowdown_while_loading = measured.slowdown_while_loading
         self.submit_ns = measured.submit_ns
-        self._dense_ns: dict[int, int] = {}
-        self._span_ns: dict[tuple[int, int], int] = {}
-        self._head_ns: dict[int, int] = {}
-
-    def dense_ns(self, layer: int, num_tokens: int) -> int:
-        found = self._dense_ns.get(num_tokens)
-        if found is None:
-            found = self._dense_ns[num_tokens] = self._at(self._measured.dense_ns, num_tokens)
-        return found
-
-    def span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
-        key = (num_tokens, num_segments)
-        found = self._span_ns.get(key)
-        if found is None:
-            measured, tokens = self._measured, max(1, num_tokens)
-            if num_segments == self._num_segments:
-                found = self._at(measured.expert_ns, tokens)
-            else:
-                parts = self._at(measured.parts_ns, tokens) * num_segments // self._num_segments
-                found = parts + self._at(measured.part_ns, tokens)
-            self._span_ns[key] = found
-        return found
+        self.dense_ns = cache(self._dense_ns)
+        self.span_ns = cache(self._span_ns)
+        self.head_ns = cache(self._head_ns)
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         return self._measured.load_ns * num_segments // self._num_segments
 
-    def head_ns(self, num_tokens: int) -> int:
-        found = self._head_ns.get(num_tokens)
-        if found is None:
-            found = self._head_ns[num_tokens] = self._at(self._measured.head_ns, num_tokens)
-        return found
+    def _dense_ns(self, layer: int, num_tokens: int) -> int:
+        return self._at(self._measured.dense_ns, num_tokens)
+
+    def _span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
+        measured, tokens = self._measured, max(1, num_tokens)
+        if num_segments == self._num_segments:
+            return self._at(measured.expert_ns, tokens)
+        parts = self._at(measured.parts_ns, tokens) * num_segments // self._num_segments
+        return parts + self._at(measured.part_ns, tokens)
+
+    def _head_ns(self, num_tokens: int) -> int:
+        return self._at(self._measured.head_ns, num_tokens)
 
     def _at(self, times_ns: Sequence[int], num_tokens: int) -> int:
         return interpolate(self._measured.tokens, times_ns, num_tokens)
@@ -162,3 +134,31 @@ def interpolate(points: Sequence[int], values: Sequence[int], at: int) -> int:
     left = right - 1
     slope = (values[right] - values[left]) / (points[right] - points[left])
     return max(0, round(values[left] + slope * (at - points[left])))
+
+
+def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
+    """How long the parts of a decode step of one token take, for who decides by that (MoEpic, section 3.4.1). An expert
+    is loaded a segment at a time from where the link begins, over an idle link.
+    """
+    layers, whole = range(geometry.num_layers), geometry.segments_per_expert
+    return Timing.of(
+        geometry,
+        attention_ns=[compute.dense_ns(layer, 1) for layer in layers],
+        moe_ns=[geometry.layers[layer].top_k * compute.span_ns(layer, 1, whole) for layer in layers],
+        load_ns=[
+            round(geometry.layers[layer].expert_nbytes / link.nbytes_per_s * 1e9)
+            + whole * (link.overhead_ns + compute.load_ns(layer, 1))
+            for layer in layers
+        ],
+        head_ns=compute.head_ns(1),
+        piece_ns=[_beyond_whole_ns(compute, layer, whole) for layer in layers],
+        ask_ns=compute.submit_ns,
+    )
+
+
+def _beyond_whole_ns(compute: ComputeModel, layer: int, whole: int) -> int:
+    """What two halves of an expert take beyond the whole."""
+    if whole == 1:
+        return 0
+    halves_ns = sum(compute.span_ns(layer, 1, num) for num in (whole // 2, whole - whole // 2))
+    return max(0, halves_ns - compute.span_ns(layer, 1, whole))

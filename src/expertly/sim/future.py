@@ -2,59 +2,102 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import NEVER
-from expertly.sim.rows_file import RowsFile
-from expertly.sim.workload import Iteration, Workload
+from expertly.sim.workload import Iteration, TraceWorkload
 from expertly.trace.schema import NO_EXPERT, max_experts, max_top_k
 
 NEVER_AGAIN = np.iinfo(np.int32).max
 _CHUNK_ROWS = 1024
+_BLOCK_ROWS = 512
+
+Int32s = npt.NDArray[np.int32]
 
 
-class NextUses:
-    """For each row, layer and choice: the iteration in which the expert is chosen next. On disk, [rows, L, K] int32.
+class RowsFile:
+    """[num_rows, *shape] of int32 in the folder for temporary files. It has no name and goes with the object.
 
-    Within an iteration of many rows only an expert's last row points beyond it.
+    Read and written, not mapped: a disk that is full is an error then, and what was read is no memory of the process.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        self._file = RowsFile(workload.num_rows, (workload.num_layers, max_top_k(workload.layers)))
-        self._fill(workload)
+    def __init__(self, num_rows: int, shape: tuple[int, ...]) -> None:
+        self._num_rows = num_rows
+        self._shape = shape
+        self._row_nbytes = 4 * int(np.prod(shape))
+        try:
+            self._file = tempfile.TemporaryFile(prefix="expertly-", buffering=0)  # noqa: SIM115 - lives with the object
+        except OSError as error:
+            raise self._problem(error) from None
+        self._block: Int32s = np.empty((0, *shape), np.int32)
+        self._block_row = 0
 
-    def of_rows(self, first_row: int, num_rows: int) -> npt.NDArray[np.int32]:
-        """[num_rows, L, K]; NEVER_AGAIN where the expert is not chosen again."""
-        return self._file.read(first_row, num_rows)
+    def write(self, first_row: int, rows: Int32s) -> None:
+        """Rows from `first_row` on. Raises ConfigError where there is no room for them."""
+        assert rows.shape[1:] == self._shape and rows.dtype == np.int32
+        try:
+            self._file.seek(first_row * self._row_nbytes)
+            view = np.ascontiguousarray(rows).data.cast("B")
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise self._problem(error) from None
 
-    def _fill(self, workload: Workload) -> None:
-        """From the last row to the first, a chunk at a time."""
-        no_expert = max_experts(workload.layers)
-        following = np.full(workload.num_layers * (no_expert + 1), NEVER_AGAIN, dtype=np.int32)
-        offsets = (np.arange(workload.num_layers) * (no_expert + 1))[None, :, None]
-        for row, first, num, iteration in _chunks_backwards(workload):
-            ids = workload.trace.rows("experts", first, first + num).astype(np.int64)
-            ids[ids == NO_EXPERT] = no_expert
-            keys = (ids + offsets).reshape(-1)
-            times = np.repeat(iteration, ids.shape[1] * ids.shape[2]).astype(np.int32)
-            order = np.argsort(keys, kind="stable")
-            sorted_keys, sorted_times = keys[order], times[order]
-            is_last = np.append(sorted_keys[1:] != sorted_keys[:-1], True)
-            after = np.append(sorted_times[1:], np.int32(0))
-            after[is_last] = following[sorted_keys[is_last]]
-            is_first = np.append(True, sorted_keys[1:] != sorted_keys[:-1])
-            following[sorted_keys[is_first]] = sorted_times[is_first]
-            result = np.empty_like(after)
-            result[order] = after
-            self._file.write(row, result.reshape(ids.shape))
+    def read(self, first_row: int, num_rows: int) -> Int32s:
+        """[num_rows, *shape]. Meant for reading from the first row to the last."""
+        begin = first_row - self._block_row
+        if begin < 0 or begin + num_rows > len(self._block):
+            num_block = min(max(num_rows, _BLOCK_ROWS), self._num_rows - first_row)
+            self._block = np.empty((num_block, *self._shape), np.int32)
+            self._file.seek(first_row * self._row_nbytes)
+            num_read = self._file.readinto(self._block.data.cast("B"))
+            assert num_read == self._block.nbytes, "only what was written is read"
+            self._block_row, begin = first_row, 0
+        return self._block[begin : begin + num_rows]
+
+    def _problem(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"temporary files: {error.strerror}; belady and oracle need {self._num_rows * self._row_nbytes} bytes in "
+            f"{tempfile.gettempdir()}; set TMPDIR to a folder that has them"
+        )
 
 
-def _chunks_backwards(workload: Workload) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
+def next_uses(workload: TraceWorkload) -> RowsFile:
+    """[rows, L, K]: the iteration in which the chosen expert is chosen next, NEVER_AGAIN where it is not.
+
+    Within an iteration of many rows only an expert's last row points beyond it. Filled from the last row to the first,
+    a chunk at a time.
+    """
+    file = RowsFile(workload.num_rows, (workload.num_layers, max_top_k(workload.layers)))
+    no_expert = max_experts(workload.layers)
+    following = np.full(workload.num_layers * (no_expert + 1), NEVER_AGAIN, dtype=np.int32)
+    offsets = (np.arange(workload.num_layers) * (no_expert + 1))[None, :, None]
+    for row, first, num, iteration in _chunks_backwards(workload):
+        ids = workload.trace.rows("experts", first, first + num).astype(np.int64)
+        ids[ids == NO_EXPERT] = no_expert
+        keys = (ids + offsets).reshape(-1)
+        times = np.repeat(iteration, ids.shape[1] * ids.shape[2]).astype(np.int32)
+        order = np.argsort(keys, kind="stable")
+        sorted_keys, sorted_times = keys[order], times[order]
+        is_last = np.append(sorted_keys[1:] != sorted_keys[:-1], True)
+        after = np.append(sorted_times[1:], np.int32(0))
+        after[is_last] = following[sorted_keys[is_last]]
+        is_first = np.append(True, sorted_keys[1:] != sorted_keys[:-1])
+        following[sorted_keys[is_first]] = sorted_times[is_first]
+        result = np.empty_like(after)
+        result[order] = after
+        file.write(row, result.reshape(ids.shape))
+    return file
+
+
+def _chunks_backwards(workload: TraceWorkload) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
     """(first row of the workload, of the trace, rows, iteration of each row in the workload), from the end."""
     firsts = []  # row and iteration of the workload with which each span begins
     row = iteration = 0
@@ -70,17 +113,18 @@ def _chunks_backwards(workload: Workload) -> Iterator[tuple[int, int, int, npt.N
             yield row + begin, first, num, workload.trace.rows("iteration", first, first + num) + shift
 
 
-def _iteration_of(workload: Workload, row: int) -> int:
+def _iteration_of(workload: TraceWorkload, row: int) -> int:
     return int(workload.trace.rows("iteration", row, row + 1)[0])
 
 
 class TraceFuture:
-    """See policies.known.Future. A simulation tells it where it is; it looks one iteration ahead."""
+    """A policies.known.Future that a simulation tells where it is. It looks one iteration ahead."""
 
-    def __init__(self, workload: Workload, geometry: Geometry, next_uses: NextUses) -> None:
+    def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: RowsFile) -> None:
+        """`uses` is `next_uses(workload)`, which several runs may share."""
         self._workload = workload
         self._geometry = geometry
-        self._next_uses = next_uses
+        self._next_uses = uses
         self._num_layers = workload.num_layers
         self.step = 0
         self._window: deque[Iteration] = deque()  # the running iteration and the next
@@ -90,8 +134,7 @@ class TraceFuture:
 
     def iterations(self) -> Iterator[Iteration]:
         """Those of the workload, each known one ahead."""
-        source = self._workload.iterations()
-        for iteration in source:
+        for iteration in self._workload.iterations():
             self._window.append(iteration)
             if len(self._window) > 1:
                 yield from self._next()
@@ -108,7 +151,6 @@ class TraceFuture:
         self.step = self._running.index * self._num_layers + layer
 
     def next_use(self, expert: int) -> int:
-        """See Future."""
         if self._uses_of != self.step:
             self._uses_of = self.step
             self._uses = self._of_layer(self.step % self._num_layers)
@@ -119,7 +161,7 @@ class TraceFuture:
         running = self._running
         assert running is not None
         first_id = self._geometry.first_expert_id(layer)
-        uses = self._next_uses.of_rows(running.first_row, running.num_tokens)[:, layer].reshape(-1).tolist()
+        uses = self._next_uses.read(running.first_row, running.num_tokens)[:, layer].reshape(-1).tolist()
         demand = next(one for one in running.layers if one.layer == layer)
         chosen = demand.experts
         if running.num_tokens > 1 or len(chosen) != len(uses):
@@ -133,7 +175,7 @@ class TraceFuture:
         }
 
     def needs(self, ahead: int) -> tuple[int, list[int]] | None:
-        """See Future. Reaches to the end of the next iteration."""
+        """Reaches to the end of the next iteration."""
         assert self._running is not None
         index, layer = divmod(self.step + ahead, self._num_layers)
         position = index - self._running.index

@@ -1,18 +1,21 @@
-"""The simulator's clock and its transport: a link that brings one span after the other, demands first."""
+"""The simulator's clock and its transport: a link that brings one span after the other, loads before prefetches."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
+from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.sim.coded import CodedDisk, Coding
+from expertly.sim.decoding import NEVER_NS, DecodingDisk
 from expertly.sim.hardware import Hardware
-from expertly.sim.host_tier import HostTier, segments_of
-from expertly.sim.server import Server
+
+_Entry = tuple[int, int, Span, int]  # when it may move, order of arrival, what, how long it takes
+_Key = tuple[int, int, int]  # layer, expert, segment
 
 
 class Clock:
@@ -22,26 +25,32 @@ class Clock:
         self.now_ns = 0
 
 
-class LinkWatcher(Protocol):
-    """Sees what is moved, with its times."""
+class SimulationWatcher(Protocol):
+    """Sees what a simulation does, with its times."""
+
+    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        """The device computed: "dense", "expert 7" or "head"."""
 
     def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
         """The "link" or the "disk" served a span, or what of it was to be read."""
-        ...
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
         """The computing thread spent time on asking for spans ("ask") or on one that had arrived ("take")."""
-        ...
+
+    def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
+        """The predictor read what a pass showed when it began ("begin"), of a router ("router") or at its end
+        ("update").
+        """
 
 
 class VirtualLink:
     """An AheadTransport on a clock that it moves in `wait`, and by what asking for spans and taking them costs. Spans
     arrive one after the other.
 
-    Behind the link there may be a disk: what the host tier does not hold is read from there first, and meanwhile the
-    link serves others. With a `coding`, what comes from the disk (from the link, where no disk is behind it) is decoded
-    before it is there. `taking_ns(layer, segments)` is the computing thread's
-    own time for a span it takes, `submit_ns` for spans that are demanded together.
+    Behind the link there may be a disk: what the host's memory does not hold is read from there first, and meanwhile
+    the link serves others. With a `codec`, what comes from the disk (from the link, where no disk is behind it) is
+    decoded before it is there. `taking_ns(layer, segments)` is the computing thread's own time for a span it takes,
+    `submit_ns` for spans that are loaded together.
     """
 
     def __init__(
@@ -50,64 +59,72 @@ class VirtualLink:
         hardware: Hardware,
         geometry: Geometry,
         taking_ns: Callable[[int, int], int],
-        watcher: LinkWatcher | None = None,
+        watcher: SimulationWatcher | None = None,
         submit_ns: int = 0,
-        coding: Coding | None = None,
+        codec: CodecCosts | None = None,
     ) -> None:
+        self.stall_ns = 0
+        """Time that `wait` took."""
+        self.effective = hardware.link
+        """What loading comes to, decoding beside it, for who decides by that."""
+        self.decoder: DecodingDisk | None = None
+        """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
         self._submit_ns = submit_ns
-        self._link: Server | CodedDisk = Server(hardware.link)
-        self._host: HostTier | None = None
-        self.coded: CodedDisk | None = None
-        if hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes < geometry.nbytes:
-            assert hardware.disk is not None, "a host tier that does not hold everything has a disk behind it"
-            self._host = HostTier(geometry, hardware.host_memory_nbytes)
-            self._disk: Server | CodedDisk = Server(hardware.disk)
-            if coding is not None:
-                self._disk = self.coded = CodedDisk(hardware.disk, geometry, coding, watcher, "disk")
-        elif coding is not None:
-            self._link = self.coded = CodedDisk(hardware.link, geometry, coding, watcher, "link")
-        self.brings = hardware.link if coding is None or self._host is not None else coding.link(hardware.link)
-        """What loading comes to, for who decides by that."""
-        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+        whole = geometry.segments_per_expert
+        self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
         self._taking_ns = taking_ns
         self._watcher = watcher
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._arrivals: deque[tuple[int, Span]] = deque()
-        self.stall_ns = 0
-        self.moved_nbytes = 0
+        self._link: TransferQueue | DecodingDisk = TransferQueue(hardware.link)
+        self._host: HostMemory | None = None
+        if has_host_tier(hardware, geometry):
+            assert hardware.host_memory_nbytes is not None and hardware.disk is not None
+            self._host = HostMemory(geometry, hardware.host_memory_nbytes)
+            self._disk: TransferQueue | DecodingDisk = TransferQueue(hardware.disk)
+            if codec is not None:
+                moved = None if watcher is None else partial(watcher.moved, "disk")
+                self._disk = self.decoder = DecodingDisk(hardware.disk, codec, moved)
+        elif codec is not None:
+            moved = None if watcher is None else partial(watcher.moved, "link")
+            self._link = self.decoder = DecodingDisk(hardware.link, codec, moved)
+            rate = min(hardware.link.nbytes_per_s / codec.ratio, codec.all_nbytes_per_s)
+            self.effective = Link(rate, hardware.link.latency_ns, hardware.link.overhead_ns)
+
+    @property
+    def decodes_beside_computing(self) -> bool:
+        """Whether decoding takes processors of who computes: `computing` is to be called."""
+        return self._link is self.decoder
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """See Transport."""
         self._submit(spans, False)
-        self._spend("ask", self._submit_ns)
+        if self._submit_ns:
+            self._spend("ask", self._submit_ns)
 
     def submit_ahead(self, spans: Sequence[Span]) -> None:
-        """See AheadTransport."""
         if spans:
             self._submit(spans, True)
 
     def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """See AheadTransport. What is on its way from the disk to the link has not been begun, unless it is decoded."""
+        """What is on its way from the disk to the link has not been begun, unless it is decoded."""
         self._begin_until(self._clock.now_ns)
-        gone = self._link.withdraw(layer, experts)
-        return gone if self._host is None else gone + self._disk.withdraw(layer, experts)
+        cancelled = self._link.withdraw(layer, experts)
+        return cancelled if self._host is None else cancelled + self._disk.withdraw(layer, experts)
 
     def poll(self) -> Span | None:
-        """See Transport."""
         now = self._clock.now_ns
-        if self._host is not None or self._link.next_ns <= now:
+        if self._link.next_ns <= now or self._host is not None:
             self._begin_until(now)
-        if not self._arrivals or self._arrivals[0][0] > now:
-            return None
-        return self._take()
+        arrivals = self._arrivals
+        return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
-        """See Transport: the clock moves on to the next arrival."""
-        while not self._arrivals:
+        """The clock moves on to the next arrival."""
+        arrivals = self._arrivals
+        while not arrivals:
             assert self._begin_next(), "nothing is in flight that could arrive"
-        if self._link is self.coded:  # what begins later may be there sooner
-            self._begin_before_arrival()
-        arrival = self._arrivals[0][0]
+        arrival = arrivals[0][0]
         if arrival > self._clock.now_ns:
             self.stall_ns += arrival - self._clock.now_ns
             self._clock.now_ns = arrival
@@ -117,9 +134,9 @@ class VirtualLink:
         """The model computes for so long, which it would do `slowdown` times faster if nothing was loaded: processors
         that do so decode nothing meanwhile.
         """
-        if self._link is self.coded:
+        if self._link is self.decoder:
             self._begin_until(begin_ns)
-            self._link.computing(begin_ns, end_ns, slowdown)
+            self.decoder.computing(begin_ns, end_ns, slowdown)
 
     def busy_until_ns(self) -> int:
         """When the link has brought everything that could be on it by now."""
@@ -127,20 +144,21 @@ class VirtualLink:
         return self._link.busy_until_ns(self._clock.now_ns)
 
     def _submit(self, spans: Sequence[Span], is_ahead: bool) -> None:
-        now = self._clock.now_ns
+        now, host, link = self._clock.now_ns, self._host, self._link
         self._begin_until(now)
         for span in spans:
-            here = now if self._host is None else self._host.here_ns(span, now)
-            server, since = (self._disk, now) if here is None else (self._link, here)
-            if isinstance(server, Server):
-                server.submit(span, since, self._nbytes(span), is_ahead)
+            segment_nbytes = self._segment_nbytes[span.layer]
+            if host is None:
+                link.submit(span, now, span.num_segments * segment_nbytes, is_ahead)
+            elif num_missing := host.num_missing(span):
+                self._disk.submit(span, now, num_missing * segment_nbytes, is_ahead)
             else:
-                segments = segments_of(span) if self._host is None else self._host.missing(span)
-                server.submit(span, since, segments, is_ahead)
+                link.submit(span, host.use(span, now), span.num_segments * segment_nbytes, is_ahead)
 
     def _take(self) -> Span:
         span = self._arrivals.popleft()[1]
-        self._spend("take", self._taking_ns(span.layer, span.num_segments))
+        if self._takes_time:
+            self._spend("take", self._taking_ns(span.layer, span.num_segments))
         return span
 
     def _spend(self, what: str, duration_ns: int) -> None:
@@ -153,56 +171,179 @@ class VirtualLink:
 
     def _begin_until(self, now_ns: int) -> None:
         """Begin every transfer that begins by then, in order: what is submitted later cannot go before it."""
-        link = self._link
         if self._host is None:
-            while link.next_ns <= now_ns:
+            while self._link.next_ns <= now_ns:
                 self._bring()
-            return
-        while min(self._disk.next_ns, link.next_ns) <= now_ns:
-            self._begin_next()
+        else:
+            while self._disk.next_ns <= now_ns or self._link.next_ns <= now_ns:
+                self._begin_next()
 
     def _begin_next(self) -> bool:
         """Begin the transfer that begins first; False where there is none."""
-        if self._host is not None and self._disk.num_waiting and self._disk.next_ns <= self._link.next_ns:
-            self._read()
-        elif self._link.num_waiting:
+        if self._host is not None and NEVER_NS != self._disk.next_ns <= self._link.next_ns:
+            self._read(self._host)
+        elif self._link.next_ns != NEVER_NS:
             self._bring()
         else:
             return False
         return True
 
-    def _begin_before_arrival(self) -> None:
-        while self._link.next_ns <= self._arrivals[0][0]:
-            self._bring()
-
     def _bring(self) -> None:
         begun = self._link.begin()
-        if begun is None:  # a step on the way
+        if begun is None:  # a step of decoding
             return
         span, _, begin, end = begun
-        self.moved_nbytes += self._nbytes(span)
-        if self._link is self.coded:
-            insort(self._arrivals, (end, span))
-            return
         self._arrivals.append((end, span))
-        if self._watcher is not None:
+        if self._watcher is not None and self._link is not self.decoder:
             self._watcher.moved("link", span, begin, end)
 
-    def _read(self) -> None:
-        """From the disk into the host tier; then it waits for the link."""
-        assert self._host is not None and isinstance(self._link, Server)
-        if isinstance(self._disk, Server):
+    def _read(self, host: HostMemory) -> None:
+        """From the disk into the host's memory; then it waits for the link."""
+        if isinstance(self._disk, TransferQueue):
             span = self._disk.next_span()
-            missing = len(self._host.missing(span))
-            _, is_ahead, begin, end = self._disk.begin(missing * self._segment_nbytes[span.layer])
-            if self._watcher is not None and missing:
+            num_missing = host.num_missing(span)  # what was missing when it was submitted may have come since
+            _, is_ahead, begin, end = self._disk.begin(num_missing * self._segment_nbytes[span.layer])
+            if self._watcher is not None and num_missing:
                 self._watcher.moved("disk", span, begin, end)
         else:
             begun = self._disk.begin()
             if begun is None:
                 return
             span, is_ahead, _, end = begun
-        self._link.submit(span, self._host.read(span, end), self._nbytes(span), is_ahead)
+        nbytes = span.num_segments * self._segment_nbytes[span.layer]
+        self._link.submit(span, host.put(span, end), nbytes, is_ahead)
 
-    def _nbytes(self, span: Span) -> int:
-        return self._segment_nbytes[span.layer] * span.num_segments
+
+class TransferQueue:
+    """One queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
+
+    A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
+    only where no load begins as early.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.next_ns = NEVER_NS
+        """When the next transfer begins; NEVER_NS where none waits."""
+        self._link = link
+        self._occupies: dict[int, int] = {}
+        self._loads: list[_Entry] = []  # heaps
+        self._prefetches: list[_Entry] = []
+        self._free_at_ns = 0
+        self._waiting_ns = 0  # what all those that have not begun will take
+        self._order = 0
+
+    def submit(self, span: Span, since_ns: int, nbytes: int, is_ahead: bool) -> None:
+        """A transfer waits from `since_ns` on."""
+        takes_ns = self._takes_ns(nbytes)
+        self._waiting_ns += takes_ns
+        self._order += 1
+        ready_ns = since_ns + self._link.latency_ns
+        heappush(self._prefetches if is_ahead else self._loads, (ready_ns, self._order, span, takes_ns))
+        if ready_ns < self.next_ns:
+            self.next_ns = max(ready_ns, self._free_at_ns)
+
+    def next_span(self) -> Span:
+        """What begins next."""
+        return self._next()[0][2]
+
+    def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:
+        """Begin it: (what, whether it is a prefetch, its begin, its end). `nbytes` where it became less."""
+        queue, begin = self._next() if self._prefetches else self._loads, self.next_ns
+        is_ahead = queue is self._prefetches
+        _, _, span, takes_ns = heappop(queue)
+        self._waiting_ns -= takes_ns
+        if nbytes is not None:
+            takes_ns = self._takes_ns(nbytes) if nbytes else 0
+        end = self._free_at_ns = begin + takes_ns
+        self._find_next()
+        return span, is_ahead, begin, end
+
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        """Forget prefetches of this layer, or of these experts of it, that have not begun."""
+        kept: list[_Entry] = []
+        cancelled: list[_Entry] = []
+        for entry in self._prefetches:
+            span = entry[2]
+            is_meant = span.layer == layer and (experts is None or span.expert in experts)
+            (cancelled if is_meant else kept).append(entry)
+        if not cancelled:
+            return []
+        self._waiting_ns -= sum(entry[3] for entry in cancelled)
+        self._prefetches = kept
+        heapify(kept)
+        self._find_next()
+        return [entry[2] for entry in sorted(cancelled)]
+
+    def busy_until_ns(self, now_ns: int) -> int:
+        """When everything that waits has been served, if it could begin at once."""
+        return max(self._free_at_ns, now_ns) + self._waiting_ns
+
+    def _next(self) -> list[_Entry]:
+        loads, prefetches = self._loads, self._prefetches
+        if not loads or not prefetches:
+            return loads or prefetches
+        return loads if loads[0][0] <= max(prefetches[0][0], self._free_at_ns) else prefetches
+
+    def _find_next(self) -> None:
+        first = self._loads[0][0] if self._loads else NEVER_NS
+        if self._prefetches and self._prefetches[0][0] < first:
+            first = self._prefetches[0][0]
+        self.next_ns = max(first, self._free_at_ns)
+
+    def _takes_ns(self, nbytes: int) -> int:
+        found = self._occupies.get(nbytes)
+        if found is None:
+            found = self._occupies[nbytes] = self._link.occupies_ns(nbytes)
+        return found
+
+
+class HostMemory:
+    """RAM between disk and link, as the engine keeps it: a least recently used cache of segments.
+
+    Filled at the start, from the first layer on, for nothing. What is read can move on even where it cannot stay.
+    """
+
+    def __init__(self, geometry: Geometry, memory_nbytes: int) -> None:
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+        self._room = memory_nbytes
+        self._held: OrderedDict[_Key, int] = OrderedDict()  # when it is there; oldest use first
+        for layer, shape in enumerate(geometry.layers):
+            nbytes = self._segment_nbytes[layer]
+            for expert in range(shape.num_experts):
+                for segment in range(geometry.segments_per_expert):
+                    if nbytes > self._room:
+                        return
+                    self._held[layer, expert, segment] = 0
+                    self._room -= nbytes
+
+    def num_missing(self, span: Span) -> int:
+        """Segments to read."""
+        return sum(key not in self._held for key in _keys(span))
+
+    def use(self, span: Span, now_ns: int) -> int:
+        """All of a span is held, or on its way into the memory; when all of it is there."""
+        for key in _keys(span):
+            self._held.move_to_end(key)
+            now_ns = max(now_ns, self._held[key])
+        return now_ns
+
+    def put(self, span: Span, end_ns: int) -> int:
+        """What was missing of a span has been read by then; when all of it is there."""
+        for key in _keys(span):
+            if key not in self._held:
+                self._held[key] = end_ns
+                self._room -= self._segment_nbytes[span.layer]
+        here = self.use(span, end_ns)
+        while self._room < 0:
+            (layer, _, _), _ = self._held.popitem(last=False)
+            self._room += self._segment_nbytes[layer]
+        return here
+
+
+def _keys(span: Span) -> list[_Key]:
+    return [(span.layer, span.expert, span.segment + i) for i in range(span.num_segments)]
+
+
+def has_host_tier(hardware: Hardware, geometry: Geometry) -> bool:
+    """Whether a disk lies behind a host's memory that does not hold everything."""
+    return hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes < geometry.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from expertly.sim.workload import Iteration
 
 
 @dataclass(slots=True)
-class _Request:
+class _RequestTimes:
     """Times in nanoseconds; one that has not happened is -1."""
 
     arrival_ns: int
@@ -35,38 +34,34 @@ class Metrics:
         self.num_decode_iterations = 0
         self.num_prefill_iterations = 0
         self.num_tokens = 0
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _RequestTimes] = {}
 
     def add(
-        self,
-        iteration: Iteration,
-        begin_ns: int,
-        end_ns: int,
-        stall_ns: int,
-        num_hits: int = 0,
-        num_demands: int = 0,
+        self, iteration: Iteration, begin_ns: int, end_ns: int, stall_ns: int, num_hits: int = 0, num_demands: int = 0
     ) -> None:
         """An iteration ran from `begin_ns` to `end_ns`, of which it waited `stall_ns` for transfers. Hits and demands
         are those of decode.
         """
-        self.busy_ns += end_ns - begin_ns
+        takes_ns = end_ns - begin_ns
+        is_prefill, is_alone = iteration.is_prefill, len(iteration.requests) == 1
+        self.busy_ns += takes_ns
         self.stall_ns += stall_ns
         self.num_tokens += iteration.num_tokens
-        if iteration.is_prefill:
+        if is_prefill:
             self.num_prefill_iterations += 1
         else:
             self.num_decode_iterations += 1
-            self.decode_ns += end_ns - begin_ns
+            self.decode_ns += takes_ns
             self.decode_stall_ns += stall_ns
         for number in iteration.requests:
             request = self._requests.get(number)
             if request is None:
-                request = self._requests[number] = _Request(min(iteration.arrival_ns, begin_ns), begin_ns)
+                request = self._requests[number] = _RequestTimes(min(iteration.arrival_ns, begin_ns), begin_ns)
             request.end_ns = end_ns
-            if not iteration.is_prefill:
-                request.decode_ns += end_ns - begin_ns
+            if not is_prefill:
+                request.decode_ns += takes_ns
                 request.num_decode_iterations += 1
-            if len(iteration.requests) == 1:
+            if is_alone:
                 request.hits += num_hits
                 request.demands += num_demands
         for number in iteration.prefilling:
@@ -80,6 +75,10 @@ class Metrics:
     def tpot_s(self) -> float | None:
         """Mean time of a decode iteration, stalls included; None where nothing was decoded."""
         return self.decode_ns / self.num_decode_iterations / 1e9 if self.num_decode_iterations else None
+
+    @property
+    def stall_share(self) -> float | None:
+        return self.stall_ns / self.busy_ns if self.busy_ns else None
 
     def ttft_s(self, is_queued: bool) -> float | None:
         """Mean time from a request's arrival (with a queue) or begin to the end of its prompt; None without prompts."""
@@ -107,13 +106,9 @@ class Metrics:
             times.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "latency_s": (one.end_ns - start_ns) / 1e9})
         return times
 
-    @property
-    def stall_share(self) -> float | None:
-        return self.stall_ns / self.busy_ns if self.busy_ns else None
-
-    def latencies_s(self) -> array[float]:
+    def latencies_s(self) -> list[float]:
         """From each request's arrival to its last token, rising."""
-        return array("d", sorted((r.end_ns - r.arrival_ns) / 1e9 for r in self._requests.values()))
+        return sorted((one.end_ns - one.arrival_ns) / 1e9 for one in self._requests.values())
 
 
 def percentile(rising: Sequence[float], percent: int) -> float | None:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
-from expertly.core.messages import RouterRan, Span
-from expertly.core.observation import Want
+from expertly.core.messages import Span
+from expertly.core.observation import Began, Routed, Want
 from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
-from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.scheduler import Scheduler
-from expertly.sim.coded import CodedDisk
 from expertly.sim.compute import ComputeModel
+from expertly.sim.decoding import NEVER_NS
 from expertly.sim.future import TraceFuture
 from expertly.sim.hardware import PredictorCosts
-from expertly.sim.link import Clock, VirtualLink
-from expertly.sim.matcher import MatcherWatcher, VirtualChannel
+from expertly.sim.link import Clock, SimulationWatcher, VirtualLink
 from expertly.sim.metrics import Metrics
 from expertly.sim.workload import Iteration
-
-
-class Watcher(MatcherWatcher, Protocol):
-    """Sees what a simulation does, with its times."""
-
-    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        """The device computed: "dense", "expert 7" or "head"."""
-        ...
 
 
 class Simulator:
@@ -48,48 +39,45 @@ class Simulator:
         predictor: Predictor | None = None,
         costs: PredictorCosts | None = None,
         future: TraceFuture | None = None,
-        watcher: Watcher | None = None,
+        watcher: SimulationWatcher | None = None,
         times: Timing | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.link = link
         self.metrics = Metrics()
         self.predictor = predictor
         self._compute = compute
         self._clock = clock
-        self._link = link
-        self._matcher: VirtualChannel | None = None
-        self._ahead: Prefetcher | None = None
+        self._thread: VirtualPredictorThread | None = None
+        self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
-            num_layers = scheduler.geometry.num_layers
             channel: Channel = InlineChannel(predictor)
             catch_up = None
             if costs is not None:
-                backlog = ObservationQueue.of_layers(num_layers)
-                channel = self._matcher = VirtualChannel(predictor, clock, costs, backlog, watcher)
-                catch_up = self._matcher.catch_up
-            self._ahead = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
+                waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
+                channel = self._thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
+                catch_up = self._thread.catch_up
+            self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
+        self._is_observed = link.decodes_beside_computing or watcher is not None
         self._times = times
         self._slowdown = compute.slowdown_while_loading
-        self._tokens: dict[int, int] = {}  # of the running layer's experts
-
-    @property
-    def coded(self) -> CodedDisk | None:
-        """Where experts are read and decoded, if they are stored compressed."""
-        return self._link.coded
+        self._span_ns = compute.span_ns
+        self._tokens: dict[int, int] = {}  # of the running layer's experts; empty: one of each
+        self._hits = self._demands = 0  # of decode, before the running iteration
 
     @property
     def num_late(self) -> int:
         """Predictions that came when their layer's router had spoken."""
-        return 0 if self._ahead is None else self._ahead.num_late
+        return 0 if self._prefetcher is None else self._prefetcher.num_late
 
     @property
     def num_dropped(self) -> int:
-        """Contexts that the predictor did not get to."""
-        return 0 if self._matcher is None else self._matcher.num_dropped
+        """Observations that the predictor did not get to."""
+        return 0 if self._thread is None else self._thread.num_dropped
 
     def preload(self) -> None:
         """Keep every expert before anything runs; takes no time, as it is not part of any request."""
@@ -101,73 +89,164 @@ class Simulator:
 
     def run(self, iterations: Iterable[Iteration], progress: Callable[[int], None] | None = None) -> None:
         """Run them all; `progress(rows done)` now and then."""
-        clock, future = self._clock, self._future
         for iteration in iterations:
-            clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-            if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
-                self.scheduler.configure(job(self._times).plan)
-            begin, stalled, (hits, demands) = clock.now_ns, self._stall_ns, self._decoded()
-            if self._ahead is not None:
-                # who knows the future looks beyond the pass
-                stack = iteration.stack if future is None else None
-                self._ahead.begin_iteration(partial(iteration.began, self._wants), stack)
-            for router in iteration.layers:
-                if future is not None:
-                    future.begin_layer(router.layer)
-                self._run_layer(router, iteration)
-            if self._ahead is not None:
-                self._ahead.end_iteration(True)
-            self._spend("head", -1, self._compute.head_ns(iteration.num_tokens))
-            now_hits, now_demands = self._decoded()
-            self.metrics.add(
-                iteration, begin, clock.now_ns, self._stall_ns - stalled, now_hits - hits, now_demands - demands
-            )
+            self._run_iteration(iteration)
             if progress is not None and not iteration.index % 256:
                 progress(iteration.first_row)
-        if self._matcher is not None:
-            self._matcher.close()
+        if self._thread is not None:
+            self._thread.close()
 
-    @property
+    def _run_iteration(self, iteration: Iteration) -> None:
+        clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
+        num_tokens = iteration.num_tokens
+        clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
+        if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
+            self.scheduler.configure(job(self._times).plan)
+        begin_ns, stalled_ns = clock.now_ns, self._stall_ns()
+        if prefetcher is not None:
+            stack = iteration.stack if self._future is None else None  # who knows the future looks beyond the pass
+            prefetcher.begin_iteration(partial(iteration.began, self._wants), stack)
+        for router in iteration.layers:
+            layer = router.layer
+            if self._future is not None:
+                self._future.begin_layer(layer)
+            self._spend("dense", layer, compute.dense_ns(layer, num_tokens))
+            if num_tokens > 1:
+                self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
+            routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
+            run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
+        if prefetcher is not None:
+            prefetcher.end_iteration(True)
+        self._tokens = {}
+        self._spend("head", -1, compute.head_ns(num_tokens))
+        of_decode = [counters.decode for counters in self.scheduler.counters]
+        hits, demands = sum([one.hits for one in of_decode]), sum([one.demands for one in of_decode])
+        stalled_ns = self._stall_ns() - stalled_ns
+        self.metrics.add(iteration, begin_ns, clock.now_ns, stalled_ns, hits - self._hits, demands - self._demands)
+        self._hits, self._demands = hits, demands
+
     def _stall_ns(self) -> int:
         """Time waited for transfers so far, and for predictions where their transfer is synchronous."""
-        return self._link.stall_ns + (0 if self._matcher is None else self._matcher.stall_ns)
-
-    def _decoded(self) -> tuple[int, int]:
-        """Hits and demands of decode so far."""
-        phases = [counters.decode for counters in self.scheduler.counters]
-        return sum([phase.hits for phase in phases]), sum([phase.demands for phase in phases])
-
-    def _run_layer(self, router: RouterRan, iteration: Iteration) -> None:
-        num_tokens = iteration.num_tokens
-        self._spend("dense", router.layer, self._compute.dense_ns(router.layer, num_tokens))
-        if num_tokens > 1:
-            self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
-        else:
-            self._tokens = {}
-        routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
-        run_layer(self.scheduler, self._link, router, self._use, self._ahead, routed)
+        return self.link.stall_ns + (0 if self._thread is None else self._thread.stall_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
-        (span,) = spans
-        num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
-        duration_ns = self._compute.span_ns(span.layer, num_tokens, span.num_segments)
-        begin = self._clock.now_ns
-        self._clock.now_ns = begin + duration_ns
-        self._link.computing(begin, begin + duration_ns)
-        if self._watcher is not None:
-            self._watcher.computed(f"expert {span.expert}", span.layer, begin, begin + duration_ns)
+        clock = self._clock
+        ((layer, expert, _, num_segments, _),) = spans
+        begin = clock.now_ns
+        num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
+        clock.now_ns = end = begin + self._span_ns(layer, num_tokens, num_segments)
+        if self._is_observed:
+            self.link.computing(begin, end)
+            if self._watcher is not None:
+                self._watcher.computed(f"expert {expert}", layer, begin, end)
 
     def _spend(self, what: str, layer: int, duration_ns: int) -> None:
         """Compute for so long beside the experts; while the link is busy it takes longer by the slowdown."""
         begin = self._clock.now_ns
         slowdown = 1.0
         if self._slowdown > 1.0:
-            busy_ns = self._link.busy_until_ns() - begin
+            busy_ns = self.link.busy_until_ns() - begin
             if busy_ns > 0:
                 slow_ns = min(duration_ns * self._slowdown, busy_ns)
                 slow_duration_ns = round(slow_ns + duration_ns - slow_ns / self._slowdown)
                 slowdown, duration_ns = max(1.0, slow_duration_ns / max(1, duration_ns)), slow_duration_ns
-        self._clock.now_ns = begin + duration_ns
-        self._link.computing(begin, begin + duration_ns, slowdown)
+        self._clock.now_ns = end = begin + duration_ns
+        if self._is_observed:
+            self.link.computing(begin, end, slowdown)
+            if self._watcher is not None:
+                self._watcher.computed(what, layer, begin, end)
+
+
+class VirtualPredictorThread:
+    """A Channel whose other end is one thread, as the engine's: it reads one observation after the other, in order;
+    each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it but `catch_up`.
+
+    Of what is published, `observations` says what waits and what is dropped. The predictor runs when the clock has come
+    to where the thread begins: it never sees what was dropped. With costs of 0 this is an InlineChannel.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        clock: Clock,
+        costs: PredictorCosts,
+        observations: ObservationQueue,
+        watcher: SimulationWatcher | None = None,
+    ) -> None:
+        self.busy_ns = 0
+        """Time that the thread was not idle."""
+        self.stall_ns = 0
+        """Time that `catch_up` took."""
+        self._predictor = predictor
+        self._clock = clock
+        self._costs = costs
+        self._observations = observations
+        self._watcher = watcher
+        self._ready: deque[tuple[int, Seen]] = deque()  # when it is there
+        self._free_at_ns = 0
+        self._has_waiting = False  # or may have
+
+    @property
+    def num_dropped(self) -> int:
+        """Observations that nobody read, because of too many."""
+        return self._observations.num_dropped
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        now = self._clock.now_ns
+        self._read_until(now)
+        self._observations.begin_iteration(step, began, now)
+        self._has_waiting = True
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        now = self._clock.now_ns
+        self._read_until(now)
+        self._observations.router_ran(step, routed, now)
+        self._has_waiting = True
+
+    def end_iteration(self, ok: bool) -> None:
+        """What is learned from the pass takes its time, too."""
+        self._observations.end_iteration(ok, self._clock.now_ns)
+        self._has_waiting = True
+
+    def take(self) -> Seen | None:
+        """Only what has been made by now."""
+        now = self._clock.now_ns
+        if self._has_waiting and self._free_at_ns <= now:
+            self._read_until(now)
+        ready = self._ready
+        return ready.popleft()[1] if ready and ready[0][0] <= now else None
+
+    def catch_up(self) -> None:
+        """Move the clock to where the thread has read all that was published."""
+        now = self._clock.now_ns
+        self._read_until(NEVER_NS)
+        if self._free_at_ns > now:
+            self.stall_ns += self._free_at_ns - now
+            self._clock.now_ns = self._free_at_ns
+
+    def close(self) -> None:
+        """Read all that is left: nothing else will be published."""
+        self._read_until(NEVER_NS)
+
+    def _read_until(self, now_ns: int) -> None:
+        """Read what the thread begins with by then, of what has been published by now."""
+        while self._has_waiting and self._free_at_ns <= now_ns:
+            work = self._observations.next()
+            if work is None:
+                self._has_waiting = False
+            else:
+                self._read(work)
+
+    def _read(self, work: Work) -> None:
+        """One observation. A prediction is there when it has been made, which may be before the last of them."""
+        done, costs = self._predictor.work, self._costs
+        begin = max(self._free_at_ns, work.at_ns)
+        called = begin + costs.call_ns
+        nbytes, flops = done.read_nbytes, done.flops
+        for prediction in work.do(self._predictor):
+            made = called + costs.work_ns(done.read_nbytes - nbytes, done.flops - flops)
+            self._ready.append((made, Seen(work.step, prediction)))
+        self._free_at_ns = called + costs.work_ns(done.read_nbytes - nbytes, done.flops - flops)
+        self.busy_ns += self._free_at_ns - begin
         if self._watcher is not None:
-            self._watcher.computed(what, layer, begin, self._clock.now_ns)
+            self._watcher.predicted(work.what, begin, self._free_at_ns)

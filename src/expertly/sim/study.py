@@ -5,37 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from expertly.core.errors import ConfigError
+from expertly.core.costs import CODECS, CodecCosts
+from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
-from expertly.sim.chrome import Timelines
-from expertly.sim.compute import compute_model
-from expertly.sim.future import NextUses, TraceFuture
+from expertly.sim.compute import compute_model, step_times
+from expertly.sim.future import RowsFile, TraceFuture, next_uses
 from expertly.sim.hardware import Hardware, Link, PredictorCosts
-from expertly.sim.link import Clock, VirtualLink
-from expertly.sim.memory import Memory
+from expertly.sim.link import Clock, SimulationWatcher, VirtualLink, has_host_tier
 from expertly.sim.metrics import percentile
-from expertly.sim.popularity import popularity
-from expertly.sim.reuse_learning import ReuseOfTraining
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
-from expertly.sim.step_times import step_times
-from expertly.sim.storage import Storage, has_host_tier
-from expertly.sim.training import Training
-from expertly.sim.usage import UsageOfTraining
-from expertly.sim.workload import Workload
+from expertly.sim.training import TrainingPart, popularity
+from expertly.sim.workload import TraceWorkload
 from expertly.trace.reader import Trace
-
-__all__ = ["BOUNDS", "MATCHERS", "RATES", "Memory", "Study"]
 
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Run beside every system asked for."""
@@ -45,6 +38,17 @@ RATES = (
     *("coverage", "accuracy", "timeliness", "recall"),
     *("similarity_correlation_semantic", "similarity_correlation_trajectory"),
 )
+
+FIELDS = (
+    *("system", "scope", "memory", "memory_bytes", "segments", *RATES),
+    *("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded"),
+    *("prefetched_bytes", "wasted_bytes", "bytes_read"),
+    *("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation", "skipped"),
+    *("accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance"),
+    *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
+    *("decode_iterations", "decode_stall_s", "times_by_request"),
+)
+"""Of a row. One is None where nothing was simulated, or where nobody can know it."""
 
 MATCHERS = ("virtual", "inline")
 """Predictors take the hardware's time, or none."""
@@ -69,10 +73,65 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
 
 
+class Timelines(Protocol):
+    """Where the events of runs go."""
+
+    def begin_run(self, name: str) -> SimulationWatcher | None:
+        """Who sees the run of this name, "SYSTEM, BUDGET"; None: nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One budget, as it was asked for: an amount, or a number of experts that every layer keeps."""
+
+    label: str
+    experts_per_layer: int | None = None
+
+    def budget(self, geometry: Geometry, has_sizes: bool = True) -> Budget:
+        """Raises BudgetError or ConfigError naming what does not fit. Without sizes only shares can be cut."""
+        num_experts = self.experts_per_layer
+        if num_experts is None:
+            if not has_sizes and not self.label.strip().endswith("%"):
+                raise ConfigError(
+                    f"memory={self.label!r}: the trace does not know its experts' sizes; accepted without them: a "
+                    'share ("25%")'
+                )
+            nbytes = parse_memory(self.label, geometry.nbytes)
+            if nbytes is None:
+                raise ConfigError("memory='auto': there is no machine to ask; accepted: a share (\"25%\") or an amount")
+            self._check_ring(geometry, nbytes, has_sizes)
+            return split_budget(geometry, nbytes)
+        most = min(layer.num_experts for layer in geometry.layers)
+        if not 0 <= num_experts <= most:
+            raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
+        shares = tuple(num_experts * geometry.segments_per_expert for _ in geometry.layers)
+        kept = [0] * geometry.num_size_classes
+        for size_class, share in zip(geometry.size_classes, shares, strict=True):
+            kept[size_class] += share
+        budget = Budget(0, tuple(default_ring(geometry)), tuple(kept), shares)
+        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry))
+
+    def _check_ring(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
+        """In the words of who asked: bytes say nothing where sizes are made up."""
+        rings = zip(default_ring(geometry), class_segment_nbytes(geometry), strict=True)
+        least = sum(slots * size for slots, size in rings)
+        if nbytes < min(least, geometry.nbytes):
+            percent = -(-10_000 * least // geometry.nbytes) / 100
+            raise BudgetError(
+                f"memory={self.label!r}: below the ring through which experts are streamed; the least is "
+                f"{percent:.2f}% of the experts" + (f" ({least} bytes)" if has_sizes else "")
+            )
+
+
+class _Outcome(NamedTuple):
+    row: dict[str, Any]
+    decode_nbytes: int = 0  # loaded
+
+
 @dataclass(slots=True)
 class Study:
     """What all runs share. Where `layers` is None experts have no known size: there are rates, no bytes or times, and
-    what is loaded ahead is there at once.
+    what is prefetched is there at once.
     """
 
     trace: Trace
@@ -89,25 +148,21 @@ class Study:
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: Timelines | None = None
     progress: Progress | None = None
-    storage: Storage = field(default_factory=Storage)
+    codec: str = "none"  # of CODECS: how experts lie on disk
     wants: set[Want] = field(init=False, default_factory=set)
     """What the predictors of systems that ran so far looked at."""
-    _workload: Workload = field(init=False)
+    _workload: TraceWorkload = field(init=False)
     _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
-    _usage: UsageOfTraining = field(init=False)
-    _learned_reuse: ReuseOfTraining = field(init=False)
+    _training: TrainingPart = field(init=False)
     _popularity: dict[int, int] = field(init=False)
-    _training: Training = field(init=False)
-    _next_uses: NextUses | None = field(init=False, default=None)
+    _next_uses: RowsFile | None = field(init=False, default=None)
     _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
 
     def __post_init__(self) -> None:
-        self._workload = Workload(self.trace, self.schedule.test)
-        self._training = Training(self.trace, self.schedule.training)
-        self._usage = UsageOfTraining(self.trace, self.schedule.training)
-        self._learned_reuse = ReuseOfTraining(self.trace, self.schedule.training)
-        self._popularity = popularity(self.trace, self.schedule, self.geometry)
-        self.storage.check(self.hardware, self.layers is not None)
+        self._workload = TraceWorkload(self.trace, self.schedule.test)
+        self._training = TrainingPart(self.trace, self.schedule.training)
+        self._popularity = popularity(self.trace, self.schedule.training, self.geometry)
+        self._check_codec()
         if self.layers is not None:
             compute_model(self.hardware, self.geometry, self.dense)  # does it know this geometry?
         elif self.plan is not None:
@@ -116,6 +171,25 @@ class Study:
             raise ConfigError(
                 "chrome_trace: the trace does not know its experts' sizes: no times; give a geometry, too"
             )
+
+    def _check_codec(self) -> None:
+        """Raises ConfigError for one that is unknown or would do nothing."""
+        if self.codec not in CODECS:
+            raise ConfigError(f"codec={self.codec!r}: unknown; accepted: {', '.join(CODECS)}")
+        if self.codec == "none":
+            return
+        if self.layers is None:
+            raise ConfigError(f"codec={self.codec!r}: the trace does not know its experts' sizes; give a geometry, too")
+        if not self.hardware.experts_come_from_disk:
+            raise ConfigError(
+                f"codec={self.codec!r}: on hardware {self.hardware.name!r} all experts lie decoded in host memory; "
+                "accepted: none, or a profile whose host_memory_nbytes is less or whose link is the disk"
+            )
+
+    @property
+    def codec_costs(self) -> CodecCosts | None:
+        """As the profile has them, or assumed; None where experts lie on disk as they are."""
+        return None if self.codec == "none" else self.hardware.codec or CodecCosts()
 
     @property
     def geometry(self) -> Geometry:
@@ -143,6 +217,9 @@ class Study:
             self._geometries[num_segments] = Geometry(layers, num_segments)
         return self._geometries[num_segments]
 
+    def _budget(self, memory: Memory, num_segments: int) -> Budget:
+        return memory.budget(self._cut(num_segments), self.layers is not None)
+
     def results(self, systems: Sequence[str], memories: Sequence[Memory]) -> Iterator[dict[str, Any]]:
         """A row for each system and budget, those of BOUNDS behind the systems asked for, for each P that these have.
 
@@ -155,7 +232,7 @@ class Study:
         cuts = dict.fromkeys(num_segments for _, num_segments in runs)
         for memory in memories:
             for num_segments in cuts:
-                memory.budget(self._cut(num_segments), self.layers is not None)
+                self._budget(memory, num_segments)
             for system in asked.values():
                 self._check_plan(system, memory)
         for memory in memories:
@@ -165,19 +242,19 @@ class Study:
             outcomes: dict[tuple[str, int], _Outcome] = {}
             for (name, num_segments), system in runs.items():
                 outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label[num_segments])
-            for (name, num_segments), outcome in outcomes.items():
-                if outcome.row["skipped"] is None:
-                    floor = outcome.row["tpot_s"]
+            for (name, num_segments), (row, _) in outcomes.items():
+                if row["skipped"] is None:
+                    floor = row["tpot_s"]
                     if name != "resident":
                         resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
                         floor = self._floor_tpot_s(resident, belady)
-                    outcome.row["floor_tpot_s"] = floor
-                yield outcome.row
+                    row["floor_tpot_s"] = floor
+                yield row
 
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
-            geometry = self.geometry_of(system)
-            system.check_plan(self.plan, geometry, memory.budget(geometry, self.layers is not None))
+            num_segments = self._num_segments(system)
+            system.check_plan(self.plan, self._cut(num_segments), self._budget(memory, num_segments))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
         """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
@@ -200,66 +277,58 @@ class Study:
     def _outcome(self, system: System, memory: Memory, num_segments: int, label: str) -> _Outcome:
         geometry = self._cut(num_segments)
         if not system.keeps_everything:
-            budget = memory.budget(geometry, self.layers is not None)
-            return self._simulated(system, memory, geometry, budget, label)
+            return self._simulated(system, memory, geometry, self._budget(memory, num_segments), label)
         if num_segments not in self._resident:  # whatever memory is asked for
             budget = split_budget(geometry, geometry.nbytes)
             self._resident[num_segments] = self._simulated(system, memory, geometry, budget, label)
-        resident = self._resident[num_segments]
-        return replace(resident, row=resident.row | {"memory": memory.label})
+        row, nbytes = self._resident[num_segments]
+        return _Outcome(row | {"memory": memory.label}, nbytes)
 
     def _simulated(self, system: System, memory: Memory, geometry: Geometry, budget: Budget, label: str) -> _Outcome:
-        row: dict[str, Any] = {
-            "system": system.name,
-            "scope": system.scope,
-            "memory": memory.label,
-            "memory_bytes": None,
-            "segments": geometry.segments_per_expert,
-            **dict.fromkeys(RATES),
-            **dict.fromkeys(("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded")),
-            **dict.fromkeys(("prefetched_bytes", "wasted_bytes", "bytes_read")),
-            **dict.fromkeys(("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation")),
-            "skipped": self._missing(system),
-            **PhaseCounters().rates_by_distance(),
-            **dict.fromkeys(("latency_s", "layers", "requests", "tokens", "hit_rate_by_request")),
-            **dict.fromkeys(("decode_iterations", "decode_stall_s", "times_by_request")),
-        }
+        row: dict[str, Any] = dict.fromkeys(FIELDS)
+        row |= {"system": system.name, "scope": system.scope, "memory": memory.label}
+        row |= {"segments": geometry.segments_per_expert, "skipped": self._missing(system)}
         if row["skipped"] is not None:
             return _Outcome(row)
         simulator = self.simulate(system, budget, label, geometry)
-        metrics = simulator.metrics
+        scheduler, metrics = simulator.scheduler, simulator.metrics
         prefill, decode = PhaseCounters(), PhaseCounters()
-        for counters in simulator.scheduler.counters:
+        for counters in scheduler.counters:
             prefill.add(counters.prefill)
             decode.add(counters.decode)
-        row |= decode.rates()
-        row["requests"], row["tokens"] = metrics.num_requests, metrics.num_tokens
-        row["hit_rate_by_request"] = [hits / num if num else None for hits, num in metrics.hits_by_request()]
+        row |= decode.rates() | decode.rates_by_distance()
+        row |= {
+            "requests": metrics.num_requests,
+            "tokens": metrics.num_tokens,
+            "hit_rate_by_request": [hits / num if num else None for hits, num in metrics.hits_by_request()],
+            "allocation": system.sharing(scheduler),
+        }
         if simulator.predictor is not None:
-            row["history"] = self._training.history_of(simulator.predictor)
-            row["predictor"] = simulator.predictor.facts()
-            gate = simulator.scheduler.filter
-            row["gate"] = None if gate is None else gate.facts()
-            row["predictions_late"], row["contexts_dropped"] = simulator.num_late, simulator.num_dropped
-            by_layer = enumerate(simulator.scheduler.counters)
-            row["layers"] = [{"layer": layer, **one.decode.goodpred()} for layer, one in by_layer]
-        row |= decode.rates_by_distance()
-        row["allocation"] = system.sharing(simulator.scheduler)
+            row |= {
+                "history": self._training.history_of(simulator.predictor),
+                "predictor": simulator.predictor.facts(),
+                "gate": None if scheduler.filter is None else scheduler.filter.facts(),
+                "predictions_late": simulator.num_late,
+                "contexts_dropped": simulator.num_dropped,
+                "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],
+            }
         if self.layers is not None:
-            row["memory_bytes"] = budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry)
-            row["bytes_loaded"] = prefill.loaded_nbytes + decode.loaded_nbytes
-            row["prefetched_bytes"] = prefill.prefetched_nbytes + decode.prefetched_nbytes
-            row["wasted_bytes"] = prefill.wasted_nbytes + decode.wasted_nbytes
-            row["stall_share"] = metrics.stall_share
-            row["ttft_s"], row["tpot_s"] = metrics.ttft_s(self.is_queued), metrics.tpot_s
-            row["decode_iterations"] = metrics.num_decode_iterations
-            row["decode_stall_s"] = metrics.decode_stall_ns / 1e9
-            row["times_by_request"] = metrics.times_by_request(self.is_queued)
-            if simulator.coded is not None:
-                row["bytes_read"] = simulator.coded.read_nbytes
-            if self.is_queued:
-                row["latency_s"] = _distribution(list(metrics.latencies_s()))
-        return _Outcome(row, decode.loaded_nbytes, metrics.num_decode_iterations)
+            decoder = simulator.link.decoder
+            row |= {
+                "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+                "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
+                "prefetched_bytes": prefill.prefetched_nbytes + decode.prefetched_nbytes,
+                "wasted_bytes": prefill.wasted_nbytes + decode.wasted_nbytes,
+                "bytes_read": None if decoder is None else decoder.read_nbytes,
+                "stall_share": metrics.stall_share,
+                "ttft_s": metrics.ttft_s(self.is_queued),
+                "tpot_s": metrics.tpot_s,
+                "decode_iterations": metrics.num_decode_iterations,
+                "decode_stall_s": metrics.decode_stall_ns / 1e9,
+                "times_by_request": metrics.times_by_request(self.is_queued),
+                "latency_s": _distribution(metrics.latencies_s()) if self.is_queued else None,
+            }
+        return _Outcome(row, decode.loaded_nbytes)
 
     def _missing(self, system: System) -> str | None:
         fields = self.trace.manifest.fields
@@ -282,40 +351,38 @@ class Study:
         geometry, future = geometry or self.geometry_of(system), None
         hardware = self.hardware if self.layers is not None else _NO_TIME
         if "future" in system.needs:
-            self._next_uses = self._next_uses or NextUses(self._workload)
+            self._next_uses = self._next_uses or next_uses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
         order = None if system.name in BOUNDS else self.order
-        known = replace(known, usage=self._usage.of(system, geometry, known))
-        known = replace(known, reuse=self._learned_reuse.of(system, geometry))
-        coding = None if system.keeps_everything else self.storage.coding(hardware)
+        known = replace(known, usage=self._training.usage(system, geometry, known))
+        known = replace(known, reuse=self._training.reuse(system, geometry))
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
-        compute = compute_model(hardware, geometry, self.dense)
-        clock = Clock()
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
-        run = None if self.chrome is None else self.chrome.begin_run(name)
-        link = VirtualLink(clock, hardware, geometry, compute.load_ns, run, compute.submit_ns, coding)
+        watcher = None if self.chrome is None else self.chrome.begin_run(name)
+        clock, compute = Clock(), compute_model(hardware, geometry, self.dense)
+        codec = None if system.keeps_everything else self.codec_costs
+        link = VirtualLink(clock, hardware, geometry, compute.load_ns, watcher, compute.submit_ns, codec)
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
         if predictor is not None:
             self.wants |= predictor.wants
-        costs = hardware.predictor if self.matcher == "virtual" and future is None else None
         simulator = Simulator(
             scheduler,
             compute,
             clock,
             link,
             predictor=predictor,
-            costs=costs,
+            costs=hardware.predictor if self.matcher == "virtual" and future is None else None,
             future=future,
-            watcher=run,
-            times=step_times(geometry, link.brings, compute),
+            watcher=watcher,
+            times=step_times(geometry, link.effective, compute),
         )
         if system.keeps_everything:
             simulator.preload()
-        total = self._workload.num_rows
         iterations = self._workload.iterations() if future is None else future.iterations()
+        total = self._workload.num_rows
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator
 
@@ -323,24 +390,14 @@ class Study:
         """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link;
         where these are decoded, stored bytes are read.
         """
-        if resident.row["tpot_s"] is None or not belady.num_decode_iterations:
+        tpot_s, num_iterations = resident.row["tpot_s"], belady.row["decode_iterations"]
+        if tpot_s is None or not num_iterations:
             return None
         seconds = belady.decode_nbytes / self.hardware.link.nbytes_per_s
-        if self.storage.codec != "none" and not has_host_tier(self.hardware, self.geometry):
-            costs = self.storage.costs(self.hardware)
-            read_nbytes = costs.ratio * belady.decode_nbytes
-            decoding = belady.decode_nbytes / costs.all_nbytes_per_s
-            seconds = max(read_nbytes / self.hardware.link.nbytes_per_s, decoding)
-        return float(max(resident.row["tpot_s"], seconds / belady.num_decode_iterations))
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """A row of the results, and what the floor is made of."""
-
-    row: dict[str, Any]
-    decode_nbytes: int = 0  # loaded
-    num_decode_iterations: int = 0
+        codec = self.codec_costs
+        if codec is not None and not has_host_tier(self.hardware, self.geometry):
+            seconds = max(codec.ratio * seconds, belady.decode_nbytes / codec.all_nbytes_per_s)
+        return float(max(tpot_s, seconds / num_iterations))
 
 
 def _distribution(rising: list[float]) -> dict[str, Any]:

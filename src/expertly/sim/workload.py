@@ -1,20 +1,20 @@
-"""What is simulated: iterations of a trace, in the order in which requests are served, as demands of each layer."""
+"""What is simulated: iterations of a trace in the order in which requests are served, as demands of each layer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan, group_by_expert
-from expertly.core.observation import Began, Routed, Want
-from expertly.sim.rows import Rows, read_rows
+from expertly.core.observation import Began, Floats, History, Routed, Want, normalised_scores, scores_of_choices
 from expertly.trace.reader import Trace
-from expertly.trace.schema import NO_EXPERT
+from expertly.trace.schema import NO_EXPERT, max_experts
 
 _BLOCK_ROWS = 512
 """Rows whose demands are Python objects at a time."""
@@ -34,7 +34,90 @@ class RowRange:
         return self.first_row + self.num_rows - 1
 
 
-@dataclass(frozen=True, slots=True)
+class Rows:
+    """Adjacent rows of a trace that hold whole iterations, as far as they are simulated.
+
+    A field that only predictors look at is read when it is first asked for, and kept for the iterations that follow;
+    a single iteration asks for each layer once.
+    """
+
+    def __init__(self, trace: Trace, first_row: int, columns: dict[str, npt.NDArray[Any]]) -> None:
+        """`columns`: the fields that are always read, [rows, ...] each."""
+        self.iteration: npt.NDArray[np.int64] = columns["iteration"]
+        self.request: npt.NDArray[np.int32] = columns["request"]
+        self.is_prefill: npt.NDArray[np.bool_] = columns["is_prefill"]
+        self.experts: npt.NDArray[np.uint16] = columns["experts"]  # [rows, L, K]
+        self.layers = trace.manifest.layers
+        self._trace = trace
+        self._first_row = first_row
+        self._is_one_pass = bool(self.iteration[0] == self.iteration[-1])
+        self._recorded: dict[str, npt.NDArray[Any]] = {}
+        self._of_layers: dict[tuple[str, int], Floats] = {}
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def token_ids(self, wants: Collection[Want]) -> npt.NDArray[np.int32] | None:
+        """[rows], where they are wanted."""
+        return self._read("token") if "token_ids" in wants else None
+
+    def embedding(self, wants: Collection[Want]) -> Floats | None:
+        """[rows, H], where it is wanted and there."""
+        if "embedding" not in wants or not self._trace.has("embedding"):
+            return None
+        return self._read("embedding", np.float32)
+
+    def of_layer(self, field: str, layer: int) -> Floats | None:
+        """[rows, ...] of "scores" (each row's sum to 1), or of a field that the trace may lack."""
+        found = self._of_layers.get((field, layer))
+        if found is None:
+            if field == "scores":
+                found = self._scores(layer)
+            elif self._trace.has(field):
+                found = self._read(field)[:, layer].astype(np.float32)
+            else:
+                return None
+            found.flags.writeable = False
+            if not self._is_one_pass:
+                self._of_layers[field, layer] = found
+        return found
+
+    def history(self, wants: Collection[Want]) -> History:
+        """All rows, to learn from."""
+        scores = np.zeros((len(self), len(self.layers), max_experts(self.layers)), np.float32)
+        for layer, shape in enumerate(self.layers):
+            scores[:, layer, : shape.num_experts] = self.of_layer("scores", layer)
+        scores.flags.writeable = False
+        requests = self.request.astype(np.int64)
+        return History(
+            requests, self.is_prefill, self.experts, scores, self.embedding(wants), token_ids=self.token_ids(wants)
+        )
+
+    def _scores(self, layer: int) -> Floats:
+        num_experts = self.layers[layer].num_experts
+        if self._trace.has("probs"):
+            return normalised_scores(self._read("probs")[:, layer, :num_experts])
+        return scores_of_choices(self.experts[:, layer], self._read("weights")[:, layer], num_experts)
+
+    def _read(self, field: str, dtype: type[np.float32] | None = None) -> npt.NDArray[Any]:
+        found = self._recorded.get(field)
+        if found is None:
+            found = self._trace.rows(field, self._first_row, self._first_row + len(self))
+            if dtype is not None:
+                found = found.astype(dtype)
+                found.flags.writeable = False
+            self._recorded[field] = found
+        return found
+
+
+def read_rows(trace: Trace, first_row: int, num_rows: int, max_rows: int) -> Iterator[Rows]:
+    """Rows of a trace in blocks of about `max_rows`, in order; none splits an iteration."""
+    fields = ("request", "iteration", "is_prefill", "experts")
+    for block in trace.blocks(fields, first_row, first_row + num_rows, max_rows):
+        yield Rows(trace, block.first_row, block.columns)
+
+
+@dataclass(slots=True)
 class Iteration:
     """One forward pass. `layers` holds the demand of each layer that ran, in order."""
 
@@ -61,14 +144,33 @@ class Iteration:
 
     def began(self, wants: Collection[Want]) -> Began:
         """What a predictor that wants these may see of its begin."""
-        return self.rows.began(self.begin, self.begin + self.num_tokens, wants, self.stack)
+        rows, own = self.rows, slice(self.begin, self.begin + self.num_tokens)
+        embedding, token_ids = rows.embedding(wants), rows.token_ids(wants)
+        return Began(
+            rows.request[own].astype(np.int64),
+            rows.is_prefill[own],
+            None if embedding is None else embedding[own],
+            self.stack,
+            None if token_ids is None else token_ids[own],
+        )
 
     def routed(self, router: RouterRan, wants: Collection[Want]) -> Routed:
         """And of one of its layers."""
-        return self.rows.routed(router, self.begin, self.begin + self.num_tokens, wants)
+        rows, layer, own = self.rows, router.layer, slice(self.begin, self.begin + self.num_tokens)
+        experts = rows.experts[own, layer, : rows.layers[layer].top_k] if "experts" in wants else None
+        scores = rows.of_layer("scores", layer) if "scores" in wants else None
+        lookahead = rows.of_layer("lookahead", layer) if "lookahead" in wants else None
+        inputs = rows.of_layer("router_inputs", layer) if "inputs" in wants else None
+        return Routed(
+            router,
+            experts,
+            None if scores is None else scores[own],
+            None if lookahead is None else lookahead[own],
+            None if inputs is None else inputs[own],
+        )
 
 
-class Workload:
+class TraceWorkload:
     """A trace's rows in the order of `spans`. Rows and iterations are counted in that order, from 0."""
 
     def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
@@ -87,23 +189,24 @@ class Workload:
             trace_row = span.first_row
             for rows in read_rows(self.trace, span.first_row, span.num_rows, _BLOCK_ROWS):
                 has_gaps = bool((rows.experts == NO_EXPERT).any())
-                for begin, end in _iteration_bounds(rows.iteration):
+                edges = [0, *(np.flatnonzero(np.diff(rows.iteration)) + 1).tolist(), len(rows)]
+                for begin, end in pairwise(edges):
                     num = end - begin
                     if num == 1:
                         is_prefill = bool(rows.is_prefill[begin])
                         requests = (int(rows.request[begin]),)
                         prefilling = requests if is_prefill else ()
-                        layers = _single(rows.experts[begin].tolist(), is_prefill, has_gaps)
+                        layers = _demands_of_token(rows.experts[begin].tolist(), is_prefill, has_gaps)
                     else:
                         of_rows, are_prefill = rows.request[begin:end], rows.is_prefill[begin:end]
                         requests = tuple(dict.fromkeys(of_rows.tolist()))
                         prefilling = tuple(dict.fromkeys(of_rows[are_prefill].tolist()))
-                        layers = self._many(rows.experts[begin:end], are_prefill)
+                        layers = self._demands_of_rows(rows.experts[begin:end], are_prefill)
                     where = (row, trace_row, span.arrival_ns)
                     yield Iteration(index, requests, prefilling, num, layers, *where, rows, begin)
                     index, row, trace_row = index + 1, row + num, trace_row + num
 
-    def _many(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
+    def _demands_of_rows(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
         demands = []
         for layer, shape in enumerate(self.layers):
             demand, _ = group_by_expert(layer, experts[:, layer, : shape.top_k], shape.num_experts, is_prefill)
@@ -112,17 +215,11 @@ class Workload:
         return demands
 
 
-def _iteration_bounds(iteration: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(begin, end) rows of each iteration of a block."""
-    edges = [0, *(np.flatnonzero(np.diff(iteration)) + 1).tolist(), len(iteration)]
-    return list(pairwise(edges))
-
-
 _FLAGS = {(num, flag): [flag] * num for num in range(1, 33) for flag in (False, True)}
 _ONES = {num: [1] * num for num in range(1, 33)}
 
 
-def _single(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
+def _demands_of_token(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
     """The demands of one token; the lists that say nothing new are shared."""
     demands = []
     for layer, chosen in enumerate(experts_of_layers):

@@ -13,7 +13,6 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, REGISTRIES, System, names_of_options
-from expertly.sim.storage import Storage
 
 NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 4, 8, 16)}
 """What is tried of parts that are numbers."""
@@ -36,7 +35,7 @@ class Candidate:
 
     system: System
     budget_nbytes: int
-    storage: Storage
+    codec: str
     is_planned: bool = False  # it begins with a plan that is made of the recorded part
 
     @property
@@ -45,8 +44,8 @@ class Candidate:
         name = self.system.name
         if self.is_planned:
             name += " with a plan"
-        if self.storage.codec != "none":
-            name += f", {self.storage.codec}"
+        if self.codec != "none":
+            name += f", {self.codec}"
         return name
 
     @property
@@ -89,8 +88,8 @@ class Space:
             yield replace(candidate, is_planned=not candidate.is_planned)
         if not system.keeps_everything:
             for codec in self.codecs:
-                if codec != candidate.storage.codec:
-                    yield replace(candidate, storage=Storage(codec))
+                if codec != candidate.codec:
+                    yield replace(candidate, codec=codec)
         if self.is_free and not system.keeps_everything:
             for share in BUDGET_SHARES:
                 if int(share * self.memory_nbytes) != candidate.budget_nbytes:
@@ -107,7 +106,7 @@ class Space:
     def _candidates(self, system: System) -> Iterator[Candidate]:
         if self.can_run(system):
             for codec in self.codecs:
-                yield Candidate(system, self.memory_nbytes, Storage(codec))
+                yield Candidate(system, self.memory_nbytes, codec)
 
     def _settings(self, system: System) -> Iterator[tuple[str, str]]:
         """Every other value of every part and option of it, what matters most first."""

@@ -9,8 +9,8 @@ from typing import Any
 from expertly import api
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.hardware.measure_codec import store_costs
+from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import ModelProfile, measure_model
-from expertly.sim.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
 from expertly.store.packed import PackedStore
 

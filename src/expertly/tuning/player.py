@@ -14,8 +14,7 @@ from expertly.engine.learned import reuse_models
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.playing import Played, feed
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.sim.reuse_learning import teach
-from expertly.sim.training import histories
+from expertly.sim.training import histories, teach
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.workload import Request, Workload
 
@@ -72,7 +71,7 @@ class EnginePlayer:
             memory=candidate.budget_nbytes,
             plan=self._plan(candidate),
             maps=str(self.maps(candidate)) if system.learns is not None else None,
-            codec=candidate.storage.codec,
+            codec=candidate.codec,
         )
         engine, trace, training = api.handle(model).engine, self._workload.trace, self._workload.schedule.training
         prefetching = engine.prefetching

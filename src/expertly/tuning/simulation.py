@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.lab.routing_rates import rates_of_trace
 from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.routing_rates import rates_of_trace
 from expertly.sim.schedule import Schedule
-from expertly.sim.step_times import step_times
-from expertly.sim.storage import Storage
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 from expertly.tuning.candidates import Candidate
@@ -33,7 +31,7 @@ class Simulation:
     hardware: Hardware
     weights: LearnedWeights | None = None
     seed: int = 0
-    _studies: dict[tuple[int, Storage, SplitPlan | None], Study] = field(init=False, default_factory=dict)
+    _studies: dict[tuple[int, str, SplitPlan | None], Study] = field(init=False, default_factory=dict)
     _plans: dict[tuple[int, int], SplitPlan] = field(init=False, default_factory=dict)
     _rates: Any = field(init=False, default=None)
 
@@ -62,13 +60,13 @@ class Simulation:
     def row(self, candidate: Candidate, num_requests: int, progress: Any = None) -> dict[str, Any]:
         """As `Study.row`, of the first requests."""
         plan = self.plan(candidate)
-        study = self._study(num_requests, candidate.storage, plan)
+        study = self._study(num_requests, candidate.codec, plan)
         study.progress = progress
         return study.row(candidate.system, Memory(str(candidate.budget_nbytes)))
 
     def segments(self, candidate: Candidate) -> int:
         """P, as it fits the model."""
-        return self._study(1, Storage(), None).geometry_of(candidate.system).segments_per_expert
+        return self._study(1, "none", None).geometry_of(candidate.system).segments_per_expert
 
     def plan(self, candidate: Candidate) -> SplitPlan | None:
         """What a planned candidate begins with: as `expertly configure` makes it of the training part. Raises
@@ -76,7 +74,7 @@ class Simulation:
         """
         if not candidate.is_planned:
             return None
-        study = self._study(1, Storage(), None)
+        study = self._study(1, "none", None)
         geometry = study.geometry_of(candidate.system)
         key = (geometry.segments_per_expert, candidate.budget_nbytes)
         if key not in self._plans:
@@ -87,9 +85,9 @@ class Simulation:
             self._plans[key] = configure(geometry, kept, self._rates.layers, timing).plan
         return self._plans[key]
 
-    def _study(self, num_requests: int, storage: Storage, plan: SplitPlan | None) -> Study:
+    def _study(self, num_requests: int, codec: str, plan: SplitPlan | None) -> Study:
         """Shared by all candidates that it is the same for: it reads the trace when it is made."""
-        key = (num_requests, storage, plan)
+        key = (num_requests, codec, plan)
         if key not in self._studies:
             schedule = Schedule(self.schedule.training, self.schedule.test[:num_requests])
             layers = tuple(layer.geometry() for layer in self.trace.manifest.layers)
@@ -104,7 +102,7 @@ class Simulation:
                 seed=self.seed,
                 learned=self.weights,
                 plan=plan,
-                storage=storage,
+                codec=codec,
             )
         return self._studies[key]
 

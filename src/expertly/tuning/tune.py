@@ -300,7 +300,7 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
         segments=simulation.segments(chosen),
         memory_nbytes=seen.memory_nbytes,
         budget_nbytes=chosen.budget_nbytes,
-        codec=chosen.storage.codec,
+        codec=chosen.codec,
         machine=seen.machine,
         plan=simulation.plan(chosen),
         predictor=str(Path(wishes.predictor).expanduser().absolute()) if is_named else None,

@@ -8,8 +8,7 @@ from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Finding, Table
 from expertly.reproduce.lab import SPLIT, Lab
-from expertly.sim.arrivals import Arrivals
-from expertly.sim.schedule import Schedule, Selection, make_schedule
+from expertly.sim.schedule import Arrivals, Schedule, Selection, make_schedule
 
 HARDWARE = "rtx3090"
 REQUESTS = 64

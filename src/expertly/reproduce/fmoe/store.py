@@ -9,7 +9,7 @@ from expertly.reproduce import rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table
 from expertly.reproduce.lab import Lab, Row
-from expertly.sim.geometry_file import read_geometry
+from expertly.sim.hardware import read_geometry
 
 HARDWARE = "rtx3090"
 CAPACITIES = (125, 250, 500, 1000, 1500, 2000)

@@ -8,10 +8,9 @@ from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
-from expertly.sim.compute import compute_model
+from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.step_times import step_times
 from expertly.sim.study import Memory
 
 HARDWARE = "a6000"

@@ -9,7 +9,7 @@ from expertly.reproduce import reasons, rules
 from expertly.reproduce.experiment import Experiment
 from expertly.reproduce.finding import Cell, Finding, Table, show
 from expertly.reproduce.lab import Lab
-from expertly.sim.popularity import popularity
+from expertly.sim.training import popularity
 
 HARDWARE = "rtx4090"
 LRU = "lru:order=id:preemption=late"
@@ -57,7 +57,7 @@ def _latency(lab: Lab) -> Finding:
                 why=lambda: f"{reasons.of_prompts(half)}; in decode {reasons.of_steps(half)}",
             )
         )
-    counts = popularity(lab.trace, runs.study.schedule, Geometry(lab.subject.layers))
+    counts = popularity(lab.trace, runs.study.schedule.training, Geometry(lab.subject.layers))
     uses = np.zeros((len(lab.subject.layers), lab.num_experts))
     for key, count in counts.items():
         uses[key // lab.num_experts, key % lab.num_experts] = count

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats, Want, layer_ahead
 from expertly.policies.allocation.moepic import LayerRates, LayerStatistics
-from expertly.sim.workload import Iteration, RowRange, Workload
+from expertly.sim.workload import Iteration, RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 
 _WANTS: frozenset[Want] = frozenset({"experts", "lookahead"})
@@ -35,7 +35,7 @@ def rates_of_trace(
 
     Raises ConfigError where no token was decoded.
     """
-    workload = Workload(trace, spans)
+    workload = TraceWorkload(trace, spans)
     gathering = _Gathering(trace)
     requests: set[int] = set()
     for iteration in workload.iterations():

@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 
-from expertly.core.costs import MeasuredCompute
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape
+from expertly.lab.chrome import ChromeTrace
 from expertly.scheduler.presets import SYSTEMS
-from expertly.sim.chrome import ChromeTrace
-from expertly.sim.hardware import Hardware, Link
+from expertly.sim.hardware import Link
 from expertly.sim.study import Memory
-from tests.sim.drive import make_study, make_trace, random_passes, sized, toy
+from tests.sim.drive import make_study, make_trace, measured, random_passes, sized, toy
 
 LAYERS = sized(2, 8, 2)
-
-
-def measured() -> Hardware:
-    """A machine whose computing thread spends time on loads, and computes slower while the link is busy."""
-    compute = MeasuredCompute(
-        "toy", "float32", 1, 0, 2, LAYERS[0], (1, 4), (100, 120), (1000, 1100), (50, 80), (50, 80), (5, 5), 11, 13, 1.5
-    )
-    return toy(compute=compute)
 
 
 MACHINES = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.lab.routing_rates import RoutingRates, rates_of_trace
 from expertly.policies.allocation.moepic import LayerStatistics
-from expertly.sim.routing_rates import RoutingRates, rates_of_trace
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field

@@ -1,7 +1,7 @@
 """How fast readers decode beside computing: fitted to how long layers with absent experts took.
 
 Measured alone, decoding is faster than in a pass: there threads wait for the interpreter lock and to be woken.
-The link of experts that are stored as they are is fitted to the same times (engine/layer_profile.py).
+The link of experts that are stored as they are is fitted to the same times (layer_profile.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.sim.coded import Coding
 from expertly.sim.hardware import Hardware
 from expertly.sim.link import Clock, VirtualLink
 
@@ -38,8 +37,8 @@ def fit_decoding(
     around_ns = max(0, resident[0] - compute.layer.top_k * compute.expert_ns[0]) if resident else 0
 
     def error(rate: float) -> float:
-        coding = Coding(replace(costs, decode_nbytes_per_s=rate))
-        simulated = [around_ns + _layer_ns(one.num_absent, disk, coding, compute, geometry) for one in loading]
+        codec = replace(costs, decode_nbytes_per_s=rate)
+        simulated = [around_ns + _layer_ns(one.num_absent, disk, codec, compute, geometry) for one in loading]
         return sum(one.num_samples * (ns / one.total_ns - 1) ** 2 for ns, one in zip(simulated, loading, strict=True))
 
     least, most = _LEAST_SHARE * costs.decode_nbytes_per_s, costs.decode_nbytes_per_s
@@ -52,7 +51,7 @@ def fit_decoding(
     return replace(costs, decode_nbytes_per_s=best)
 
 
-def _layer_ns(num_absent: int, disk: Link, coding: Coding, compute: MeasuredCompute, geometry: Geometry) -> int:
+def _layer_ns(num_absent: int, disk: Link, codec: CodecCosts, compute: MeasuredCompute, geometry: Geometry) -> int:
     """What the loop of a layer takes: what has arrived is computed first, then what is here, then it waits."""
     clock = Clock()
     link = VirtualLink(
@@ -61,7 +60,7 @@ def _layer_ns(num_absent: int, disk: Link, coding: Coding, compute: MeasuredComp
         geometry,
         lambda layer, num_segments: compute.load_ns,
         submit_ns=compute.submit_ns,
-        coding=coding,
+        codec=codec,
     )
     num_segments = geometry.segments_per_expert
     link.submit([Span(0, expert, 0, num_segments, expert * num_segments) for expert in range(num_absent)])

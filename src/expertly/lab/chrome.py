@@ -6,26 +6,12 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Span
-from expertly.sim.link import LinkWatcher
-from expertly.sim.simulator import Watcher
 
 _THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
-
-
-class RunWatcher(Watcher, LinkWatcher, Protocol):
-    """Sees all that one run does."""
-
-
-class Timelines(Protocol):
-    """Where the events of runs go."""
-
-    def begin_run(self, name: str) -> RunWatcher | None:
-        """Who sees the run of this name, "SYSTEM, BUDGET"; None: nobody."""
-        ...
 
 
 class ChromeTrace:
@@ -66,15 +52,15 @@ class ChromeTrace:
         finally:
             self._partial.unlink(missing_ok=True)
 
-    def begin_run(self, name: str) -> Run:
-        """The events that follow are of another run."""
+    def begin_run(self, name: str) -> RunTimeline:
+        """The events that follow are of another run, named "SYSTEM, BUDGET"."""
         self._num_runs += 1
         pid = self._num_runs
         self.write({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         self.write({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for what, tid in _THREADS.items():
             self.write({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": what}})
-        return Run(self, pid)
+        return RunTimeline(self, pid)
 
     def write(self, event: dict[str, Any]) -> None:
         """One event."""
@@ -88,32 +74,25 @@ class ChromeTrace:
         return ConfigError(f"chrome_trace={str(self._path)!r}: cannot be written ({error.strerror or error})")
 
 
-class Run:
-    """One run's events: a Watcher of the simulator, its link and its predictor.
-
-    Gaps on the device are stalls, or nothing to do.
-    """
+class RunTimeline:
+    """The SimulationWatcher that writes one run's events. Gaps on the device are stalls, or nothing to do."""
 
     def __init__(self, file: ChromeTrace, pid: int) -> None:
         self._file = file
         self._pid = pid
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        """See Watcher."""
         name = what if layer < 0 else f"{what}, layer {layer}"
         self._write(name, what.split()[0], "device", begin_ns, end_ns)
 
     def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         parts = f"{span.segment}..{span.segment + span.num_segments - 1}"
         self._write(f"layer {span.layer}, expert {span.expert}, segments {parts}", "load", where, begin_ns, end_ns)
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See LinkWatcher."""
         self._write(what, what, "device", begin_ns, end_ns)
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """See MatcherWatcher."""
         self._write(what, "predict", "predictor", begin_ns, end_ns)
 
     def _write(self, name: str, kind: str, thread: str, begin_ns: int, end_ns: int) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.allocation.adapmoe import StackDistances
 from expertly.policies.known import Known
-from expertly.scheduler.presets import get_system
-from expertly.sim.schedule import Selection
+from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.sim.hardware import Link
+from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import BOUNDS, Memory
+from expertly.sim.training import TrainingPart
 from expertly.trace.reader import Trace
+from tests.scheduler.drive import one_token
 from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(3, 8, 2)
@@ -61,7 +66,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
     )
     study = make_study(trace, selection=Selection(split=(1, 1)))
     system = get_system("lru:allocation=adapmoe")
-    usage = study._usage.of(system, study.geometry, Known())
+    usage = study._training.usage(system, study.geometry, Known())
     assert usage is not None
     expected = [StackDistances(8) for _ in LAYERS]
     for span in study.schedule.training:
@@ -71,7 +76,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
             for layer in range(3 * (not is_prefill)):
                 expected[layer].add([(1, int(expert)) for expert in row[layer]])
     assert [one.tolist() for one in usage.misses] == [one.misses().tolist() for one in expected]
-    assert study._usage.of(get_system("lru"), study.geometry, Known()) is None
+    assert study._training.usage(get_system("lru"), study.geometry, Known()) is None
 
 
 def test_nothing_kept_is_all_ring_and_every_need_a_load(tmp_path: Path) -> None:
@@ -144,3 +149,85 @@ def test_where_sizes_are_unknown_any_number_divides(tmp_path: Path) -> None:
     rows = list(make_study(trace, toy()).results(["lru", "lru:segments=7"], [Memory("40%")]))
     assert [row["segments"] for row in rows[:2]] == [1, 7]
     assert all(row["hit_rate"] is not None for row in rows)
+
+
+# -- tops of experts kept ----------
+
+
+def test_times_of_a_split_layer_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
+    """Segments of 12 bytes, four an expert; 12 slots: a ring of 8 and two tops of two. Half an expert takes 24 + 10 ns
+    to compute, 3 + 48 to load, and 7 pass before an idle link begins.
+
+    0     pass 0: 100 ns of dense; both experts are missing. The tops, which are kept, come first: at 100 + 7 + 51 =
+          158, 209, then the rest at 260 and 311. Each is computed in 34 when it is here: 58 + 17 + 17 + 17 ns stalled,
+          until 345. The head takes until 1345.
+    1345  pass 1 needs 0, whose top is here, and 2 (1's top goes): from 1445 on 0's top is computed until 1479; the top
+          of 2 comes at 1503, the rest of 0 at 1554 and that of 2 at 1605: 24 + 17 + 17 ns stalled, until 1639. The
+          head takes until 2639.
+    """
+    layers = sized(1, 4, 2)
+    study = make_study(make_trace(tmp_path / "trace", [(0, False, [[[0, 1]]]), (0, False, [[[0, 2]]])], layers))
+    study.segments = 4
+    row = results(study, ["lcp:allocation=split"], "75%")["lcp:allocation=split"]
+    assert row["tpot_s"] * 1e9 == pytest.approx(2639 / 2, abs=1e-6)
+    assert row["stall_share"] == pytest.approx((58 + 3 * 17 + 24 + 2 * 17) / 2639)
+    assert (row["hit_rate"], row["partial_hit_rate"], row["bytes_loaded"]) == (0, 1 / 4, 2 * 48 + 24 + 48)
+    assert row["allocation"]["split"] == [{"kept_experts": 2, "theta": 0.5}]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Any:
+    """Layer 0 chooses among all its experts, and nothing foretells them; the others choose among three."""
+    layers = sized(4, 12, 2, width=400)
+    passes = random_passes(3, layers, 600)
+    for number, (_, _, rows) in enumerate(passes):
+        for row in rows:
+            row[1:] = [[(number + layer) % 3, (number + layer + 1) % 3] for layer in range(3)]
+    return make_trace(tmp_path / "trace", passes, layers, is_full=True)
+
+
+def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_it(planted: Any) -> None:
+    study = make_study(planted, toy(link=Link(0.25e9, 0, 0)), matcher="inline")
+    rows = results(study, ["moepic:tau=100", "moepic:allocation=split"], "50%")
+    ours, fixed = rows["moepic:tau=100"], rows["moepic:allocation=split"]
+    found = ours["allocation"]
+    assert found["configurations"] == 7, "of 600 tokens before the first, after 64, and after each 100 more"
+    assert found["experts"][0] > max(found["experts"][1:])
+    assert ours["tpot_s"] < fixed["tpot_s"]
+    assert ours["memory_bytes"] == fixed["memory_bytes"]
+    assert fixed["allocation"]["split"] == [{"kept_experts": 11, "theta": 0.5}] * 4
+
+
+def test_without_sizes_there_are_rates(planted: Any) -> None:
+    """Loads take no time there: what is kept is worked out all the same."""
+    study = replace(make_study(planted), layers=None)
+    row = results(study, ["moepic:tau=100"], "50%")["moepic:tau=100"]
+    assert row["allocation"]["configurations"] == 7 and row["hit_rate"] > 0.5 and row["tpot_s"] is None
+
+
+# -- a training part teaches `expertly` what is used again soon; other systems are told nothing of it ----------
+
+
+WIDE = sized(3, 12, 2)
+
+
+def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
+    passes = random_passes(0, WIDE, 30, prompt=5, num_requests=10)
+    trace = make_trace(tmp_path / "trace", passes, WIDE, num_requests=10)
+    geometry = make_study(trace).geometry
+    learning = TrainingPart(trace, make_schedule(trace, Selection(split=(7, 3))).training)
+    taught = learning.reuse(SYSTEMS["expertly"], geometry)
+    assert taught is not None and taught is learning.reuse(SYSTEMS["expertly"], geometry)
+    assert learning.reuse(SYSTEMS["lru"], geometry) is None and learning.reuse(SYSTEMS["resident"], geometry) is None
+    assert TrainingPart(trace, []).reuse(SYSTEMS["expertly"], geometry) is None
+    model = taught.copy()
+    for layer in range(3):
+        model.observe(one_token(layer, [0, 1]))
+    used = np.zeros((3, 12))
+    for _, is_prompt, rows in passes:
+        for row in [] if is_prompt else rows:
+            for layer, experts in enumerate(row):
+                used[layer, experts] += 1
+    popular = used.argmax(axis=1)
+    worth = model.worth().reshape(3, 12)
+    assert all(worth[layer, popular[layer]] > np.median(worth[layer]) for layer in range(3))

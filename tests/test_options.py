@@ -1,0 +1,65 @@
+"""What a user can say of loading a model is said once: `load`, its help and the command line agree."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+import pytest
+import torch
+
+import expertly
+from expertly.cli.loading import add_loading_arguments
+from expertly.core.errors import ConfigError
+from expertly.options import LOAD_OPTIONS, LoadOptions
+
+
+def test_load_shows_every_option_with_its_default():
+    shown = inspect.signature(expertly.load).parameters
+    assert {name: shown[name].default for name in LOAD_OPTIONS} == {name: o.default for name, o in LOAD_OPTIONS.items()}
+    assert all(f"{name}:" in str(expertly.load.__doc__) for name in LOAD_OPTIONS)
+
+
+def test_the_command_line_has_the_same_names_and_defaults():
+    parser = argparse.ArgumentParser()
+    add_loading_arguments(parser)
+    given = vars(parser.parse_args([]))
+    for name, default in given.items():
+        if name != "model":
+            assert name in LOAD_OPTIONS
+            assert default == LOAD_OPTIONS[name].default or (name, default) == ("system", None)  # nobody asked
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(torch.float32, "float32"), ("float32", "float32"), ("torch.bfloat16", "bfloat16"), (None, None)],
+)
+def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
+    assert LoadOptions(dtype=given).dtype == name
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"matcher": "soon"}, "matcher='soon'.*auto, thread, inline"),
+        ({"segments": 0}, "segments=0.*from 1"),
+        ({"segments": True}, "segments=True.*from 1"),
+        ({"compressed": 0.5}, "compressed=0.5.*planes"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str):
+    with pytest.raises(ConfigError, match=says):
+        LoadOptions(**options)
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(TypeError, match="memry"):
+        expertly.load(memry="25%")
+
+
+def test_torchs_dtype_runs():
+    model, _ = expertly.load(memory="25%", system="lru", dtype=torch.float32)
+    try:
+        assert model.dtype == torch.float32
+    finally:
+        expertly.unload(model)
