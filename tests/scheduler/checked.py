@@ -11,7 +11,7 @@ from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 
 
 def mask_of(span: Span) -> int:

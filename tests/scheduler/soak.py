@@ -27,7 +27,7 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.prefetch_filter import PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler.checked import CheckedScheduler
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)

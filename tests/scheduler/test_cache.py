@@ -19,7 +19,7 @@ from expertly.scheduler.prefetch_filter import PrefetchFilter
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
-from tests.policies.futures import KNOWN
+from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry, kept, made, one_token, prediction, run, run_layer, scheduler
 from tests.scheduler.soak import LAYERS, RandomQuotas
 

@@ -20,7 +20,7 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.scheduler import Scheduler
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler import drive
 from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
 from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
