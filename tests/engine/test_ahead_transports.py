@@ -25,15 +25,9 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
-<<<<<<< HEAD
-from expertly.testing.made_up import ListFuture
 from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.drive import routed
 from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_router
-=======
-from tests.scheduler.ahead import CheckedController
-from tests.scheduler.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
->>>>>>> main
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -235,5 +229,8 @@ def soak(
         assert backend.stats()["disk_nbytes"] == backend.stats()["buffered_nbytes"], "what was dropped was not read"
     backend.close()
     return Counter(
-        ahead=transport.num_ahead, withdrawn=transport.num_withdrawn, joined=control.happened["joined"], failed=num_failed
+        ahead=transport.num_ahead,
+        withdrawn=transport.num_withdrawn,
+        joined=control.happened["joined"],
+        failed=num_failed,
     )

@@ -69,11 +69,6 @@ def _accepted() -> dict[str, list[str]]:
 
 
 def _options() -> dict[str, list[str]]:
-<<<<<<< HEAD
-    """Of each predictor and allocation that has any, by "prediction=NAME" and "allocation=NAME"."""
-    every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
-=======
     """Of each policy that has any, by "prediction=NAME", "eviction=NAME", ..."""
-    every = [(part, name) for part, registry in WITH_OPTIONS.items() for name in registry]
->>>>>>> main
+    every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
     return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}
