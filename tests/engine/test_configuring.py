@@ -12,8 +12,7 @@ import pytest
 import expertly
 from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.engine.configuring import Configuring
-from expertly.engine.step_times import StepTimes
+from expertly.engine.configuring import Configuring, StepTimes
 from expertly.policies.allocation.moepic import LayerRates, configure
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import replay_file

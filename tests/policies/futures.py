@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from expertly.testing.futures import KNOWN, AnyFuture, ListFuture
+from expertly.testing.made_up import KNOWN, AnyFuture, ListFuture
 
 __all__ = ["KNOWN", "AnyFuture", "ListFuture"]

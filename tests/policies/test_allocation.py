@@ -9,12 +9,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
+from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, cheapest_shares
-from expertly.policies.allocation.uniform import Uniform, uniform_shares
+from expertly.policies.allocation.uniform import Uniform, equal_shares, uniform_shares
 from expertly.policies.eviction.simple import LRU
 from expertly.policies.known import Known, Usage
 from expertly.scheduler.budget import allocate, check_shares, split_budget
@@ -75,6 +75,30 @@ def test_none_makes_everything_a_ring() -> None:
         before = split_budget(shape, int(shape.nbytes * share))
         budget = allocate(shape, before, ALLOCATIONS["none"].make(shape))
         assert budget.ring_slots == tuple(before.pool_slots()) and budget.layer_shares == (0, 0, 0)
+
+
+def narrow(widths: list[int], experts: list[int]) -> Geometry:
+    pairs = zip(widths, experts, strict=True)
+    return Geometry(tuple(LayerGeometry(num, 1, 4, width, 3, 2) for width, num in pairs), 2)
+
+
+@pytest.mark.parametrize(
+    ("widths", "experts", "slots", "shares"),
+    [
+        ([8] * 4, [6] * 4, [22], [6, 6, 5, 5]),  # the remainder goes to the lowest layers
+        ([8] * 4, [6] * 4, [2], [1, 1, 0, 0]),
+        ([8, 8], [6, 6], [1000], [12, 12]),  # no layer gets more than its experts fill
+        ([8, 8, 8], [8, 2, 8], [20], [8, 4, 8]),
+        ([8, 8, 8], [8, 2, 8], [21], [9, 4, 8]),
+        ([8, 16, 8], [4, 4, 4], [6, 5], [3, 5, 3]),  # size classes do not share
+    ],
+)
+def test_equal_shares(widths: list[int], experts: list[int], slots: list[int], shares: list[int]) -> None:
+    shape = narrow(widths, experts)
+    assert equal_shares(shape, slots) == shares
+    for wrong in ([*slots, 1], [-1] * len(slots)):
+        with pytest.raises(BudgetError, match="kept_segments="):
+            equal_shares(shape, wrong)
 
 
 class Wrong(Uniform):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 import pytest
 
@@ -14,10 +15,32 @@ from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
 from expertly.scheduler.scheduler import Scheduler
 from tests.policies.futures import ListFuture
-from tests.policies.optimum import least_loads
 from tests.scheduler.drive import geometry, run_layer
 
 Demands = list[tuple[int, list[int]]]
+
+
+def least_loads(demands: list[frozenset[int]], capacities: dict[int, int], of_cache: dict[int, int]) -> int:
+    """Items loaded over `demands`, each served in turn from what is kept, by trying everything.
+
+    After a demand any of (kept + demanded) may be kept, as many as `capacities` of each item's cache (`of_cache`).
+    """
+    total = 0
+    for cache, capacity in capacities.items():
+        items = {item for item, c in of_cache.items() if c == cache}
+        costs: dict[frozenset[int], int] = {frozenset(): 0}
+        for demand in demands:
+            mine = demand & items
+            following: dict[frozenset[int], int] = {}
+            for kept, cost in costs.items():
+                paid = cost + len(mine - kept)
+                pool = sorted(kept | mine)
+                for after in combinations(pool, min(capacity, len(pool))):
+                    key = frozenset(after)
+                    following[key] = min(paid, following.get(key, paid))
+            costs = following
+        total += min(costs.values())
+    return total
 
 
 def with_shares(shape: Geometry, shares: list[int], ring: int) -> Budget:

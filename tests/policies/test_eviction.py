@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from expertly.core.errors import ConfigError
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.eviction.fmoe import FMoEEviction
@@ -34,12 +35,6 @@ def admit(policy: EvictionPolicy, experts: list[int]) -> None:
 def test_conformance(make, check) -> None:
     """A new policy inherits these by being in EVICTIONS."""
     check(make)
-
-
-def test_what_the_registry_says_of_a_policy_is_so() -> None:
-    for name, one in EVICTIONS.items():
-        assert isinstance(one.make(SHAPE, 4, KNOWN), ScoredPolicy) == one.is_scored, name
-    assert [name for name, one in EVICTIONS.items() if one.needs_future] == ["belady"]
 
 
 class Stated(ScoredPolicy):
@@ -155,25 +150,19 @@ def test_fmoe_story() -> None:
     assert list(policy.victims(())) == [5, 0, 4, 1], "five tokens, in the cache or not"
 
 
-def test_lru_orders_by_last_use() -> None:
+@pytest.mark.parametrize(
+    ("kept", "used", "num_tokens", "victims"),
+    [
+        ([1, 2, 3], [1], [1], [2, 3, 1]),  # by last use
+        ([1, 2, 3, 4], [4, 1, 3], [1, 1, 1], [2, 1, 3, 4]),  # a token is one moment: ties go to the lowest id
+        ([1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 0, 2], [3, 2, 4, 1]),  # of many tokens the busiest stays longest
+    ],
+)
+def test_lru(kept: list[int], used: list[int], num_tokens: list[int], victims: list[int]) -> None:
     policy = LRU()
-    admit(policy, [1, 2, 3])
-    policy.used([1], [1], 1)
-    assert list(policy.victims(set())) == [2, 3, 1]
-
-
-def test_lru_takes_a_token_as_one_moment_and_ties_go_to_the_lowest_id() -> None:
-    policy = LRU()
-    admit(policy, [1, 2, 3, 4])
-    policy.used([4, 1, 3], [1, 1, 1], 1)
-    assert list(policy.victims(())) == [2, 1, 3, 4]
-
-
-def test_lru_of_many_tokens_keeps_the_busiest_longest() -> None:
-    policy = LRU()
-    admit(policy, [1, 2, 3, 4])
-    policy.used([1, 2, 3, 4], [9, 2, 0, 2], 9)
-    assert list(policy.victims(())) == [3, 2, 4, 1]
+    admit(policy, kept)
+    policy.used(used, num_tokens, max(num_tokens))
+    assert list(policy.victims(())) == victims
 
 
 def test_lfu_orders_by_tokens_served_and_counts_survive_eviction() -> None:
@@ -255,12 +244,6 @@ def test_random_is_seeded_and_spreads() -> None:
     assert set(first(1)) == set(range(10))
 
 
-def test_static_pins_the_most_popular_of_a_profile_and_replaces_the_spare_ones() -> None:
-    policy = Static(4, {0: 9, 1: 8, 2: 7, 3: 1})
-    admit(policy, [0, 1, 5, 6])
-    assert list(policy.victims(set())) == [5, 6], "0 and 1 are pinned"
-
-
 def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
     policy = Static(3, options=StaticOptions(spare=1, profile_tokens=10))
     policy.admitted(0)
@@ -274,13 +257,45 @@ def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:
     assert list(policy.victims(set())) == [1]
 
 
-def test_static_pins_what_a_profile_ranks_first_with_ties_to_the_lowest_id() -> None:
-    policy = Static(3, {7: 5, 4: 5, 2: 5, 9: 1}, StaticOptions(spare=1))
-    admit(policy, [7, 4, 2])
-    assert list(policy.victims(())) == [7], "2 and 4 are pinned"
+@pytest.mark.parametrize(
+    ("profile", "capacity", "spare", "kept", "victims"),
+    [
+        ({0: 9, 1: 8, 2: 7, 3: 1}, 4, 2, [0, 1, 5, 6], [5, 6]),  # 0 and 1 are pinned
+        ({7: 5, 4: 5, 2: 5, 9: 1}, 3, 1, [7, 4, 2], [7]),  # ties go to the lowest id
+        ({0: 9}, 2, 2, [0, 1], [0, 1]),  # no more than the spare places: LRU
+    ],
+)
+def test_static_pins_the_most_popular_of_a_profile(
+    profile: dict[int, int], capacity: int, spare: int, kept: list[int], victims: list[int]
+) -> None:
+    policy = Static(capacity, profile, StaticOptions(spare=spare))
+    admit(policy, kept)
+    assert list(policy.victims(())) == victims
 
 
-def test_static_with_no_more_than_the_spare_places_is_lru() -> None:
-    policy = Static(2, profile={0: 9})
-    admit(policy, [0, 1])
-    assert list(policy.victims(())) == [0, 1]
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("lcp", {"rho": "1"}, "rho=1.0: must be"),
+        ("lcp", {"rho": "0"}, "rho=0.0: must be"),
+        ("lcp", {"omega": "0"}, "omega=0.0: must be"),
+        ("lcp", {"omega": "inf"}, "omega=inf: must be"),
+        ("static", {"spare": "-1"}, "spare=-1: must be"),
+        ("lru", {"spare": "1"}, "'spare': unknown"),
+    ],
+)
+def test_options_that_cannot_be(name: str, given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EVICTIONS[name].of_model(SHAPE, given=given)
+
+
+def test_options_reach_the_policy() -> None:
+    """With rho 1/4 a priority halves in 64 tokens, with rho 1/2 and omega 1 in one."""
+    found = []
+    for given in ({}, {"rho": "0.5", "omega": "1"}):
+        policy = EVICTIONS["lcp"].make(SHAPE, 4, given=given)
+        admit(policy, [0, 1])
+        policy.used([0], [9], 9)
+        policy.used([1], [1], 10)
+        found.append(list(policy.victims(())))
+    assert found == [[1, 0], [0, 1]]

@@ -14,9 +14,8 @@ from expertly.core.observation import Routed
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
-from expertly.testing import PREDICTOR_CHECKS, passes
-from expertly.testing.futures import some_future
-from expertly.testing.passes import SHAPE
+from expertly.testing import PREDICTOR_CHECKS, made_up
+from expertly.testing.made_up import SHAPE, some_future
 from expertly.testing.predictor import DISTANCES
 from tests.policies.futures import ListFuture
 from tests.scheduler.drive import geometry
@@ -30,7 +29,7 @@ def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
 
 def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
     """The future, and every prediction with the step at which it was made (-1: before the first)."""
-    return passes.watched(PREDICTORS[name], distance, known=known, **settings)
+    return made_up.watched(PREDICTORS[name], distance, known=known, **settings)
 
 
 @pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)

@@ -1,21 +1,325 @@
-"""The eviction `reuse`, and the preset `expertly` that is made of it."""
+"""What a ReuseModel learns from routing, what of it is kept, and the eviction `reuse` that goes by it."""
 
 from __future__ import annotations
 
 import random
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import RouterRan
 from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.reuse import Reuse, ReuseModel
+from expertly.policies.eviction.reuse import (
+    BATCH,
+    DISCOUNT,
+    HORIZON,
+    MEAN_RATE,
+    OWN_WEIGHT,
+    RATE,
+    REACH,
+    LayerReuse,
+    Reuse,
+    ReuseModel,
+    num_weights,
+)
 from expertly.policies.known import Known
-from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.presets import SYSTEMS
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
 
 LAYERS, EXPERTS = 3, 16
+
+
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
+
+
+class Reference:
+    """The model as docs/systems/expertly.md explains it, in float64, step by step. Layers are of one size."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.recent = np.zeros((num_layers, num_experts))
+        self.mean = np.zeros((num_layers, num_experts))
+        self.seen = [range(max(0, layer - REACH), min(num_layers, layer + REACH + 1)) for layer in range(num_layers)]
+        self.weights = [np.zeros((num_experts, len(seen), num_experts)) for seen in self.seen]
+        for layer, (weights, seen) in enumerate(zip(self.weights, self.seen, strict=True)):
+            for expert in range(num_experts):
+                weights[expert, seen.index(layer), expert] = OWN_WEIGHT
+        self.base = np.zeros((num_layers, num_experts))
+        self.steps: list[list[tuple[np.ndarray, np.ndarray, set[int]]]] = [[] for _ in range(num_layers)]
+        self.tokens = [0] * num_layers
+
+    def observe(self, router: RouterRan) -> np.ndarray:
+        """The value of each expert of the layer."""
+        layer, num = router.layer, router.batch_tokens
+        left = np.exp(-num / 2)
+        share = np.zeros(self.recent.shape[1])
+        for expert, tokens in zip(router.experts, router.num_tokens, strict=True):
+            share[expert] = tokens / num
+        self.recent[layer] = left * self.recent[layer] + (1 - left) * share
+        if not router.serves_decode:
+            self.steps[layer].clear()
+            self._follow(layer, self.recent[layer], num)
+        inputs = self.recent[list(self.seen[layer])].copy()
+        values = np.einsum("elf,lf->e", self.weights[layer], inputs) + self.base[layer]
+        used = {e for e, tokens in zip(router.experts, router.num_tokens, strict=True) if tokens}
+        self.steps[layer].append((inputs, values, used))
+        self.tokens[layer] += num
+        if len(self.steps[layer]) == BATCH + HORIZON:
+            self._learn(layer)
+        return values
+
+    def _learn(self, layer: int) -> None:
+        steps, change = self.steps[layer], np.zeros_like(self.weights[layer])
+        for now in range(BATCH):
+            inputs, values, _ = steps[now]
+            centred = inputs - self.mean[list(self.seen[layer])]
+            known = 1 - DISCOUNT**HORIZON
+            for expert in range(len(values)):
+                later = [DISCOUNT ** (k - 1) for k in range(1, HORIZON + 1) if expert in steps[now + k][2]]
+                error = sum(later) / known - values[expert]
+                change[expert] += RATE * error * centred / (1e-3 + (centred**2).sum())
+        self.weights[layer] += change
+        own = self.seen[layer].index(layer)
+        self._follow(layer, np.mean([steps[now][0][own] for now in range(BATCH)], axis=0), BATCH)
+        del steps[:BATCH]
+
+    def _follow(self, layer: int, recent: np.ndarray, num: int) -> None:
+        rate = max(1 - (1 - MEAN_RATE) ** num, num / max(num, self.tokens[layer]))
+        self.mean[layer] += rate * (recent - self.mean[layer])
+        mean = self.mean[list(self.seen[layer])]
+        at_mean = np.einsum("elf,lf->e", self.weights[layer], mean)
+        self.base[layer] = self.mean[layer] / (1 - DISCOUNT) - at_mean
+
+
+def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
+    counts = [dice.randint(1, 9) for _ in range(EXPERTS)]
+    return RouterRan(layer, list(range(EXPERTS)), counts, [False] * EXPERTS, tokens)
+
+
+def values(model: ReuseModel, layer: int, shape: Geometry = SHAPE) -> np.ndarray:
+    """What the experts of the layer that ran last are worth, a step from now."""
+    first = shape.first_expert_id(layer)
+    return model.worth()[first : first + shape.layers[layer].num_experts]
+
+
+def told_by_another(num_steps: int, seed: int) -> list[list[list[int]]]:
+    """[step][layer][2 experts]. Layer 0 chooses at random and layer 1 at random, too; but what layer 1 needs in the
+    next step is what layer 0 chose in this: nothing that layer 1 did says it.
+    """
+    dice = random.Random(seed)
+    chosen, steps = [0, 1], []
+    for _ in range(num_steps):
+        last, chosen = chosen, dice.sample(range(EXPERTS), 2)
+        steps.append([chosen, last, dice.sample(range(EXPERTS), 2)])
+    return steps
+
+
+def ranks(model: ReuseModel, steps: list[list[list[int]]]) -> list[float]:
+    """Of what layer 1 needs in the next step: its rank among the values of layer 1 now, 1 the highest, 0 the lowest."""
+    found = []
+    for now, step in enumerate(steps[:-1]):
+        for layer, experts in enumerate(step):
+            model.observe(one_token(layer, experts))
+            if layer == 1:
+                rank = values(model, layer).argsort().argsort() / (EXPERTS - 1)
+                found += [rank[expert] for expert in steps[now + 1][1]]
+    return found
+
+
+def test_what_an_earlier_layer_chose_says_what_a_layer_needs_next() -> None:
+    model = ReuseModel(SHAPE)
+    found = ranks(model, told_by_another(1500, 0))
+    assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
+    assert np.mean(found[-600:]) > 0.9
+
+
+def test_it_learns_anew_when_the_rule_changes() -> None:
+    model = ReuseModel(SHAPE)
+    ranks(model, told_by_another(1000, 1))
+    other = [[step[0], [(e + 5) % EXPERTS for e in step[1]], step[2]] for step in told_by_another(2500, 2)]
+    found = ranks(model, other)
+    assert np.mean(found[:60]) < 0.6
+    assert np.mean(found[-600:]) > 0.9
+
+
+def test_values_are_those_of_the_formulas() -> None:
+    """In lock-step with the reference over decode and prompts, with an expert that several tokens chose."""
+    dice, model, reference = random.Random(3), ReuseModel(SHAPE), Reference(LAYERS, EXPERTS)
+    for step in range(400):
+        for layer in range(LAYERS):
+            if step % 90 == 0:
+                router = prompt(layer, dice)
+            elif step % 7:
+                router = one_token(layer, dice.sample(range(4 + step % 3), 2))
+            else:
+                router = RouterRan(layer, [3, 9, 4], [2, 1, 0], [True, True, False], 2)
+            model.observe(router)
+            expected = reference.observe(router)
+            first = SHAPE.first_expert_id(layer)
+            np.testing.assert_allclose(model._values[first : first + EXPERTS], expected, atol=2e-3)
+
+
+def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
+    dice, model = random.Random(4), ReuseModel(SHAPE)
+    ranks(model, told_by_another(100, 5))
+    before = [layer.weights.copy() for layer in model._layers]
+    for _ in range(60):
+        for layer in range(LAYERS):
+            model.observe(prompt(layer, dice))
+    assert all(np.array_equal(layer.weights, old) for layer, old in zip(model._layers, before, strict=True))
+    router = RouterRan(1, [6, 2], [39, 1], [False, False], 40)
+    model.observe(router)
+    assert values(model, 1).argmax() == 6
+
+
+def test_pads_alone_move_nothing() -> None:
+    model = ReuseModel(SHAPE)
+    ranks(model, told_by_another(50, 6))
+    model.observe(one_token(1, [2, 3]))
+    before = values(model, 1).copy()
+    model.observe(RouterRan(1, [7, 8], [0, 0], [True, True], 0))
+    np.testing.assert_array_equal(values(model, 1), before)
+
+
+def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
+    model = ReuseModel(SHAPE)
+    for layer in (0, 1, 2, 0, 1):  # layer 1 runs
+        model.observe(one_token(layer, [5]))
+    ran, runs, to_run = (model.worth()[SHAPE.expert_id(layer, 5)] for layer in (0, 1, 2))
+    said = [model._values[SHAPE.expert_id(layer, 5)] for layer in (0, 1, 2)]
+    assert to_run / said[2] > ran / said[0] > runs / said[1] > 0
+    model.observe(RouterRan(1, [5], [8], [False], 8))
+    assert min(model.worth()[SHAPE.expert_id(2, 0) :]) > max(model.worth()[: SHAPE.expert_id(2, 0)]), "of a prompt"
+
+
+def test_a_copy_goes_on_by_itself_and_alike() -> None:
+    model = ReuseModel(SHAPE)
+    ranks(model, told_by_another(200, 7))
+    learned = ranks(model.copy(), told_by_another(1400, 9))
+    assert np.mean(learned[-400:]) > np.mean(learned[:100]) + 0.1, "a copy learns on"
+    one, other = model.copy(), model.copy()
+    assert ranks(one, told_by_another(100, 8)) == ranks(other, told_by_another(100, 8))
+    np.testing.assert_array_equal(one.worth(), other.worth())
+    assert not np.array_equal(one.worth(), model.worth())
+
+
+def test_layers_may_have_other_numbers_of_experts() -> None:
+    layers = tuple(LayerGeometry(num, 2, 4, 16, 3, 2) for num in (4, 16, 8))
+    shape, dice = Geometry(layers), random.Random(9)
+    model = ReuseModel(shape)
+    for _ in range(100):
+        for layer, one in enumerate(layers):
+            model.observe(one_token(layer, dice.sample(range(min(3, one.num_experts)), 2)))
+    for layer, one in enumerate(layers):
+        assert values(model, layer, shape)[:3].min() > values(model, layer, shape)[3:].max(), one
+    assert model.fits(shape) and not model.fits(SHAPE)
+
+
+@pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (1024, 1)])
+def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
+    model = ReuseModel(geometry(layers=20, experts=experts))
+    assert model._layers[10].weights.shape == (experts, looked_at * experts)
+    model.observe(one_token(10, [1, 2]))
+    assert model.worth()[10 * experts + 1] > model.worth()[10 * experts + 3]
+
+
+# -- what is kept of it ---------------------------------------------------------------------------------------------
+
+
+def taught() -> ReuseModel:
+    model = ReuseModel(SHAPE)
+    ranks(model, told_by_another(1500, 0))
+    return model
+
+
+def test_a_new_model_goes_on_with_what_another_learned() -> None:
+    model, other = taught(), ReuseModel(SHAPE)
+    state = model.state()
+    assert state is not None and state["tokens"].tolist() == [1499] * 3
+    other.restore(state)
+    assert (
+        np.mean(ranks(other, told_by_another(200, 1)))
+        > 0.9
+        > np.mean(ranks(ReuseModel(SHAPE), told_by_another(200, 1)))
+    )
+    assert other.num_tokens == 1499 + 199
+
+
+def test_what_was_taken_out_does_not_change() -> None:
+    model = taught()
+    state = model.state()
+    assert state is not None
+    before = {name: array.copy() for name, array in state.items()}
+    ranks(model, told_by_another(50, 2))
+    for name, array in before.items():
+        np.testing.assert_array_equal(state[name], array)
+    other = ReuseModel(SHAPE)
+    other.restore(state)
+    ranks(other, told_by_another(50, 2))
+    np.testing.assert_array_equal(state["weights"], before["weights"])
+
+
+def test_what_was_used_lately_is_no_part_of_it() -> None:
+    """Of two that learned the same, and of which one has just run something else."""
+    model, other = taught(), ReuseModel(SHAPE)
+    state = model.state()
+    assert state is not None
+    other.restore(state)
+    other.observe(one_token(0, [3]))
+    first, second = ReuseModel(SHAPE), ReuseModel(SHAPE)
+    first.restore(state)
+    for one in (other, first):
+        again = one.state()
+        assert again is not None
+        np.testing.assert_array_equal(again["weights"], state["weights"])
+    second.restore(again)
+    assert not second.worth().any(), "nothing has run"
+
+
+def test_one_that_was_interrupted_while_it_learned_has_nothing_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, learn = taught(), LayerReuse._follow
+    assert model.state() is not None
+
+    def interrupted(layer: LayerReuse, *args: Any) -> None:
+        learn(layer, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerReuse, "_follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ranks(model, told_by_another(50, 3))
+    assert model.state() is None
+    ranks(model, told_by_another(50, 4))
+    assert model.state() is None, "what was half done is never known to be whole again"
+
+
+def test_another_thread_never_sees_it_half_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks while a layer learns gets nothing; one that looks between two layers gets it whole."""
+    model, follow, seen = taught(), LayerReuse._follow, []
+
+    def looked_at(layer: LayerReuse, *args: Any) -> None:
+        looker = threading.Thread(target=lambda: seen.append(model.state()))
+        looker.start()
+        looker.join()
+        follow(layer, *args)
+
+    monkeypatch.setattr(LayerReuse, "_follow", looked_at)
+    ranks(model, told_by_another(40, 5))
+    assert len(seen) >= 3 and seen == [None] * len(seen)
+    assert model.state() is not None
+
+
+@pytest.mark.parametrize("experts", [16, 128, 200, 600])
+def test_the_number_of_weights_is_known_from_the_layers(experts: int) -> None:
+    shape = geometry(layers=12, experts=experts)
+    state = ReuseModel(shape).state()
+    assert state is not None
+    assert len(state["weights"]) == num_weights([experts] * 12)
+
+
+# -- the eviction policy --------------------------------------------------------------------------------------------
 
 
 def steps(num: int, seed: int) -> list[list[list[int]]]:
@@ -128,11 +432,3 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
     assert last and last <= set(np.flatnonzero(control.residency.resident))
-
-
-def test_it_must_be_told_what_is_needed_before_it_is_kept() -> None:
-    with pytest.raises(
-        ConfigError, match=r"eviction='reuse' needs to be told what is needed.*accepted: admission=best"
-    ):
-        get_system("lru:eviction=reuse")
-    assert get_system("lru:eviction=reuse:admission=best").eviction == "reuse"

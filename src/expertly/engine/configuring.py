@@ -1,16 +1,26 @@
-"""A thread that works out what layers should keep, beside the forward passes, which never wait for it."""
+"""What layers should keep, worked out by a thread beside the forward passes, which never wait for it; and how long the
+parts of a decode step take, which it goes by (MoEpic, section 3.4.1).
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from statistics import median
 
-from expertly.engine.step_times import StepTimes
+from expertly.core.geometry import Geometry
 from expertly.policies.allocation import Job
 from expertly.policies.allocation.moepic import SplitPlan, Timing
 from expertly.scheduler.scheduler import Scheduler
 
 _CLOSE_S = 10.0
+
+_RECENT = 64
+"""Steps of which the median is taken: a few that something else held up do not move it."""
+
+_ENOUGH = 8
+"""Spans of one size whose median counts."""
 
 
 class Configuring:
@@ -56,3 +66,104 @@ class Configuring:
             self._plan = job(timing).plan
         except BaseException as error:  # a thread's entry: the next pass raises it
             self._error = error
+
+
+class StepTimes:
+    """Of one device. Attention is what lies between a layer's experts and those before it, or the beginning of a pass,
+    the head what lies between the last experts and the next pass where that decodes, too. Experts are timed without
+    what they waited for. Loading is timed where a layer waited for it: a segment, from asking to the last arrival. What
+    a span costs whatever its size is what a straight line through the times of spans of several sizes leaves at 0.
+
+    Host times: where a device works behind the host, attention and experts are what asking for them takes.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        layers = range(geometry.num_layers)
+        self._attention: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
+        self._experts: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
+        self._segment: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
+        self._segment_at_most: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
+        self._asking: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
+        self._spans: list[dict[int, deque[int]]] = [{} for _ in layers]  # by their number of segments
+        self._head: deque[int] = deque(maxlen=_RECENT)
+        self._last_ns: int | None = None  # when the experts before ended, or the pass began
+        self._head_ns: int | None = None  # before this pass, if it decodes
+
+    def begin(self, now_ns: int) -> None:
+        """A pass begins."""
+        self._head_ns = None if self._last_ns is None else now_ns - self._last_ns
+        self._last_ns = now_ns
+
+    def loaded(self, layer: int, num_segments: int, elapsed_ns: int, *, has_waited: bool) -> None:
+        """A layer asked for segments or found them under way, and took the last of so many after this time: when it
+        came, if it `has_waited` for that, else no earlier than it came.
+        """
+        times = self._segment if has_waited else self._segment_at_most
+        times[layer].append(elapsed_ns / num_segments)
+
+    def asked(self, layer: int, elapsed_ns: int) -> None:
+        """A layer asked for what it lacked, which took its thread so long."""
+        self._asking[layer].append(elapsed_ns)
+
+    def computed(self, layer: int, num_segments: int, elapsed_ns: int) -> None:
+        """A span of so many segments of an expert was computed, for one token."""
+        times = self._spans[layer].get(num_segments)
+        if times is None:
+            times = self._spans[layer][num_segments] = deque(maxlen=_RECENT)
+        times.append(elapsed_ns)
+
+    def ran(self, layer: int, is_decode: bool, stall_ns: int, expert_ns: int, end_ns: int) -> None:
+        """A layer's experts took so long, stalls included."""
+        if is_decode:
+            if self._last_ns is not None:
+                self._attention[layer].append(max(0, end_ns - expert_ns - self._last_ns))
+            if self._head_ns is not None:
+                self._head.append(self._head_ns)
+            self._experts[layer].append(max(0, expert_ns - stall_ns))
+        self._head_ns = None
+        self._last_ns = end_ns if is_decode else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is something to go by of each part."""
+        return bool(self._head and any(self._experts) and (any(self._segment) or any(self._segment_at_most)))
+
+    def timing(self) -> Timing:
+        """Of a step; what is not known of a layer (one that never waited, one of an encoder) is as in the others. Where
+        none ever waited, loads took no longer than until they were noticed.
+        """
+        geometry, layers = self._geometry, range(self._geometry.num_layers)
+        nbytes = [geometry.segment_nbytes(layer) for layer in layers]
+        loads = self._segment if any(self._segment) else self._segment_at_most
+        per_nbyte = median(median(times) / size for times, size in zip(loads, nbytes, strict=True) if times)
+        each_ns = [median(times) if times else size * per_nbyte for times, size in zip(loads, nbytes, strict=True)]
+        return Timing.of(
+            geometry,
+            attention_ns=_medians(self._attention),
+            moe_ns=_medians(self._experts),
+            load_ns=[round(segment_ns * geometry.segments_per_expert) for segment_ns in each_ns],
+            head_ns=round(median(self._head)),
+            piece_ns=[_at_no_size(spans) for spans in self._spans],
+            ask_ns=[round(median(times)) if times else 0 for times in self._asking],
+        )
+
+
+def _medians(of_layers: list[deque[int]]) -> list[int]:
+    """Of each layer; of those without times what the others have."""
+    known = [median(times) if times else None for times in of_layers]
+    usual = median(one for one in known if one is not None)
+    return [round(usual if one is None else one) for one in known]
+
+
+def _at_no_size(spans: dict[int, deque[int]]) -> int:
+    """What of a span's time does not depend on its size; 0 where not enough sizes are known."""
+    known = [(num, median(times), len(times)) for num, times in sorted(spans.items()) if len(times) >= _ENOUGH]
+    if len(known) < 2:
+        return 0
+    weight = sum(num for _, _, num in known)
+    mean_size = sum(size * num for size, _, num in known) / weight
+    mean_ns = sum(time * num for _, time, num in known) / weight
+    spread = sum(num * (size - mean_size) ** 2 for size, _, num in known)
+    slope = sum(num * (size - mean_size) * (time - mean_ns) for size, time, num in known) / spread
+    return max(0, round(mean_ns - slope * mean_size)) if slope > 0 else round(mean_ns)

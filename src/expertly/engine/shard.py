@@ -12,9 +12,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.compute import Dispatch, LayerCall, LayerCompute
-from expertly.engine.configuring import Configuring
+from expertly.engine.configuring import Configuring, StepTimes
 from expertly.engine.device import Device
-from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import choose_kernels
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.loop import Prefetcher, run_layer

@@ -7,7 +7,7 @@ from random import Random
 
 from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
 from expertly.policies.prefetch import PrefetchOrder
-from expertly.testing.futures import KNOWN, expect, small_model
+from expertly.testing.made_up import KNOWN, expect, small_model
 
 SHAPE = small_model(layers=16, experts=64, top_k=2)
 

@@ -9,8 +9,16 @@ from random import Random
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
 from expertly.policies.predictor import Predictor
-from expertly.testing.futures import expect, small_model, some_future
-from expertly.testing.passes import SHAPE, MadeUp, MakeKnown, future_and_seed, watched
+from expertly.testing.made_up import (
+    SHAPE,
+    MadeUp,
+    MakeKnown,
+    expect,
+    future_and_seed,
+    small_model,
+    some_future,
+    watched,
+)
 
 DISTANCES = (1, 2, 5, 9, 1 << 30)
 """Of which some are farther than the model is deep."""

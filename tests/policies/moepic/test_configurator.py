@@ -12,13 +12,12 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.allocation.moepic import (
     Configuration,
-    LayerStatistics,
     SplitPlan,
     Timing,
     configure,
     uniform_plan,
 )
-from expertly.policies.allocation.moepic.configurator import Forecaster
+from expertly.policies.allocation.moepic.configurator import Forecaster, half_split
 from expertly.policies.allocation.uniform import equal_shares
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
@@ -150,19 +149,6 @@ def test_nothing_to_keep_and_everything_to_keep() -> None:
     assert all((one.kept_experts, one.kept_segments) == (experts, segments) for one in everything.plan.layers)
 
 
-def test_before_anything_was_observed_memory_is_shared_and_used() -> None:
-    shape = shape_of(3, experts=8, top_k=2, segments=4)
-    found = configure(shape, [48], [LayerStatistics(8).rates()] * 3, Timing.of(shape, **TIMES))
-    assert [(one.kept_experts, one.kept_segments) for one in found.plan.layers] == [(4, 4)] * 3
-
-
-def test_one_layer_has_nobody_to_give_to() -> None:
-    shape = shape_of(1)
-    found = configure(shape, [9], [gathered(1)], Timing.of(shape, **TIMES))
-    assert budgets_of(found) == [9]
-    assert found.num_moves == 0
-
-
 def test_memory_stays_in_its_size_class() -> None:
     """Two layers of narrow experts, two of wide ones; one of each has perfect predictions in time."""
     layers = tuple(LayerGeometry(8, 2, 4, width, 3, 2) for width in (16, 16, 32, 32))
@@ -183,13 +169,6 @@ def test_any_step_ends_no_worse(zeta: float) -> None:
         assert sum(budgets_of(found)) == kept
 
 
-def test_a_plan_is_ready_to_be_saved() -> None:
-    shape, kept, rates, timing = random_model(8)
-    plan = configure(shape, [kept], rates, timing).plan
-    assert SplitPlan.from_dict(plan.to_dict()) == plan
-    plan.check_fits(shape)
-
-
 def test_what_does_not_fit_together_is_said() -> None:
     shape, kept, rates, timing = random_model(0)
     with pytest.raises(ConfigError, match=r"zeta=1\.0: must be above 0 and below 1"):
@@ -200,3 +179,33 @@ def test_what_does_not_fit_together_is_said() -> None:
         configure(shape, [kept], [rates[0], gathered(0, experts=9), rates[2]], timing)
     with pytest.raises(BudgetError, match=r"kept_segments=\[3, 4\]: must be"):
         configure(shape, [3, 4], rates, timing)
+
+
+@pytest.mark.parametrize(
+    "budget, segments, kept",
+    [
+        (0, 4, (0, 0)),
+        (1, 4, (1, 1)),  # less than half of one
+        (2, 4, (1, 2)),
+        (11, 4, (5, 2)),
+        (16, 4, (8, 2)),
+        (23, 4, (8, 2)),
+        (24, 4, (8, 3)),  # half of all eight is 16: more of each
+        (32, 4, (8, 4)),
+        (5, 1, (5, 1)),  # there are no halves
+        (9, 3, (8, 1)),  # a third is the nearest below
+    ],
+)
+def test_half_of_each_expert(budget: int, segments: int, kept: tuple[int, int]) -> None:
+    split = half_split(budget, 8, segments)
+    assert (split.kept_experts, split.kept_segments, split.budget_segments) == (*kept, budget)
+
+
+def test_the_plan_without_a_configurator() -> None:
+    plan = uniform_plan(shape_of(3), [26])
+    assert [(one.kept_experts, one.kept_segments, one.budget_segments) for one in plan.layers] == [
+        (4, 2, 9),
+        (4, 2, 9),
+        (4, 2, 8),
+    ]
+    assert plan.free_segments == (2,)

@@ -1,19 +1,29 @@
-"""A plan survives JSON, and nothing else does."""
+"""A plan survives JSON and its file, and nothing else does; which systems take one, and what they make of it."""
 
 from __future__ import annotations
 
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
+from expertly.core.messages import RouterRan
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, Timing, read_plan, save_plan, uniform_plan
+from expertly.policies.known import Known
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.decisions import header_of
+from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
 
 SHAPE = Geometry((LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 2, 4)), 4)
+
+
 PLAN = SplitPlan(SHAPE, (LayerSplit(5, 3, 17), LayerSplit(0, 0, 1)))
 
 
@@ -101,11 +111,6 @@ def test_a_file_is_read_as_hostile_input(read: object, message: str) -> None:
         SplitPlan.from_dict(read)
 
 
-def test_segments_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="plan: segments=3: must divide"):
-        SplitPlan.from_dict(changed(segments_per_expert=3))
-
-
 def test_a_plan_fits_its_own_model_only() -> None:
     PLAN.check_fits(SHAPE)
     for other, message in (
@@ -119,3 +124,129 @@ def test_a_plan_fits_its_own_model_only() -> None:
     ):
         with pytest.raises(ConfigError, match=f"^plan field {message}"):
             PLAN.check_fits(other)
+
+
+# -- its file -------------------------------------------------------------------------------------------------------
+
+GEOMETRY = shape_of(3)
+OF_SYSTEMS = SplitPlan(GEOMETRY, (LayerSplit(2, 3, 7), LayerSplit(0, 0, 0), LayerSplit(3, 4, 12)))
+KNOWN = Known(plan=OF_SYSTEMS)
+PLANNED = ("split", "moepic")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(path, OF_SYSTEMS, {"model": "toy", "exposed_ms": 1.5, "memory": None})
+    assert read_plan(path) == OF_SYSTEMS and read_plan(str(path)) == OF_SYSTEMS
+    read = json.loads(path.read_text())
+    assert read["about"] == {"model": "toy", "exposed_ms": 1.5, "memory": None}
+    assert list(tmp_path.iterdir()) == [path], "nothing else is left"
+
+
+def test_a_file_from_before_is_replaced_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(path, OF_SYSTEMS, {})
+    other = uniform_plan(GEOMETRY, [12])
+    save_plan(path, other, {})
+    assert read_plan(path) == other
+    with pytest.raises(ConfigError, match="writing the plan failed"):
+        save_plan(tmp_path / "missing" / "plan.json", OF_SYSTEMS, {})
+    assert read_plan(path) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("[1, 2]", "holds a JSON list; must be an object"),
+        ('{"format": ', "not JSON"),
+        (json.dumps({**PLAN.to_dict(), "layers": []}), "plan field layers="),
+    ],
+)
+def test_what_is_no_plan(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_plan(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+# -- systems --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["lru", "fmoe", "resident"])
+def test_a_system_without_splits_takes_none(system: str) -> None:
+    assert not get_system(system).takes_plan
+    with pytest.raises(ConfigError, match=f"plan: system '{system}' takes none"):
+        get_system(system).check_plan(OF_SYSTEMS, GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes))
+
+
+def test_it_must_fit_the_model_and_its_segments() -> None:
+    system = get_system("moepic")
+    budget = split_budget(GEOMETRY, GEOMETRY.nbytes)
+    system.check_plan(OF_SYSTEMS, GEOMETRY, budget)
+    with pytest.raises(ConfigError, match="segments_per_expert=4: must be 2, as it runs"):
+        system.check_plan(OF_SYSTEMS, Geometry(GEOMETRY.layers, 2), budget)
+    other = shape_of(3, width=32)
+    with pytest.raises(ConfigError, match=r"layers\[0\].intermediate_size=16: must be 32, as the model has it"):
+        system.check_plan(OF_SYSTEMS, other, budget)
+
+
+def test_it_must_fit_the_memory() -> None:
+    """19 segments in budgets; half of 72 less a ring of 8 keeps 28, a third 16."""
+    system = get_system("moepic")
+    system.check_plan(OF_SYSTEMS, GEOMETRY, split_budget(GEOMETRY, GEOMETRY.nbytes // 2))
+    small = split_budget(GEOMETRY, GEOMETRY.nbytes // 3)
+    with pytest.raises(ConfigError, match=r"budgets of 19 segments together; must be at most the 16 "):
+        system.check_plan(OF_SYSTEMS, GEOMETRY, small)
+
+
+def test_recorded_decisions_say_by_which_plan() -> None:
+    """A replay makes its scheduler from it."""
+    budget = split_budget(GEOMETRY, GEOMETRY.nbytes // 2)
+    header = header_of(get_system("moepic"), GEOMETRY, budget, "resident", OF_SYSTEMS)
+    assert SplitPlan.from_dict(header["plan"]) == OF_SYSTEMS
+    assert "plan" not in header_of(get_system("lru"), GEOMETRY, budget, "resident")
+
+
+def test_these_take_one() -> None:
+    assert tuple(name for name, one in ALLOCATIONS.items() if one.takes_plan) == PLANNED
+    assert [name for name in PLANNED if get_system(f"lru:allocation={name}").takes_plan] == list(PLANNED)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_layers_keep_what_it_says(name: str) -> None:
+    allocation = ALLOCATIONS[name].make(GEOMETRY, KNOWN)
+    shares = allocation.shares([40])
+    assert shares == [7, 0, 12]
+    assert allocation.tops(shares) == [3, 4, 4], "of an expert that a layer without any would keep, all"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_rest_is_the_rings_until_another_plan_keeps_it(name: str) -> None:
+    budget = split_budget(GEOMETRY, GEOMETRY.nbytes // 2)
+    system = get_system(f"lru:allocation={name}")
+    given = system.budget(GEOMETRY, budget, KNOWN)
+    assert (given.kept_slots, given.ring_slots) == (budget.kept_slots, budget.ring_slots) == ((28,), (8,))
+    scheduler = system.scheduler(GEOMETRY, given, KNOWN)
+    assert scheduler.cache.quotas == [6, 0, 12] and scheduler.cache.staging == [36 - 18]
+    if name == "split":
+        return  # it keeps to its plan
+    scheduler.configure(SplitPlan(GEOMETRY, (LayerSplit(4, 2, 8), LayerSplit(2, 4, 8), LayerSplit(3, 4, 12))))
+    assert scheduler.cache.quotas == [8, 8, 12] and scheduler.cache.staging == [8], "all 28 that the memory keeps"
+
+
+def test_it_is_configured_anew_after_tau_tokens_within_the_plans_memory() -> None:
+    allocation = ALLOCATIONS["moepic"].make(GEOMETRY, KNOWN, {"tau": "5"})
+    allocation.begin(allocation.shares([40]))
+    dice = np.random.default_rng(0)
+    for token in range(5):
+        assert allocation.due() is None, token
+        for layer in range(3):
+            experts = dice.choice(6, 2, replace=False).tolist()
+            allocation.ran(RouterRan(layer, experts, [1, 1], [True, True], 1), lambda layer: 0.0)
+    job = allocation.due()
+    assert job is not None
+    plan = job(Timing.of(GEOMETRY, 100, 100, 1000, 100)).plan
+    assert sum(layer.budget_segments for layer in plan.layers) == 7 + 12, "what its splits left, too"

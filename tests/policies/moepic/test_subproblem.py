@@ -1,15 +1,106 @@
-"""The best split of a layer: equal to trying all, and what planted behaviour asks for."""
+"""Equations 5 to 7 worked out by hand; the best split of a layer: equal to trying all, and what planted behaviour asks
+for.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import comb
 
 import numpy as np
 import pytest
 
+from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerRates, Timing
 from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
-from tests.policies.moepic.builders import gathered, perfect, rates_of, useless
+from expertly.policies.allocation.moepic.timing import Parts
+from tests.policies.moepic.builders import gathered, perfect, rates_of, shape_of
+
+TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
+
+
+def m(loaded: float) -> np.ndarray:
+    return np.array([loaded])
+
+
+def test_the_first_window_is_head_and_attention() -> None:
+    assert TIMING.first_window_ns() == 37
+
+
+@pytest.mark.parametrize(
+    ("loaded", "exposed_ns", "window_ns"),
+    [
+        (2.0, 0, 100 + 50),  # all there: the whole layer hides the next one's prefetches
+        (0.0, 160, 100 + 50),  # computing comes after loading: all of it is left
+        (1.0, 30, 100 - 50 + 50),  # one computes in 50 while the other loads in 80
+        (1.75, 0, 100 - 20 + 50),  # a quarter loads in 20 behind 87.5 of computing
+    ],
+)
+def test_what_is_exposed_and_left_to_the_next_window(loaded: float, exposed_ns: int, window_ns: int) -> None:
+    assert TIMING.exposed_ns(0, m(loaded)) == exposed_ns
+    assert TIMING.next_window_ns(0, m(loaded)) == window_ns
+
+
+@pytest.mark.parametrize(
+    "alpha, beta, gamma, theta", [(1, 1, 0, 0.5), (0, 2, 0, 0.25), (0, 1, 1, 0.75), (2, 0, 0, 0.5)]
+)
+def test_the_terms_of_the_paper_are_those_of_m(alpha: int, beta: int, gamma: int, theta: float) -> None:
+    loaded = alpha + beta * theta
+    hide = (alpha + beta * theta) * 100 / 2
+    miss = (beta * (1 - theta) + gamma) * 80
+    assert TIMING.exposed_ns(0, m(loaded)) == pytest.approx(max(0, miss - hide))
+    assert TIMING.next_window_ns(0, m(loaded)) == pytest.approx(100 - min(hide, miss) + 50)
+
+
+COSTLY = replace(TIMING, piece_ns=(10, 0), ask_ns=(4, 0))
+
+
+def parts(further: float = 0, early: float = 0, lacking: float = 0) -> Parts:
+    return Parts(*(np.array([one], float) for one in (further, early, lacking)))
+
+
+def test_spans_and_asking_cost_their_own_time() -> None:
+    """All there in halves: two spans more. One of two always missing: asked for in 3 tokens of 4, as either may be."""
+    assert COSTLY.exposed_ns(0, m(2.0), parts(further=2)) == 20
+    assert COSTLY.next_window_ns(0, m(2.0), parts(further=2)) == 100 + 20 + 50
+    without_load = replace(COSTLY, load_ns=(0, 0))
+    assert without_load.exposed_ns(0, m(1.0), parts(lacking=1)) == pytest.approx(0.75 * 4)
+    assert COSTLY.counts_parts(0) and not COSTLY.counts_parts(1) and COSTLY.without_parts() == TIMING
+
+
+def test_what_is_exposed_is_the_mean_over_tokens() -> None:
+    """Either of two experts is missing half the time: none, one (80 of loading behind 50) or both (160), by 1, 2, 1."""
+    free_asking = replace(COSTLY, ask_ns=(0, 0))
+    assert free_asking.exposed_ns(0, m(1.0), parts(lacking=1)) == pytest.approx((2 * 30 + 160) / 4)
+    assert TIMING.exposed_ns(0, m(1.0)) == 30, "the paper's mean token"
+
+
+def test_tops_are_computed_while_their_rest_loads() -> None:
+    """Both tops are there, half of each: 80 load behind 50 and the 10 that half a span each costs more."""
+    free_asking = replace(COSTLY, ask_ns=(0, 0))
+    exposed = free_asking.exposed_ns(0, m(1.0), parts(further=2, early=1, lacking=2))
+    assert exposed == pytest.approx(80 - 50 - 10 + 20)
+    assert free_asking.next_window_ns(0, m(1.0), parts(further=2, early=1, lacking=2)) == 100 + 20 - 60 + 50
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_ns": [1]}, r"attention_ns: 1 values; must be one for each of 2 layers"),
+        ({"moe_ns": [1, -2]}, r"moe_ns\[1\]=-2: must be at least 0"),
+        ({"piece_ns": [1]}, r"piece_ns: 1 values; must be one for each of 2 layers"),
+        ({"ask_ns": -1}, r"ask_ns\[0\]=-1: must be at least 0"),
+        ({"load_ns": -1}, r"load_ns\[0\]=-1: must be at least 0"),
+        ({"head_ns": -3}, r"head_ns=-3: must be at least 0"),
+    ],
+)
+def test_errors_name_the_field(changes: dict, message: str) -> None:
+    times = {"attention_ns": 1, "moe_ns": 1, "load_ns": 1, "head_ns": 1} | changes
+    with pytest.raises(ConfigError, match=f"timing field {message}"):
+        Timing.of(shape_of(2), **times)
+
+
+# -- the best split ---------------------------------------------------------------------------------------------
 
 LOAD_NS = 100_000
 
@@ -161,16 +252,6 @@ def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
         )
 
 
-def test_the_buffer_ends_prefetching_where_the_window_does_not() -> None:
-    rates = useless(8, 2)
-    problem = problem_of(rates, 2, 4)
-    assert loaded_with(problem, 0, 0, 1e12) == pytest.approx(2 * 2 / 8)  # the first K predicted
-    assert loaded_with(problem, 0, 0, 0.0) == 0
-    assert loaded_with(problem_of(rates, 2, 4, load_ns=0), 0, 0, 0.0) == pytest.approx(
-        2 * 2 / 8
-    )  # loads that take no time
-
-
 def test_a_prefetch_that_just_fits_is_made() -> None:
     rates = perfect(10, 3)
     problem = problem_of(rates, 3, 10)
@@ -178,17 +259,6 @@ def test_a_prefetch_that_just_fits_is_made() -> None:
         taken = sum(1 - rates.predicted_hits[y, experts] * 0.3 for y in range(2))
         loaded = loaded_with(problem, experts, 3, taken * LOAD_NS)
         assert loaded == pytest.approx(3 * rates.hits[experts] * 0.3 + taken)
-
-
-def test_useless_predictions_want_the_hottest_experts_whole() -> None:
-    curve = problem_of(useless(32, 4), 4, 8).curve(1.5 * LOAD_NS)
-    for experts in (1, 2, 4, 8):
-        assert kept(curve, 8 * experts) == (experts, 8)
-
-
-def test_perfect_predictions_in_time_want_nothing_kept() -> None:
-    curve = problem_of(perfect(32, 4), 4, 8).curve(4 * LOAD_NS)
-    assert curve.loaded[0] == 4 == curve.loaded[-1]
 
 
 def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from expertly.policies.allocation.moepic.configurator import DEFAULT_ZETA, Configuration, configure, uniform_plan
 from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan, read_plan, save_plan
-from expertly.policies.allocation.moepic.policy import MoEpic, MoEpicOptions, Split, SplitOptions
+from expertly.policies.allocation.moepic.policy import MoEpic, MoEpicOptions, SplitExperts, SplitOptions
 from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.allocation.moepic.timing import Timing
 
@@ -18,7 +18,7 @@ __all__ = [
     "LayerStatistics",
     "MoEpic",
     "MoEpicOptions",
-    "Split",
+    "SplitExperts",
     "SplitOptions",
     "SplitPlan",
     "Timing",

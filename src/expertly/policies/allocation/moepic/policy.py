@@ -39,7 +39,7 @@ class SplitOptions(PolicyOptions):
     theta: float = option(0.5, "the part of an expert that is kept of it, from its top", above=0, most=1)
 
 
-class Split(Allocation):
+class SplitExperts(Allocation):
     """Equal shares; of each expert that is kept its first segments are, theta of it: the nearest number, the lower of
     two that are as near, at least one. More where a layer so keeps some of every expert and could keep more of each.
 
@@ -103,7 +103,7 @@ class MoEpicOptions(PolicyOptions):
             raise ConfigError(f"zeta={self.zeta}: must be above 0 and below 1")
 
 
-class MoEpic(Split):
+class MoEpic(SplitExperts):
     """Begins as `split` with theta 0.5. As soon as times are known, and nothing else is, the split is due that is best
     by these (`start`). After 64 and 256 tokens, as far as tau is more, and every tau, a configuration is due, made from
     what decode needed of each layer and what had been predicted of it by then (sections 3.3 and 3.4).
@@ -204,7 +204,7 @@ def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing
 
 
 def _plan(geometry: Geometry, kept_segments: Sequence[int], theta: float) -> SplitPlan:
-    split = Split(geometry, SplitOptions(theta))
+    split = SplitExperts(geometry, SplitOptions(theta))
     shares = split.shares(kept_segments)
     tops = split.tops(shares) or [geometry.segments_per_expert] * geometry.num_layers
     layers = []

@@ -9,7 +9,14 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.moepic import LayerStatistics, MoEpic, MoEpicOptions, Split, SplitOptions, Timing
+from expertly.policies.allocation.moepic import (
+    LayerStatistics,
+    MoEpic,
+    MoEpicOptions,
+    SplitExperts,
+    SplitOptions,
+    Timing,
+)
 from expertly.policies.allocation.uniform import uniform_shares
 from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
@@ -31,27 +38,27 @@ def one_token(layer: int, experts: list[int]) -> RouterRan:
 )
 def test_theta_is_the_nearest_number_of_segments(theta: float, segments: int, top: int) -> None:
     shape = geometry(layers=2, experts=8, segments=segments, width=12)
-    tops = Split(shape, SplitOptions(theta)).tops([top, top])
+    tops = SplitExperts(shape, SplitOptions(theta)).tops([top, top])
     assert tops == (None if top == segments else [top, top])
 
 
 def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
     """Of 3 segments each: 20 are six tops, two a layer, and two segments over; 25 are eight and one over."""
-    split = Split(SHAPE, SplitOptions(0.75))
+    split = SplitExperts(SHAPE, SplitOptions(0.75))
     assert split.shares([20]) == [8, 6, 6]
     assert split.shares([25]) == [10, 9, 6]
     assert split.tops([10, 9, 6]) == [3, 3, 3]
 
 
 def test_a_layer_that_keeps_some_of_every_expert_keeps_more_of_each() -> None:
-    split = Split(SHAPE, SplitOptions(0.25))
+    split = SplitExperts(SHAPE, SplitOptions(0.25))
     assert split.shares([75]) == [25, 25, 25] and split.tops([25, 25, 25]) == [3, 3, 3]
     assert split.shares([96]) == [32, 32, 32] and split.tops([32, 32, 32]) == [4, 4, 4]
 
 
 def test_whole_experts_are_shared_out_as_always() -> None:
     for slots in range(97):
-        assert Split(SHAPE, SplitOptions(1.0)).shares([slots]) == uniform_shares(SHAPE, [slots])
+        assert SplitExperts(SHAPE, SplitOptions(1.0)).shares([slots]) == uniform_shares(SHAPE, [slots])
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.3, 0.5, 0.8])
@@ -60,7 +67,7 @@ def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
     shape = Geometry((small, large, small, large), 10)
     for first in range(41):
         for second in range(0, 181, 7):
-            shares = Split(shape, SplitOptions(theta)).shares([first, second])
+            shares = SplitExperts(shape, SplitOptions(theta)).shares([first, second])
             assert (shares[0] + shares[2], shares[1] + shares[3]) == (first, second)
             assert all(0 <= share <= one.num_experts * 10 for share, one in zip(shares, shape.layers, strict=True))
 
