@@ -60,7 +60,9 @@ def routing(dice: np.random.Generator, tokens: int, experts: int, top_k: int, no
 def gathered(dice: np.random.Generator, tokens: int, experts: int, top_k: int) -> LayerRates:
     """The rates of a layer whose predictions are somewhere between perfect and useless."""
     layer = LayerStatistics(experts)
-    layer.learn(*routing(dice, tokens, experts, top_k, float(dice.choice([0.0, 0.3, 1.0, 2.0, 5.0]))))
+    needed, predicted = routing(dice, tokens, experts, top_k, float(dice.choice([0.0, 0.3, 1.0, 2.0, 5.0])))
+    for token in range(tokens):
+        layer.observe(needed[token : token + 1], predicted[token : token + 1])
     return layer.rates()
 
 

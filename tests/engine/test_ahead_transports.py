@@ -23,8 +23,8 @@ from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
+from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
-from tests.policies.futures import ListFuture
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
 

@@ -49,7 +49,7 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
         settled(model)
         begin(info)
         engine.scheduler.check()
-        seen.add((tuple(engine.scheduler.keeper.shares), tuple(engine.scheduler.keeper.tops)))
+        seen.add((tuple(engine.scheduler.cache.quotas), tuple(engine.scheduler.cache.tops)))
 
     engine.begin_iteration = begin_iteration
     for _ in range(2):
@@ -97,10 +97,10 @@ def test_a_pass_does_not_wait_for_it_and_nothing_is_worked_out_twice() -> None:
         return configure(SHAPE, [20], [LayerRates.alike(8)] * 2, timing)
 
     found = configuring(job)
-    shares = list(found._scheduler.keeper.shares)
+    shares = list(found._scheduler.cache.quotas)
     for _ in range(3):
         found.begin_iteration()
-    assert found._scheduler.keeper.shares == shares and len(asked) == 1
+    assert found._scheduler.cache.quotas == shares and len(asked) == 1
     going.set()
     assert found._thread is not None
     found._thread.join()

@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pytest
 
 from expertly.core.errors import TraceError
-from expertly.lab.synth import Workload, cyclic, stationary_set, write_workload, zipf
+from expertly.lab.synth import SynthWorkload, cyclic, stationary_set, write_workload, zipf
 from expertly.trace.reader import Trace
 
 Experts = npt.NDArray[np.uint16]
 
 
-def experts_of(workload: Workload) -> Experts:
+def experts_of(workload: SynthWorkload) -> Experts:
     return np.concatenate(list(workload.blocks()))
 
 

@@ -14,7 +14,7 @@ from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
 from expertly.scheduler.scheduler import Scheduler
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler.drive import geometry, run_layer
 
 Demands = list[tuple[int, list[int]]]

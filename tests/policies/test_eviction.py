@@ -14,7 +14,7 @@ from expertly.policies.eviction.lcp import LCP, LCPOptions
 from expertly.policies.eviction.simple import LFU, LRU, RandomEviction
 from expertly.policies.eviction.static import Static, StaticOptions
 from expertly.testing import EVICTION_CHECKS
-from tests.policies.futures import KNOWN
+from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=16, experts=64)

@@ -428,7 +428,7 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layers in steps(60, 1):
         for layer, experts in enumerate(layers):
             run_layer(control, layer, experts)
-    last = {eid for eid in np.flatnonzero(control.residency.resident) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
+    last = {eid for eid in np.flatnonzero(control.slots.resident) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
-    assert last and last <= set(np.flatnonzero(control.residency.resident))
+    assert last and last <= set(np.flatnonzero(control.slots.resident))

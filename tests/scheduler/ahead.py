@@ -10,7 +10,7 @@ from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.decisions import JournaledScheduler
 from expertly.scheduler.slots import bits
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler.drive import mask_of
 
 

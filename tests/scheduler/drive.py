@@ -98,29 +98,29 @@ def run_layer(
             ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
         assert not ran.computed.get(span.expert, 0) & mask_of(span), "no segment is computed twice"
         ran.computed[span.expert] = ran.computed.get(span.expert, 0) | mask_of(span)
-        following = control.computed(span)
+        following = control.computed([span])
         if following is not None:
             ready += following.ready
-            asked = [*(span for span in asked if span not in following.joined), *following.asked]
+            asked = [*(span for span in asked if span not in following.joined), *following.requested]
             loading += following.loads + following.joined
-            ran.loads += [*following.loads, *following.asked]
+            ran.loads += [*following.loads, *following.requested]
         if asked and dice is not None and dice.random() < 0.5:
             span = asked.pop(dice.randrange(len(asked)))
             assert not control.loaded(span), "its turn has not come"
             ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
         if check:
-            control.residency.check()
+            control.slots.check()
     assert not asked
     control.end_layer()
     if check:
         control.check()
-    full = control.residency.full
+    full = control.slots.full
     assert ran.computed == dict.fromkeys(experts, full), "every needed expert is computed, whole"
     return ran
 
 
 def kept(control: Scheduler, layer: int) -> set[int]:
     """Experts of a layer that are wholly resident."""
-    first, full = control.geometry.first_expert_id(layer), control.residency.full
-    resident = control.residency.resident
+    first, full = control.geometry.first_expert_id(layer), control.slots.full
+    resident = control.slots.resident
     return {e for e in range(control.geometry.layers[layer].num_experts) if resident[first + e] == full}

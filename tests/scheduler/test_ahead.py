@@ -27,7 +27,7 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.prefetch_filter import Gate
 from expertly.scheduler.presets import SYSTEMS
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.drive import WAYS, geometry, one_token
 from tests.scheduler.links import Failure, InstantLink, RandomLink

@@ -10,7 +10,7 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.slots import bits
-from tests.policies.futures import KNOWN
+from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=64)

@@ -20,7 +20,7 @@ from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
-from tests.policies.futures import ListFuture
+from expertly.testing.made_up import ListFuture
 from tests.scheduler.ahead import CheckedController
 from tests.scheduler.drive import geometry, kept, run_layer, scheduler
 from tests.scheduler.links import Failure, RandomLink

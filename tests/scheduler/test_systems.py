@@ -20,7 +20,7 @@ from expertly.policies.predictor.lookahead import Lookahead
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.presets import SYSTEMS, _derived, get_runnable, get_system, runnable_systems
 from expertly.scheduler.system import PARTS
-from tests.policies.futures import KNOWN
+from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=8, top_k=2)

@@ -23,7 +23,7 @@ DEMAND_ONLY = [name for name, system in SYSTEMS.items() if system.transfer == "d
 ASYNCHRONOUS = [name for name, system in SYSTEMS.items() if system.prediction != "none"]
 
 
-def synthetic(folder: Path, workload: synth.Workload) -> Trace:
+def synthetic(folder: Path, workload: synth.SynthWorkload) -> Trace:
     synth.write_workload(folder, workload, model="made up")
     return Trace.open(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,22 @@ def set_index(folder: Path, **weight_map: Any) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    (write_checkpoint(tmp_path) / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=f"{SHARD}: missing shard: {INDEX} names it for 1 tensors"):
-        Checkpoint.open(tmp_path)
+BAD_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: path.unlink(), f"{SHARD}: missing shard: {INDEX} names it for 1 tensors"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-2]), f"{SHARD}: tensor 't1'.*truncated"),
+    "lacks its tensor": (lambda path: set_index(path.parent, t0=SHARD, t1=SHARD), "tensor 't0' is not in it"),
+    "has another's tensor": (
+        lambda path: path.write_bytes(safetensors_bytes({"t0": entry("U8", (4,), (0, 4))}, b"abcd")),
+        "tensor 't0' is also in model-00001",
+    ),
+}
 
 
-def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path) / SHARD
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(CheckpointError, match=f"{SHARD}: tensor 't1'.*truncated"):
+@pytest.mark.parametrize("case", BAD_SHARDS)
+def test_a_bad_shard_is_named(tmp_path: Path, case: str) -> None:
+    change, message = BAD_SHARDS[case]
+    change(write_checkpoint(tmp_path) / SHARD)
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path)
 
 
@@ -70,20 +77,6 @@ def test_a_shard_truncated_after_opening_is_named(tmp_path: Path) -> None:
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
     set_index(write_checkpoint(tmp_path), t0=name)
     with pytest.raises(CheckpointError, match=r"weight_map\['t0'\]=.*same folder"):
-        Checkpoint.open(tmp_path)
-
-
-def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    set_index(tmp_path, t0=SHARD, t1=SHARD)
-    with pytest.raises(CheckpointError, match="tensor 't0' is not in it"):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / SHARD).write_bytes(safetensors_bytes({"t0": entry("U8", (4,), (0, 4))}, b"abcd"))
-    with pytest.raises(CheckpointError, match="tensor 't0' is also in model-00001"):
         Checkpoint.open(tmp_path)
 
 

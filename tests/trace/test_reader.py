@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -157,20 +155,6 @@ def test_vectors_stand_for_token_ids(tmp_path: Path) -> None:
 def test_vectors_are_the_same_on_every_machine() -> None:
     found = token_vectors(np.array([0, 17], np.int32), 64)[:, :3].astype(np.float64)
     np.testing.assert_allclose(found, [[0.6172, 0.0242, -0.0197], [0.2769, 0.1306, 0.1321]], atol=1e-3)
-
-
-def test_reading_needs_numpy_alone(tmp_path: Path) -> None:
-    write_trace(tmp_path / "trace", iterations(SIZES))
-    code = f"""
-import sys
-for name in ("safetensors", "torch", "tqdm", "matplotlib"):
-    sys.modules[name] = None
-from pathlib import Path
-from expertly.trace.reader import Trace
-print(Trace.open(Path({str(tmp_path / "trace")!r})).rows("experts", 0, 46).shape)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "(46, 3, 3)", done.stderr
 
 
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from expertly.cli.output import add_json_flag, message, print_json, table
+from expertly.policies.base import describe_options
 from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.scheduler.presets import SYSTEMS
 from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
@@ -43,8 +44,11 @@ def run(args: argparse.Namespace) -> int:
     print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
     for key, accepted in _accepted().items():
         print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
-    for name, options in _options().items():
-        print(f"with {name}: {', '.join(options)}")
+    for part, registry in WITH_OPTIONS.items():
+        for name in registry:
+            if options := describe_options(registry[name].options):
+                print(f"with {part}={name}:")
+                print("\n".join(f"  {option}: {text}" for option, text in options.items()))
     print(f"{', '.join(REGISTRIES)}: or the dotted path of one of yours, KEY=MODULE.NAME (docs/extending.md)")
     return 0
 
@@ -65,6 +69,6 @@ def _accepted() -> dict[str, list[str]]:
 
 
 def _options() -> dict[str, list[str]]:
-    """Of each predictor and allocation that has any, by "prediction=NAME" and "allocation=NAME"."""
+    """Of each policy that has any, by "prediction=NAME", "eviction=NAME", ..."""
     every = [(part, name) for part, registry in WITH_OPTIONS.items() for name in registry]
     return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}

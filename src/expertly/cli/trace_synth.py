@@ -15,7 +15,7 @@ from expertly.cli.trace_summary import report_trace
 from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertly.lab.synth import Workload
+    from expertly.lab.synth import SynthWorkload
 
 WORKLOADS = ("zipf", "cyclic", "stationary")
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _workload(args: argparse.Namespace) -> Workload:
+def _workload(args: argparse.Namespace) -> SynthWorkload:
     from expertly.lab import synth
 
     if args.workload not in WORKLOADS:
@@ -97,7 +97,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def _optimal_hits(workload: Workload) -> dict[str, int]:
+def _optimal_hits(workload: SynthWorkload) -> dict[str, int]:
     """By capacity in experts a layer, where it is known. Holds where each token is an iteration by itself."""
     hits = {capacity: workload.optimal_hits(capacity) for capacity in range(1, workload.num_experts + 1)}
     return {str(capacity): number for capacity, number in hits.items() if number is not None}

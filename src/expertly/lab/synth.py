@@ -26,7 +26,7 @@ _BLOCK_SCORES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SynthWorkload:
     """Chosen experts of `num_tokens` tokens. `blocks()` gives them in order, [T, L, K]; each call starts anew."""
 
     num_layers: int
@@ -48,7 +48,7 @@ def zipf(
     keep: float = 0.0,
     num_phases: int = 1,
     seed: int = 0,
-) -> Workload:
+) -> SynthWorkload:
     """Skewed, sticky, shifting popularity.
 
     In every layer the experts have ranks 1 to E in an order of their own, and a token draws K different ones with
@@ -80,10 +80,10 @@ def zipf(
                 yield experts
                 token += num_rows
 
-    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, lambda capacity: None)
+    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, lambda capacity: None)
 
 
-def cyclic(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> Workload:
+def cyclic(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> SynthWorkload:
     """A loop over all experts, K a token; K must divide E.
 
     The loop is over n = E/K groups. With room for c = C/K of them (C < E, K divides C), LRU never hits. Belady's
@@ -110,12 +110,12 @@ def cyclic(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> Wo
             group = np.arange(start, start + count)[:, None] % num_groups
             yield _in_all_layers(group * top_k + np.arange(top_k), num_layers)
 
-    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
+    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
 
 
 def stationary_set(
     num_layers: int, num_experts: int, top_k: int, num_tokens: int, *, working_set: int, seed: int = 0
-) -> Workload:
+) -> SynthWorkload:
     """Random choices among the first W experts, all of which are met as soon as they can be.
 
     With C >= W every cache that loads on demand has cold misses only: min(W, T K) a layer, all other demands hit.
@@ -138,12 +138,12 @@ def stationary_set(
             experts[: len(tour)] = _in_all_layers(tour % working_set, num_layers)
             yield experts
 
-    return Workload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
+    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
 
 
 def write_workload(
     folder: Path,
-    workload: Workload,
+    workload: SynthWorkload,
     *,
     model: str,
     num_requests: int = 1,

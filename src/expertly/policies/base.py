@@ -104,6 +104,20 @@ def option_text(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+def describe_options(kind: type[Any]) -> dict[str, str]:
+    """Of each option what it means, its default and its bounds."""
+    said: dict[str, str] = {}
+    types_of = get_type_hints(kind)
+    for one in fields(kind):
+        notes = [] if one.default is None else [f"default: {option_text(one.default)}"]
+        if get_origin(types_of[one.name]) is Literal:
+            notes.append(f"accepted: {', '.join(get_args(types_of[one.name]))}")
+        notes += [bounds] if (bounds := _bounds(one)) else []
+        text = [one.metadata.get("help", ""), f"({', '.join(notes)})" if notes else ""]
+        said[one.name] = " ".join(part for part in text if part)
+    return said
+
+
 def check_bounds(one: Field[Any], value: object) -> None:
     """Raises ConfigError where a field's value is a number outside its bounds."""
     least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
@@ -111,11 +125,16 @@ def check_bounds(one: Field[Any], value: object) -> None:
         return
     is_low = (least is not None and not value >= least) or (above is not None and not value > above)  # NaN, too
     if is_low or (most is not None and not value <= most):
-        if most is None:
-            accepted = f"at least {least}" if above is None else f"above {above}"
-        else:
-            accepted = f"from {least} to {most}" if above is None else f"above {above}, up to {most}"
-        raise ConfigError(f"{one.name}={value}: must be {accepted}")
+        raise ConfigError(f"{one.name}={value}: must be {_bounds(one)}")
+
+
+def _bounds(one: Field[Any]) -> str:
+    least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
+    if most is not None:
+        return f"from {least} to {most}" if above is None else f"above {above}, up to {most}"
+    if above is not None:
+        return f"above {above}"
+    return "" if least is None else f"at least {least}"
 
 
 def parse_int(text: str, what: str) -> int:

@@ -106,25 +106,36 @@ class ModelShape:
         return max(self.top_k)
 
 
-@dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. Methods raise StoreError naming the file, the field and its value."""
+    """What a file says of itself, in texts. Whatever is asked of it is checked: StoreError names the file, the field
+    and its value.
+    """
 
-    path: Path
-    identity: str  # of the model, as its packed store has it
-    shape: ModelShape
-    about: Facts  # created, source, ...
-    texts: Mapping[str, str]  # everything, as it is written
+    def __init__(self, path: Path, texts: Mapping[str, str], shape: ModelShape | None = None) -> None:
+        """`shape`: where the texts say none."""
+        self.path = path
+        self.texts = texts
+        self.identity = texts.get("identity", "")  # of the model, as its packed store has it
+        self.shape = shape or self._layers()
+        self.about: Facts = self.json_object("about") if "about" in texts else {}  # created, source, ...
 
     def refuse(self, name: str, accepted: str) -> NoReturn:
-        _refuse(self.path, self.texts, name, accepted)
+        raise StoreError(f"{self.path}: {name}={self.texts.get(name)!r:.80}: {accepted}")
 
     def json_object(self, name: str) -> dict[str, Any]:
-        return _json_object(self.path, self.texts, name)
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(self.texts.get(name, ""))
+        if not isinstance(value, dict):
+            self.refuse(name, "must be a JSON object")
+        return value
 
     def whole_numbers(self, name: str, least: int, most: int) -> tuple[int, ...]:
         """A list in `shape`."""
-        return _whole_numbers(self.path, self.texts, name, least, most)
+        numbers = self.json_object("shape").get(name)
+        if not isinstance(numbers, list) or not all(type(one) is int and least <= one <= most for one in numbers):
+            self.refuse("shape", f"{name} must be whole numbers from {least} to {most}")
+        return tuple(numbers)
 
     def capacity(self, nbytes_each: int) -> int:
         """How much it may hold; `nbytes_each` is what one of it takes in memory."""
@@ -144,6 +155,33 @@ class Header:
         if not 0 <= value <= 1:
             self.refuse(name, "must be a number from 0 to 1")
         return value
+
+    def check(self, kind: type[LearnedState], identity: str | None, shape: ModelShape | None) -> None:
+        """Whether it is a header of this kind, of the model that it must be of (None: of any)."""
+        if self.texts.get("version") != str(VERSION):
+            self.refuse("version", f"this version of expertly reads {VERSION}; make the file again")
+        if re.fullmatch("[0-9a-f]{8}", self.texts.get("checksum", "")) is None:
+            self.refuse("checksum", "must be eight hexadecimal digits")
+        if not self.identity:
+            self.refuse("identity", "must say which model it is of")
+        if identity is not None and identity != self.identity:
+            what = "of another model, or of this one before it changed"
+            if self.identity.startswith(OF_A_TRACE) and kind.made_by:
+                what = f"of a trace whose model was not named; `expertly {kind.made_by} --model` names it"
+            self.refuse("identity", f"{what}; expected {identity!r:.80}")
+        if shape is not None and shape != self.shape:
+            raise StoreError(f"{self.path}: shape: of {self.shape}; expected {shape}, as the model has")
+        if kind.has_plain_facts and not all(map(_is_plain, self.about.values())):
+            self.refuse("about", "must hold texts and numbers")
+
+    def _layers(self) -> ModelShape:
+        num_experts = self.whole_numbers("num_experts", 1, MAX_EXPERTS)
+        top_k = self.whole_numbers("top_k", 1, MAX_EXPERTS)
+        if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
+            self.refuse("shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
+        if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
+            self.refuse("shape", "top_k must be at most num_experts")
+        return ModelShape(num_experts, top_k)
 
 
 class LearnedState(ABC):
@@ -251,7 +289,7 @@ class LearnedStore(LearnedState):
                 raise StoreError(f"{path}: array {name!r}: missing")
         longest = max((len(array) for array in arrays.values() if array.ndim == 1), default=1)
         texts = self.settings() | {"capacity": str(max(1, longest))}
-        header = Header(path, "", self.shape, {}, texts)
+        header = Header(path, texts, self.shape)
         arrays = {name: arrays[name] for name in self.schema if name in arrays}
         expected = self.layout(header, {name: array.shape for name, array in arrays.items()})
         for name, array in arrays.items():
@@ -413,59 +451,14 @@ def _header(
     path: Path, raw: bytes, kinds: Sequence[type[AnyState]], identity: str | None, shape: ModelShape | None
 ) -> tuple[type[AnyState], Header]:
     texts = header_metadata(path, raw, StoreError)
-    kind = next((one for one in kinds if _format_of(one) == texts.get("format")), None)
+    found = texts.get("format")
+    kind = next((one for one in kinds if _format_of(one) == found), None)
     if kind is None:
         accepted = " or ".join(f"{_format_of(one)!r} ({one.holds})" for one in kinds)
-        _refuse(path, texts, "format", f"not a file of that kind; accepted: {accepted}")
-    if texts.get("version") != str(VERSION):
-        _refuse(path, texts, "version", f"this version of expertly reads {VERSION}; make the file again")
-    if re.fullmatch("[0-9a-f]{8}", texts.get("checksum", "")) is None:
-        _refuse(path, texts, "checksum", "must be eight hexadecimal digits")
-    own = texts.get("identity", "")
-    if not own:
-        _refuse(path, texts, "identity", "must say which model it is of")
-    if identity is not None and identity != own:
-        what = "of another model, or of this one before it changed"
-        if own.startswith(OF_A_TRACE) and kind.made_by:
-            what = f"of a trace whose model was not named; `expertly {kind.made_by} --model` names it"
-        raise StoreError(f"{path}: identity={own!r:.80}: {what}; expected {identity!r:.80}")
-    layers = _layers(path, texts)
-    if shape is not None and shape != layers:
-        raise StoreError(f"{path}: shape: of {layers}; expected {shape}, as the model has")
-    about = _json_object(path, texts, "about")
-    if kind.has_plain_facts and not all(map(_is_plain, about.values())):
-        _refuse(path, texts, "about", "must hold texts and numbers")
-    return kind, Header(path, own, layers, about, texts)
-
-
-def _layers(path: Path, texts: Mapping[str, str]) -> ModelShape:
-    num_experts = _whole_numbers(path, texts, "num_experts", 1, MAX_EXPERTS)
-    top_k = _whole_numbers(path, texts, "top_k", 1, MAX_EXPERTS)
-    if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
-        _refuse(path, texts, "shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
-    if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
-        _refuse(path, texts, "shape", "top_k must be at most num_experts")
-    return ModelShape(num_experts, top_k)
-
-
-def _whole_numbers(path: Path, texts: Mapping[str, str], name: str, least: int, most: int) -> tuple[int, ...]:
-    numbers = _json_object(path, texts, "shape").get(name)
-    if not isinstance(numbers, list) or not all(type(one) is int and least <= one <= most for one in numbers):
-        _refuse(path, texts, "shape", f"{name} must be whole numbers from {least} to {most}")
-    return tuple(numbers)
-
-
-def _json_object(path: Path, texts: Mapping[str, str], name: str) -> dict[str, Any]:
-    value = None
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(texts.get(name, ""))
-    if not isinstance(value, dict):
-        _refuse(path, texts, name, "must be a JSON object")
-    return value
-
-
-def _refuse(path: Path, texts: Mapping[str, str], name: str, accepted: str) -> NoReturn:
-    raise StoreError(f"{path}: {name}={texts.get(name)!r:.80}: {accepted}")
+        raise StoreError(f"{path}: format={found!r:.80}: not a file of that kind; accepted: {accepted}")
+    header = Header(path, {"about": "", **texts})
+    header.check(kind, identity, shape)
+    return kind, header
 
 
 def _is_plain(value: object) -> bool:

@@ -21,9 +21,9 @@ from expertly.trace.schema import (
     TOKEN_VECTORS,
     VERSION,
     FieldInfo,
-    Manifest,
     ShardInfo,
     TraceLayer,
+    TraceManifest,
     check_layers,
     trace_field,
 )
@@ -34,11 +34,11 @@ _MAX_WIDTH = 1 << 20  # of a hidden state, and of how far is looked ahead
 _MAX_COUNT = 1 << 48
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: TraceManifest) -> None:
     write_atomic(folder / MANIFEST_NAME, json_bytes(_as_dict(manifest)))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> TraceManifest:
     """Raises TraceError naming the file, the field and what is accepted."""
     if not folder.is_dir():
         raise TraceError(f"{folder}: no such folder; a trace is a folder with a {MANIFEST_NAME}")
@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _as_dict(manifest: Manifest) -> dict[str, Any]:
+def _as_dict(manifest: TraceManifest) -> dict[str, Any]:
     fields = {}
     for name, field in manifest.fields.items():
         fields[name] = {"dtype": field.dtype, "shape": list(field.shape), "real": field.is_real, "note": field.note}
@@ -72,7 +72,7 @@ def _as_dict(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _parse(raw: Mapping[str, Any]) -> Manifest:
+def _parse(raw: Mapping[str, Any]) -> TraceManifest:
     _one_of(raw, "format", (FORMAT,))
     version = raw.get("version")
     if type(version) is not int or version != VERSION:
@@ -88,7 +88,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise TraceError(f"geometry.layers: {len(geometry['layers'])} layers; at most {MAX_LAYERS} are accepted")
     layers = tuple(_layer(f"geometry.layers[{i}]", layer) for i, layer in enumerate(geometry["layers"]))
     check_layers(layers)
-    return Manifest(
+    return TraceManifest(
         model=_text(raw, "model"),
         layers=layers,
         fields=_fields(raw.get("fields"), layers),

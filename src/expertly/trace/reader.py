@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import TraceError
 from expertly.trace.manifest import read_manifest
-from expertly.trace.schema import DTYPES, REQUESTS_NAME, Array, Manifest, ShardInfo, ValueChecks
+from expertly.trace.schema import DTYPES, REQUESTS_NAME, Array, ShardInfo, TraceManifest, ValueChecks
 from expertly.trace.shards import TAIL_NAME, Records, map_shard, read_tail, record_dtype
 
 TOKEN_VECTOR_SIZE = 64
@@ -51,7 +51,7 @@ class Block:
 class Trace:
     """An opened trace. Rows are numbered from 0; those of one iteration lie next to each other."""
 
-    def __init__(self, folder: Path, manifest: Manifest, requests: list[TraceRequest], tail: Records) -> None:
+    def __init__(self, folder: Path, manifest: TraceManifest, requests: list[TraceRequest], tail: Records) -> None:
         self.folder = folder
         self.manifest = manifest
         self._requests = requests

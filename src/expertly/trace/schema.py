@@ -113,7 +113,7 @@ class ShardInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class TraceManifest:
     """Everything but the rows and the requests."""
 
     model: str

@@ -27,9 +27,9 @@ from expertly.trace.schema import (
     SCORINGS,
     Array,
     FieldInfo,
-    Manifest,
     ShardInfo,
     TraceLayer,
+    TraceManifest,
     ValueChecks,
     check_layers,
     trace_field,
@@ -71,7 +71,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         given = {field.name: field for field in fields}
         known = {name: given.get(name) or trace_field(name, layers) for name in (*REQUIRED, *given)}
         ordered = {name: known[name] for name in DTYPES if name in known}
-        self._manifest = Manifest(model, tuple(layers), ordered, dense, scoring, created, command)
+        self._manifest = TraceManifest(model, tuple(layers), ordered, dense, scoring, created, command)
         self._stored = self._manifest.stored_fields
         self._dtype = record_dtype(self._stored)
         self._checks = ValueChecks(layers)

@@ -23,7 +23,7 @@ ALL_LAYERS = 1 << 30
 
 
 @dataclass(slots=True)
-class Work:
+class PredictorWork:
     """What predicting has cost so far; a simulation turns it into time."""
 
     num_calls: int = 0
@@ -53,7 +53,7 @@ class Predictor(Policy, ABC):
     """What it needs to see; of the rest it may be told, too. An instance may set its own."""
 
     def __init__(self) -> None:
-        self.work = Work()
+        self.work = PredictorWork()
 
     @classmethod
     def make(

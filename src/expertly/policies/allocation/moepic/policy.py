@@ -122,7 +122,10 @@ class MoEpic(SplitExperts):
     def __init__(self, geometry: Geometry, options: MoEpicOptions = MoEpicOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry, SplitOptions(), known)
         self._options = options
-        self._seen = [LayerStatistics(layer.num_experts, options.tau) for layer in geometry.layers]
+        self._seen = [
+            LayerStatistics(layer.num_experts, options.tau, early=number)
+            for number, layer in enumerate(geometry.layers)
+        ]
         self._predicted: list[Prediction | None] = [None] * geometry.num_layers  # the newest of each layer
         self._kept_slots: list[int] = []
         self._num_tokens = 0

@@ -20,6 +20,10 @@ DEFAULT_HALF_LIFE = 5000.0
 """Tokens: as many as go by between two configurations (tau)."""
 
 _MAX_WEIGHT = 2.0**100
+_TOGETHER = 64  # tokens
+
+_Noted = tuple[Sequence[int], "Sequence[int] | None", float, int]
+"""A token: needed experts; all by falling score, where there was a prediction; weight; pass, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,13 @@ class LayerStatistics:
     Ranks are those before the update that a pass makes, as a cache finds them; ties, of ranks and of predicted scores,
     go to the lowest id, and experts that were never used come last. The paper counts all tokens alike for ever; here
     (our choice) a token's weight halves with every `half_life` tokens that follow it, so that what is configured next
-    fits what runs now; None counts as the paper does.
+    fits what runs now; None counts as the paper does. Tokens are counted 64 at a time, which is cheaper; the first time
+    `early` tokens earlier, so that not all layers count beside the same token.
 
     Raises ConfigError for a `half_life` that is not above 0.
     """
 
-    def __init__(self, num_experts: int, half_life: float | None = DEFAULT_HALF_LIFE) -> None:
+    def __init__(self, num_experts: int, half_life: float | None = DEFAULT_HALF_LIFE, early: int = 0) -> None:
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"half_life={half_life}: must be above 0 tokens")
         self.num_experts = num_experts
@@ -62,25 +67,25 @@ class LayerStatistics:
         self._priority = CachePriority()
         self._num_used = [0] * num_experts
         self._score = np.full(num_experts, math.inf)  # minus the cache priority
-        self._places = np.arange(num_experts)
         self._needed = np.zeros(num_experts)  # weight of the needed experts, by their rank
         self._predicted_weight = 0.0  # of the tokens that had a prediction
         self._right = np.zeros(num_experts)  # of those that needed the y-th predicted one
         self._joint = np.zeros(num_experts * num_experts)  # [y, rank of the y-th predicted one], flat
+        # What tokens showed, until they are counted.
+        self._until_counted = _TOGETHER - early % _TOGETHER
+        self._noted: list[_Noted] = []
+        self._scores: list[Doubles] = []  # as each pass found them
 
     def note(self, needed: Sequence[int], predicted: Sequence[int] | None = None) -> None:
         """A pass of one token: the experts that it needs, all in 0..E-1 and none twice, and the predicted ones by
         falling score, where there was a prediction; those that it does not name come last.
         """
-        order = None
-        if predicted is not None:
-            order = np.array(predicted, np.intp)
-            if len(order) < self.num_experts:
-                is_named = np.zeros(self.num_experts, np.bool_)
-                is_named[order] = True
-                order = np.concatenate([order, np.flatnonzero(~is_named)])
-        self._count(self._ranks(), needed, order)
-        self._end_pass([needed])
+        if predicted is not None and len(predicted) < self.num_experts:
+            is_named = np.zeros(self.num_experts, np.bool_)
+            is_named[list(predicted)] = True
+            predicted = [*predicted, *np.flatnonzero(~is_named).tolist()]
+        self._noted.append((needed, predicted, self._weight, len(self._scores)))
+        self._end_pass(1)
 
     def observe(
         self, experts: Ids, predicted: Floats | None = None, is_predicted: npt.NDArray[np.bool_] | None = None
@@ -90,16 +95,17 @@ class LayerStatistics:
         What is not in 0..E-1 is no expert; none is twice in a row. All rows find the ranks that the passes before left.
         Rows outside `is_predicted`, [T], and all where there are no scores, had no prediction: they count for H alone.
         """
-        rows = [[expert for expert in row if 0 <= expert < self.num_experts] for row in experts.tolist()]
-        ranks = self._ranks()
-        for number, row in enumerate(rows):
-            has_scores = predicted is not None and (is_predicted is None or is_predicted[number])
-            order = (-predicted[number]).argsort(kind="stable") if predicted is not None and has_scores else None
-            self._count(ranks, row, order)
-        self._end_pass(rows)
+        orders = None if predicted is None else (-predicted).argsort(axis=1, kind="stable").tolist()
+        for number, row in enumerate(experts.tolist()):
+            needed = [expert for expert in row if 0 <= expert < self.num_experts]
+            has_order = orders is not None and (is_predicted is None or is_predicted[number])
+            order = orders[number] if orders is not None and has_order else None
+            self._noted.append((needed, order, self._weight, len(self._scores)))
+        self._end_pass(len(experts))
 
     def rates(self) -> LayerRates:
         """Of what was observed; all 0 for what was not. Copies: what follows does not change them."""
+        self._count()
         num = self.num_experts
         hits, accuracy, predicted_hits = np.zeros(num + 1), np.zeros(num), np.zeros((num, num + 1))
         np.cumsum(self._needed, out=hits[1:])
@@ -118,34 +124,54 @@ class LayerStatistics:
         ranked: list[int] = self._score.argsort(kind="stable").tolist()
         return ranked
 
-    def _ranks(self) -> Ints:
-        ranks = np.empty(self.num_experts, np.intp)
-        ranks[self._score.argsort(kind="stable")] = self._places
-        return ranks
-
-    def _count(self, ranks: Ints, needed: Sequence[int], order: Ints | None) -> None:
-        """A token of the running pass; `order`: all experts by falling predicted score."""
-        weight = self._weight
-        self._needed[ranks[needed]] += weight
-        if order is not None:
-            num = self.num_experts
-            self._joint[self._places * num + ranks[order]] += weight
-            place = np.empty(num, np.intp)
-            place[order] = self._places
-            self._right[place[needed]] += weight
-            self._predicted_weight += weight
-
-    def _end_pass(self, rows: Sequence[Sequence[int]]) -> None:
-        self.num_tokens += len(rows)
-        num_used = self._num_used
+    def _end_pass(self, num_tokens: int) -> None:
+        self._scores.append(self._score.copy())
+        self.num_tokens += num_tokens
+        num_used, score = self._num_used, self._score
+        rows = [row for row, *_ in self._noted[len(self._noted) - num_tokens :]]
         for row in rows:
             for expert in row:
                 num_used[expert] += 1
         for expert in {expert for row in rows for expert in row}:
-            self._score[expert] = -self._priority(num_used[expert], self.num_tokens)
-        self._weight *= self._growth ** len(rows)
+            score[expert] = -self._priority(num_used[expert], self.num_tokens)
+        self._weight *= self._growth**num_tokens
+        if len(self._noted) >= self._until_counted:
+            self._until_counted = _TOGETHER
+            self._count()
         if self._weight > _MAX_WEIGHT:  # weigh everything anew, a token 1: shares stay as they are
+            self._count()
             for counted in (self._needed, self._right, self._joint):
                 counted /= self._weight
             self._predicted_weight /= self._weight
             self._weight = 1.0
+
+    def _count(self) -> None:
+        """All that was noted."""
+        if not self._noted:
+            return
+        num = self.num_experts
+        rows, orders, token_weights, token_passes = zip(*self._noted, strict=True)
+        weights, passes = np.array(token_weights), np.array(token_passes, np.intp)
+        ranks = _places(np.stack(self._scores).argsort(axis=1, kind="stable"))  # [passes, E]
+        token = np.repeat(np.arange(len(rows)), [len(row) for row in rows])  # of each needed expert
+        needed = np.array([expert for row in rows for expert in row], np.intp)
+        np.add.at(self._needed, ranks[passes[token], needed], weights[token])
+        has_order = np.array([order is not None for order in orders])
+        if has_order.any():
+            predicted = np.array([order for order in orders if order is not None], np.intp)  # [tokens with one, E]
+            order_weights = weights[has_order]
+            ranked = np.take_along_axis(ranks[passes[has_order]], predicted, axis=1)
+            np.add.at(self._joint, (ranked + np.arange(num) * num).reshape(-1), np.repeat(order_weights, num))
+            is_with = has_order[token]
+            of_token = has_order.cumsum()[token[is_with]] - 1
+            np.add.at(self._right, _places(predicted)[of_token, needed[is_with]], order_weights[of_token])
+            self._predicted_weight += float(order_weights.sum())
+        self._noted.clear()
+        self._scores.clear()
+
+
+def _places(orders: Ints) -> Ints:
+    """Of each row of ids, [N, E]: where in it each id is."""
+    places = np.empty_like(orders)
+    np.put_along_axis(places, orders, np.arange(orders.shape[1])[None, :], axis=1)
+    return places

@@ -51,7 +51,7 @@ class FMoEOptions(PolicyOptions):
             raise ConfigError(f"select={self.select!r}: accepted: {', '.join(get_args(Select))}")
 
 
-class _Pass:
+class _MatchedPass:
     """What one iteration has shown of the rows that are matched."""
 
     def __init__(self, began: Began, shape: ModelShape, max_rows: int) -> None:
@@ -111,7 +111,7 @@ class FMoE(Predictor):
         self._distance = max(1, min(distance, num_layers - 1))
         self._weight = self._distance / num_layers
         self._max_rows = max(1, MAX_SCORES // options.capacity)
-        self._pass: _Pass | None = None
+        self._pass: _MatchedPass | None = None
         self._found = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
         self._num_left_out = 0
         self.adopt(self._empty())
@@ -139,7 +139,7 @@ class FMoE(Predictor):
     def begin_iteration(self, began: Began) -> list[Prediction]:
         """Semantic search. Empty store, or no embeddings: nothing."""
         self.work.num_calls += 1
-        now = self._pass = _Pass(began, self._shape, self._max_rows)
+        now = self._pass = _MatchedPass(began, self._shape, self._max_rows)
         if not self._options.semantic:
             now.embedding = None  # it may be told
         count = len(now.requests)

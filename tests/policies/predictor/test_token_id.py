@@ -1,9 +1,10 @@
-"""Experts by token id, and by index, as stories: what was seen, what is said then."""
+"""What a token id has asked for before, and experts by their numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.policies.test_observing_predictors import chose, said
 
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Began, History
@@ -12,7 +13,6 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.token_id import IdCounts
 from expertly.scheduler.presets import get_system
-from tests.policies.test_observing_predictors import chose, said
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=3, experts=6, top_k=2)

@@ -11,7 +11,7 @@ from expertly.core.observation import Began, History, Routed
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.eam.matrices import Matrices
-from tests.policies.matrices.reference import NaiveCollection, choices, matrix_of
+from tests.policies.predictor.naive import NaiveCollection, choices, matrix_of
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K = 5, 7, 2

@@ -1,3 +1,5 @@
+"""The maps nearest to a pass, brought forward a layer at a time."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.search import Search
 from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.maps.reference import cosine, random_scores, top
+from tests.policies.predictor.naive import cosine, random_scores, top
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
 SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)

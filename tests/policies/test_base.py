@@ -1,4 +1,4 @@
-"""Options as a user writes them."""
+"""Options as a user writes them; which prediction is loaded first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.base import PolicyOptions, option, option_names, option_text, parse_options
+from expertly.policies.prefetch import PREFETCHES, ByProximity, ByScore
+from expertly.testing import check_prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +112,19 @@ def test_what_is_written_reads_as_the_same(given: dict[str, str]) -> None:
     written = {key: option_text(getattr(parsed, key)) for key in given}
     assert parse_options(Some, written, "x") == parsed
     assert {key: option_text(getattr(parse_options(Some, written, "x"), key)) for key in given} == written
+
+
+@pytest.mark.parametrize("name", PREFETCHES)
+def test_conformance(name: str) -> None:
+    """A new priority inherits this by being in PREFETCHES."""
+    check_prefetch(PREFETCHES[name])
+
+
+def test_by_score_the_distance_is_nothing() -> None:
+    assert [ByScore().priority(0.3, layers) for layers in (1, 9)] == [0.3, 0.3]
+
+
+def test_by_proximity_is_the_papers_formula() -> None:
+    """p / (l - l_now) (fMoE, section 4.5)."""
+    assert ByProximity().priority(0.6, 3) == pytest.approx(0.2)
+    assert ByProximity().priority(0.25, 1) > ByProximity().priority(0.6, 3)

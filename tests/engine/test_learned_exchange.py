@@ -11,7 +11,7 @@ from expertly.core.observation import Began, History, Routed
 from expertly.engine.learned import LearnedExchange
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
-from tests.policies.maps.reference import random_scores, top
+from tests.policies.predictor.naive import random_scores, top
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 6

@@ -1,3 +1,5 @@
+"""The store of expert maps: what goes into it, and what goes."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 from expertly.core.errors import ConfigError, StoreError
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.maps.reference import NaiveStore, cosine, random_scores, top
+from tests.policies.predictor.naive import NaiveStore, cosine, random_scores, top
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 5, 8, 2, 16
 SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
@@ -196,17 +198,11 @@ def test_bytes_are_those_of_the_arrays() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("maps", (LAYERS, 19, EXPERTS)), ("chosen", (20, LAYERS, 3)), ("born", (19,)), ("embeddings", (19, HIDDEN))],
+    [("maps", (LAYERS, 19, EXPERTS)), ("chosen", (20, LAYERS, 3)), ("requests", (19,)), ("embeddings", (19, HIDDEN))],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(StoreError, match=name):
-        MapStore.from_state(SHAPE, {**filled().state(), name: np.zeros(shape)}, 30)
-    state = filled().state()
-    with pytest.raises(StoreError, match="20 maps: more than the capacity of 19"):
-        MapStore.from_state(SHAPE, state, 19)
-    del state["born"]
-    with pytest.raises(StoreError, match="'born' is missing"):
-        MapStore.from_state(SHAPE, state, 30)
+    with pytest.raises(StoreError, match=f"array '{name}'"):
+        filled().of_another({**filled().state(), name: np.zeros(shape)})
 
 
 def test_rows_of_another_model_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Lookahead, request counts and popularity, as stories: what was seen, what is said then."""
+"""Predictors that go by what they are shown."""
 
 from __future__ import annotations
 

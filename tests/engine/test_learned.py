@@ -1,0 +1,490 @@
+"""What a system learns outlives the model that learned it: read when one is loaded, written while it runs and when it
+goes. Maps of fmoe, matrices of moe-infinity and what expertly learns of reuse are kept the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import expertly
+from expertly.api import handle
+from expertly.cli.main import main
+from expertly.core.errors import ConfigError, StoreError
+from expertly.engine import learned as learned_module
+from expertly.engine import prediction as prediction_module
+from expertly.engine.learned import SavedState
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction.reuse import LayerReuse, Reuse, ReuseModel
+from expertly.policies.learned import LearnedState, read_learned, save_learned
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import MapStore
+from expertly.scheduler.decisions import replay_file
+from expertly.store.cache import list_entries, remove_entry
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import loaded, reader_threads, run_python
+from tests.families import generate
+from tests.scheduler.drive import geometry, one_token
+from tests.store.mounts import tiny_disk
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS: dict[str, type[LearnedState]] = {"fmoe": MapStore, "moe-infinity": Matrices, "expertly": ReuseModel}
+"""What is kept, by system."""
+
+NUM_TOKENS = (14 + 11) + 2 * 11
+"""Of a case's two prompts and their answers of twelve tokens, the last of which the model does not see."""
+
+BOTH = "expertly:prediction=fmoe:distance=1"
+
+of_each_system = pytest.mark.parametrize("system", KINDS)
+
+
+class Kept(NamedTuple):
+    """What a loaded model says of its file."""
+
+    num_read: int
+    history: str
+    file: str | None
+    failed_writes: int
+    problem: str | None
+
+
+def kept(model: Any) -> Kept:
+    stats = expertly.stats(model).as_dict()
+    if (one := stats["prediction"]) is not None:
+        return Kept(one["maps_read"], one["history"], one["maps_file"], one["maps_failed_writes"], one["maps_problem"])
+    one = stats["reuse"]
+    return Kept(one["tokens_read"], one["history"], one["file"], one["failed_writes"], one["problem"])
+
+
+def of_reuse(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = expertly.stats(model).as_dict()["reuse"]
+    return found
+
+
+def beside(store: Path, system: str) -> Path:
+    return store.with_name(f"store.{KINDS[system].kind}")
+
+
+def num_in(path: Path, system: str = "expertly") -> int:
+    return read_learned(path, KINDS[system]).learned.num_learned
+
+
+def learn(store: Path, case: Case, system: str, **kwargs: Any) -> int:
+    """Load, generate, unload; what was read at the start."""
+    with loaded(store, **({"system": system, "maps": "auto"} | kwargs)) as model:
+        assert generate(model, case.prompts) == case.tokens
+        return kept(model).num_read
+
+
+# -- read and written ----------------------------------------------------------------------------------------------
+
+
+@of_each_system
+def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Case, Path]) -> None:
+    case, store = own
+    path = beside(store, system)
+    with loaded(store, system=system, maps="auto") as model:
+        assert kept(model) == Kept(0, "cold", str(path), 0, None)
+        generate(model, case.prompts)
+        engine = handle(model).engine
+        policy = engine.prefetching.predictor if engine.prefetching else engine.scheduler.cache.partitions[0].policy
+        identity = handle(model).store.manifest.identity
+    state = policy.learned.state()
+    file = read_learned(path, KINDS[system], identity=identity, shape=policy.learned.shape)
+    for name, array in (file.learned.state() or {}).items():
+        if name != "requests":  # which are numbered anew
+            np.testing.assert_array_equal(array, state[name], err_msg=name)
+    assert file.header.about["source"] == str(case.folder)
+    num = 2 * len(case.prompts) if system == "moe-infinity" else NUM_TOKENS
+    assert file.learned.num_learned == num
+    generation = path.stat().st_mtime_ns
+    with loaded(store, system=system, maps="auto") as model:
+        assert kept(model) == Kept(num, "warm", str(path), 0, None)
+    assert path.stat().st_mtime_ns == generation, "nothing was learned: nothing is written"
+    assert learn(store, case, system) == num < learn(store, case, system)
+    assert sorted(os.listdir(store.parent)) == ["store", path.name]
+
+
+@of_each_system
+def test_off_writes_nothing_and_a_file_that_is_named_is_the_only_one(
+    system: str, own: tuple[Case, Path], tmp_path: Path
+) -> None:
+    case, store = own
+    for maps in (None, "off"):
+        assert learn(store, case, system, maps=maps) == 0
+        assert os.listdir(store.parent) == ["store"]
+    path = tmp_path / "my.file"
+    assert learn(store, case, system, maps=path) == 0
+    assert learn(store, case, system, maps=str(path), segments=2, memory="40%") > 0, "of any P, in any memory"
+    assert sorted(os.listdir(store.parent)) == ["my.file", "store"]
+
+
+def test_what_was_learned_before_is_known_at_the_first_token(own: tuple[Case, Path]) -> None:
+    case, store = own
+    for system, searches in (("fmoe", "trajectory_searches"), ("moe-infinity", "searches")):
+        found = []
+        for _ in range(2):
+            with loaded(store, system=system, maps="auto", matcher="inline") as model:
+                generate(model, case.prompts[:1], 1)
+                found.append(expertly.stats(model).as_dict()["prediction"]["predictor"][searches])
+        assert found[0] == 0 < found[1], system
+
+
+def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path) -> None:
+    """One system may learn two; a file that is named is that of what it predicts by."""
+    case, store = own
+    assert learn(store, case, "moe-infinity") == 0
+    before = beside(store, "moe-infinity").read_bytes()
+    assert learn(store, case, BOTH) == 0
+    assert sorted(os.listdir(tmp_path)) == ["store", "store.maps", "store.matrices", "store.reuse"]
+    assert learn(store, case, BOTH) > 0 and beside(store, "moe-infinity").read_bytes() == before
+    path = tmp_path / "my.maps"
+    with loaded(store, system=BOTH, maps=path) as model:
+        assert of_reuse(model)["says"] == f"began with nothing learned: {path} is of what it predicts by"
+
+
+@of_each_system
+@pytest.mark.parametrize("damage", ["truncated", "altered", "another model's", "another kind", "no file of ours"])
+def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tuple[Case, Path], cases: Cases) -> None:
+    """Named, it is an error; else the model starts cold, says so, and replaces the file."""
+    case, store = own
+    path = beside(store, system)
+    if damage == "another model's":
+        with loaded(cases["gpt_oss"].store, system=system, maps=path) as other:
+            generate(other, cases["gpt_oss"].prompts)
+    elif damage == "another kind":
+        learn(store, case, "expertly" if system == "fmoe" else "fmoe", maps=path)
+    else:
+        learn(store, case, system)
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes({"truncated": raw[:-5], "altered": raw}.get(damage, b"hello"))
+    with pytest.raises(StoreError, match=path.name):
+        learn(store, case, system, maps=path)
+    assert not reader_threads()
+    with (
+        pytest.warns(UserWarning, match=rf"starting without .*will be replaced: .*{path.name}"),
+        loaded(store, system=system, maps="auto") as model,
+    ):
+        found = kept(model)
+        assert found.history == "cold" and path.name in (found.problem or "")
+        assert generate(model, case.prompts) == case.tokens
+    assert learn(store, case, system) > 0, "it was replaced"
+
+
+def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
+    """As of a trace that made them up: they cannot be compared to what this model feeds."""
+    case, store = own
+    path = beside(store, "fmoe")
+    learn(store, case, "fmoe")
+    found = read_learned(path, MapStore)
+    state = found.learned.state()
+    hidden_size = state["embeddings"].shape[1]
+    state["embeddings"] = np.pad(state["embeddings"], ((0, 0), (0, 3)))
+    save_learned(path, MapStore.from_state(found.learned.shape, state), found.header.identity)
+    message = rf"store\.maps: tensor 'embeddings': {hidden_size + 3} numbers each.*{hidden_size}"
+    with pytest.raises(StoreError, match=message):
+        learn(store, case, "fmoe", maps=path)
+    with pytest.warns(UserWarning, match=message):
+        assert learn(store, case, "fmoe") == 0
+
+
+@pytest.mark.parametrize(("system", "most"), [("fmoe", 7), ("moe-infinity", 1)])
+def test_a_smaller_capacity_than_the_files(system: str, most: int, own: tuple[Case, Path]) -> None:
+    """It is read as far as it fits, and not replaced by less."""
+    case, store = own
+    learn(store, case, system)
+    path = beside(store, system)
+    before = path.read_bytes()
+    with (
+        pytest.warns(UserWarning, match=rf"{path.name} has \d+ .*, capacity={most}: what is learned is not saved"),
+        loaded(store, system=f"{system}:capacity={most}", maps="auto") as model,
+    ):
+        found = expertly.stats(model).as_dict()["prediction"]["predictor"]
+        assert 0 < found.get("maps", found.get("decode_matrices")) <= found["capacity"] == most
+        assert generate(model, case.prompts) == case.tokens
+    assert path.read_bytes() == before
+
+
+# -- which file -----------------------------------------------------------------------------------------------------
+
+
+def test_what_may_be_named_for_which_system(own: tuple[Case, Path], tmp_path: Path) -> None:
+    _, store = own
+    path = tmp_path / "my.file"
+    os.mkfifo(tmp_path / "pipe")
+    bad: list[Any] = [tmp_path / "nowhere" / "my.file", tmp_path, tmp_path / "pipe", "", "a\0b", tmp_path / ("x" * 300)]
+    for named in [*bad, "~nobody-here/a.maps", 5]:
+        with pytest.raises(ConfigError, match="must be a file, in a folder that exists"):
+            expertly.load(str(store), system="fmoe", maps=named, device="cpu")
+    with pytest.raises(ConfigError, match=r"my\.file.*system 'lru' has no maps; accepted: auto, off"):
+        expertly.load(str(store), system="lru", maps=path, device="cpu")
+    with pytest.raises(ConfigError, match=r"my\.file': 2 devices learn apart; accepted: auto, off"):
+        expertly.load(str(store), system="expertly", maps=path, memory="50%", devices="cpu:0,cpu:1")
+    with pytest.raises(ConfigError, match=r"my\.file': decisions are written down.*; accepted: auto, off"):
+        expertly.load(str(store), system="expertly", maps=path, decisions=tmp_path / "journal", device="cpu")
+    for maps in ("auto", "off", None):
+        with loaded(store, system="lru", maps=maps):
+            pass
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "store"]
+
+
+@pytest.mark.parametrize("system", ["expertly", BOTH])
+def test_several_devices_and_what_is_to_be_replayed_begin_with_nothing_of_reuse(
+    system: str, own: tuple[Case, Path], tmp_path: Path
+) -> None:
+    case, store = own
+    learn(store, case, "expertly")
+    before, journal = beside(store, "expertly").read_bytes(), tmp_path / "decisions.jsonl"
+    with loaded(store, system=system, maps="auto", devices="cpu:0,cpu:1", memory="40%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        assert of_reuse(model)["says"] == "began with nothing learned: 2 devices learn apart"
+    with loaded(store, system=system, maps="auto", decisions=journal) as model:
+        assert generate(model, case.prompts) == case.tokens
+        facts = of_reuse(model)
+        assert facts["tokens_read"] == 0 and "a replay begins with nothing learned" in facts["says"]
+        assert facts["tokens"] == NUM_TOKENS, "it learned all the same"
+    summary, result = replay_file(journal)
+    assert result.difference is None, summary
+    assert beside(store, "expertly").read_bytes() == before
+
+
+def test_a_folder_that_is_not_writable(own: tuple[Case, Path], tmp_path: Path) -> None:
+    """Named: an error before anything runs. Else what is there is taken up, and a warning says that it stays so."""
+    case, store = own
+    with tiny_disk(tmp_path, nbytes=64 << 20) as disk:
+        there = Path(shutil.copytree(store, disk / "store"))
+        learn(there, case, "expertly")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for system in ("expertly", "fmoe"):
+            with pytest.raises(ConfigError, match=r"my\.file.*its folder is not writable"):
+                expertly.load(str(there), system=system, maps=disk / "my.file", device="cpu")
+        with pytest.warns(UserWarning, match=r"not saved: .*writing store\.reuse failed"):
+            assert learn(there, case, "expertly") == NUM_TOKENS
+        assert num_in(disk / "store.reuse") == NUM_TOKENS
+
+
+@of_each_system
+def test_a_cached_store_takes_it_along_when_it_goes(
+    system: str, cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert learn(case.folder, case, system) == 0
+        assert learn(case.folder, case, system) > 0
+    (entry,) = list_entries()
+    assert sorted(os.listdir(tmp_path / "stores")) == [entry.name, f"{entry.name}.{KINDS[system].kind}"]
+    remove_entry(entry.name)
+    assert not os.listdir(tmp_path / "stores")
+
+
+# -- when it is written, and by whom --------------------------------------------------------------------------------
+
+
+def fail(*args: Any) -> None:
+    raise StoreError("disk full")
+
+
+@of_each_system
+def test_what_cannot_be_written(system: str, own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked for it: a warning. Asked for by name: an error, when all else is done."""
+    case, store = own
+    learn(store, case, system)
+    path, before = store.with_name("my.file"), beside(store, system).read_bytes()
+    monkeypatch.setattr(learned_module, "save_learned", fail)
+    with pytest.warns(UserWarning, match="not saved: disk full"):
+        learn(store, case, system)
+    assert beside(store, system).read_bytes() == before
+    model, _ = expertly.load(str(store), system=system, maps=path, memory="50%", device="cpu")
+    generate(model, case.prompts)
+    with pytest.warns(UserWarning, match="not saved"), pytest.raises(StoreError, match=r"my\.file.*disk full"):
+        expertly.unload(model)
+    assert not reader_threads(), "the rest was closed"
+    assert kept(model)[3:] == (1, "disk full")
+
+
+@of_each_system
+def test_it_is_written_while_the_model_runs(
+    system: str, own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, store = own
+    for module in (learned_module, prediction_module):
+        monkeypatch.setattr(module, "SAVE_EVERY_S", 0.05)
+    path = beside(store, system)
+    with loaded(store, system=system, maps="auto") as model:
+        end, seen = time.monotonic() + 60, set[int]()
+        while len(seen) < 2:
+            assert time.monotonic() < end
+            assert generate(model, case.prompts) == case.tokens
+            if path.exists():
+                seen.add(num_in(path, system))
+    assert num_in(path, system) >= max(seen) > 0
+
+
+@pytest.mark.parametrize("system", ["fmoe", "expertly"])
+def test_it_is_written_when_the_process_ends(system: str, own: tuple[Case, Path]) -> None:
+    code = """
+import sys, expertly, torch
+model, _ = expertly.load(sys.argv[1], system=sys.argv[2], memory="50%", device="cpu")
+model.generate(torch.tensor([[5, 6, 7, 8]]), do_sample=False, max_new_tokens=4)
+"""
+    done = run_python(code, str(own[1]), system)
+    assert done.returncode == 0, done.stderr
+    assert num_in(beside(own[1], system), system) == 4 + 3
+
+
+def test_between_two_writes_a_pass_does_nothing(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, store = own
+    states = []
+    state = ReuseModel.state
+    monkeypatch.setattr(ReuseModel, "state", lambda model: states.append(model) or state(model))
+    with loaded(store, system="expertly", maps="auto") as model:
+        generate(model, case.prompts)
+        assert not states and not [one for one in reader_threads() if one.name == "expertly-learned"]
+    assert len(states) == 1
+
+
+def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedState, ReuseModel]:
+    """The file of a model that has seen a token, and saves whenever a pass ends."""
+    monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.0)
+    policy = EVICTIONS["reuse"].of_model(geometry())(4)
+    assert isinstance(policy, Reuse)
+    saved = SavedState(policy, path, "4" * 64)
+    policy.model.observe(one_token(0, [1, 2]))
+    return saved, policy.model
+
+
+def test_who_closes_it_while_it_is_written_waits_or_is_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collection may close it in any thread, in that which writes, too: all is written, whole."""
+    path = tmp_path / "my.reuse"
+    saved, model = on_its_own(path, monkeypatch)
+    writers = []
+
+    def closing_meanwhile(*args: Any) -> None:
+        writers.append(threading.current_thread())
+        if len(writers) == 1:
+            model.observe(one_token(0, [1, 2]))
+            saved.close()
+        save_learned(*args)
+
+    monkeypatch.setattr(learned_module, "save_learned", closing_meanwhile)
+    saved.pass_ended()
+    for thread in reader_threads():
+        thread.join(20)
+    assert num_in(path) == 2
+    assert len(writers) == 2 and writers[0] is writers[1] is not threading.current_thread()
+    model.observe(one_token(0, [1, 2]))
+    saved.pass_ended()
+    model.observe(one_token(0, [1, 2]))
+    saved.close()
+    assert num_in(path) == 4 and not reader_threads()
+
+
+def test_what_ends_the_writer_reaches_who_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, _ = on_its_own(tmp_path / "my.reuse", monkeypatch)
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(learned_module, "save_learned", no_memory)
+        saved.pass_ended()
+        for thread in reader_threads():
+            thread.join(20)
+    with pytest.raises(MemoryError):
+        saved.close()
+    assert num_in(tmp_path / "my.reuse") == 1, "and it is written at the end all the same"
+
+
+def test_what_an_interrupt_left_half_done_is_not_written(own: tuple[Case, Path]) -> None:
+    """The file is what it was before; the model goes on with what it has."""
+    case, store = own
+    learn(store, case, "expertly")
+    before, step = beside(store, "expertly").read_bytes(), LayerReuse.step
+
+    def interrupted(layer: LayerReuse, *args: Any, **kwargs: Any) -> Any:
+        step(layer, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    model, _ = expertly.load(str(store), system="expertly", memory="50%", device="cpu")
+    generate(model, case.prompts)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LayerReuse, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, case.prompts)
+    assert generate(model, case.prompts) == case.tokens
+    with pytest.warns(UserWarning, match="interrupted while it learned: what it has learned since is not saved"):
+        expertly.unload(model)
+    assert beside(store, "expertly").read_bytes() == before and "interrupted" in of_reuse(model)["problem"]
+
+
+def test_a_pass_that_fails_elsewhere_loses_nothing(own: tuple[Case, Path]) -> None:
+    """An interrupt between two layers, as most are."""
+    case, store = own
+    with loaded(store, system="expertly", maps="auto") as model:
+        generate(model, case.prompts)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, case.prompts)
+        hook.remove()
+        assert generate(model, case.prompts) == case.tokens
+    assert num_in(beside(store, "expertly")) > 2 * NUM_TOKENS
+
+
+TEXTS = (
+    "The old man looked at the sea and said that he would go out again in the morning, with the boy, as before.",
+    "Question: what is 12 + 30? Answer: 42. The function returns a list of all the files in the folder, sorted.",
+    "Once upon a time there was a small village at the foot of a mountain.",
+    "def fibonacci(n):",
+)
+
+
+def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole of it: the same tokens from fewer bytes, what people are told, and what is in the file."""
+    path = tmp_path / "my.reuse"
+
+    def run(texts: Sequence[str], num_new: int, maps: Path | str) -> tuple[list[list[list[int]]], dict[str, Any]]:
+        model, tokenizer = expertly.load(system="expertly", memory="25%", maps=maps, device="cpu")
+        try:
+            told = [generate(model, [tokenizer(text)["input_ids"]], num_new) for text in texts]
+            return told, expertly.stats(model).as_dict()
+        finally:
+            expertly.unload(model)
+
+    run(TEXTS, 40, path)
+    num_learned = num_in(path)
+    cold_tokens, cold = run(TEXTS, 20, "off")
+    warm_tokens, warm = run(TEXTS, 20, path)
+    assert warm_tokens == cold_tokens
+    assert (cold["reuse"]["history"], warm["reuse"]["history"]) == ("cold", "warm")
+    assert warm["reuse"]["tokens_read"] == num_learned > 200
+    assert warm["reuse"]["says"] == f"began with what {num_learned} tokens had taught: {path}"
+    before, after = (one["phases"]["decode"] for one in (cold, warm))
+    assert after["bytes_loaded"] < 0.9 * before["bytes_loaded"]
+    assert after["hit_rate"] > before["hit_rate"]
+    assert main(["maps", "info", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tokens"] == warm["reuse"]["tokens"] and facts["num_layers"] == len(warm["layers"])
