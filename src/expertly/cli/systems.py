@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
     for key, accepted in _accepted().items():
         print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
-    for part, registry in WITH_OPTIONS.items():
+    for part, registry in REGISTRIES.items():
         for name in registry:
             if options := describe_options(registry[name].options):
                 print(f"with {part}={name}:")
