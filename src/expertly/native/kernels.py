@@ -98,7 +98,6 @@ class Kernels:
         return dtype in self.dtypes and device.type == "cpu"
 
     def facts(self) -> dict[str, str | int]:
-        """For `--stats`."""
         return {"name": self.name, "why": self.why, "native": self.num_native, "torch": self.num_torch}
 
     def dots(
