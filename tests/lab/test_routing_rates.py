@@ -66,7 +66,8 @@ def test_needed_experts_by_rank(tmp_path: Path) -> None:
     assert (found.num_tokens, found.num_requests, found.predicted_share) == (40, 1, 0.0)
     for layer in range(3):
         by_hand = LayerStatistics(6, half_life=None)
-        by_hand.learn(np.array([rows[0][layer] for _, _, rows in passes]))
+        for _, _, rows in passes:
+            by_hand.observe(np.array([rows[0][layer]]))
         assert np.array_equal(found.layers[layer].hits, by_hand.rates().hits)
         assert not found.layers[layer].accuracy.any() and not found.layers[layer].predicted_hits.any()
 

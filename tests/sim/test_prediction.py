@@ -424,8 +424,10 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
         simulator = study.simulate(SYSTEMS[name], Memory("3/layer", 3).budget(study.geometry))
         decode = [counters.decode for counters in simulator.scheduler.counters]
         assert sum(one.hits for one in decode) == 54 * 8 - 8, "all but the first time"
-        assert simulator.scheduler.caches[0] is simulator.scheduler.caches[3], "one cache over all layers"
-        kept = simulator.scheduler.caches[0].kept
+        assert simulator.scheduler.cache.partitions[0] is simulator.scheduler.cache.partitions[3], (
+            "one cache over all layers"
+        )
+        kept = simulator.scheduler.cache.partitions[0].kept
         assert {8 * layer + expert for layer in range(4) for expert in (0, 1)} <= set(kept)
 
 
