@@ -49,7 +49,7 @@ def absent(control: Scheduler, layer: int, wanted: list[int]) -> list[int]:
     """K experts of a layer that are not resident, `wanted` first."""
     first = control.geometry.first_expert_id(layer)
     order = [*wanted, *(e for e in range(EXPERTS) if e not in wanted)]
-    return [e for e in order if not control.residency.resident[first + e]][:TOP_K]
+    return [e for e in order if not control.slots.resident[first + e]][:TOP_K]
 
 
 def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool = False) -> dict[str, Any]:
@@ -64,23 +64,23 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
         for layer, experts in enumerate(layers):
             router = RouterRan(layer, absent(control, layer, experts) if all_miss else experts, ones, decode, 1)
             start = time.perf_counter_ns()
-            step = control.begin_layer(router)
-            for span in step.ready:
-                control.computed(span)
-            loading = list(step.loads)
+            plan = control.begin_layer(router)
+            if plan.ready:
+                control.computed(plan.ready)
+            loading = list(plan.loads)
             while loading:
                 span = loading.pop()
                 control.loaded(span)
-                following = control.computed(span)
+                following = control.computed([span])
                 if following is not None:
                     loading += following.loads
             control.end_layer()
             elapsed = (time.perf_counter_ns() - start) / 1e3
             if number < len(tokens) // 2:
                 continue  # fills the cache
-            if step.loads:
+            if plan.loads:
                 miss_us.append(elapsed)
-                misses.append(len({span.expert for span in step.loads}))
+                misses.append(len({span.expert for span in plan.loads}))
             else:
                 hit_us.append(elapsed)
     return {

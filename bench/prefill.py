@@ -47,13 +47,13 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         cache = model(ids[:, :16], use_cache=True).past_key_values
         decode(cache, 16, 48)
-        kept = [dict(cache.kept) for cache in scheduler.caches]
+        kept = [dict(cache.kept) for cache in scheduler.cache.partitions]
         before = phase("prefill")
         start = time.perf_counter()
         model(ids[:, 64:], use_cache=True)
         seconds = time.perf_counter() - start
         after = phase("prefill")
-        still = [dict(cache.kept) for cache in scheduler.caches]
+        still = [dict(cache.kept) for cache in scheduler.cache.partitions]
     needed = after["demanded_bytes"] - before["demanded_bytes"]
     absent = needed - (after["hit_bytes"] - before["hit_bytes"])
     loaded = after["bytes_loaded"] - before["bytes_loaded"]

@@ -22,7 +22,7 @@ def raising(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(cpu.KIND, "make"), (groups, "Shard"), (api, "Engine")],
+    [(api, "record"), (cpu.KIND, "make"), (groups, "Shard"), (api, "Engine")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(

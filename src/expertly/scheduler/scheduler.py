@@ -106,7 +106,7 @@ class Scheduler:
         if self.filter is not None:
             self.filter.router_ran(router)
         if queue.is_used:
-            cache.begin(router.serves_decode)
+            cache.begin(router.is_part_of_decode or True in router.is_decode)
             self._settle_predictions(router, cancelled)
         whole = slots.whole
         ready: list[Span] = []
@@ -126,7 +126,7 @@ class Scheduler:
                 here.append(mask.bit_count())
         ready += partial
         if (missing or self._always_decides) and not queue.is_used:
-            cache.begin(router.serves_decode)
+            cache.begin(router.is_part_of_decode or True in router.is_decode)
         num_segments = self.geometry.segments_per_expert
         self.counters[layer].count_demand(router, missing, here, self._expert_nbytes[layer], num_segments)
         plan = self._running.begin(router, ready, missing)

@@ -113,7 +113,8 @@ class ReuseModel(LearnedState):
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode teaches."""
         layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
-        self._layer, self._is_decode, self._worth = layer, router.serves_decode, None
+        self._layer, self._worth = layer, None
+        self._is_decode = router.is_part_of_decode or True in router.is_decode
         if not batch_tokens:
             return
         self._num_begun += 1

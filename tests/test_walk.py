@@ -1,0 +1,30 @@
+"""A newcomer can follow one token: few files and few Python calls a layer (bench/walk.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+@pytest.mark.parametrize(
+    ("system", "memory", "files", "calls", "of"),
+    [("resident", "100%", 10, 40, ""), ("expertly", "25%", 16, 120, "_2_or_3")],
+)
+def test_one_layer_of_one_step(
+    monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str
+):
+    monkeypatch.syspath_prepend(str(BENCH))  # it imports report.py
+    spec = importlib.util.spec_from_file_location("walk", BENCH / "walk.py")
+    assert spec is not None and spec.loader is not None
+    walk = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(walk)
+    before = sys.getprofile()
+    row = walk.run(system, memory, 48, told=False)
+    assert sys.getprofile() is before
+    assert 0 < row[f"files{of}"] <= files
+    assert 0 < row[f"calls{of}"] <= calls
