@@ -321,7 +321,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-class _Call(NamedTuple):
+class _WorkerCall(NamedTuple):
     function: Callable[[], Any]
     number: int
     done: SimpleQueue[tuple[int, Any, BaseException | None]]
@@ -334,7 +334,7 @@ class Workers:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in names]
+        self._queues: list[SimpleQueue[_WorkerCall | None]] = [SimpleQueue() for _ in names]
         self._threads = [
             threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
             for name, queue in zip(names, self._queues, strict=True)
@@ -347,7 +347,7 @@ class Workers:
         came first. Raises EngineClosedError where a thread has ended.
         """
         done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        calls = [_Call(function, number, done) for number, function in enumerate(functions)]
+        calls = [_WorkerCall(function, number, done) for number, function in enumerate(functions)]
         deque(map(SimpleQueue.put, self._queues, calls), maxlen=0)  # in one step: an interrupt gives to all or to none
         results: list[Any] = [None] * len(calls)
         first: Failure | None = None
@@ -377,7 +377,7 @@ class Workers:
                         ) from None
 
 
-def _serve(queue: SimpleQueue[_Call | None]) -> None:
+def _serve(queue: SimpleQueue[_WorkerCall | None]) -> None:
     with torch.inference_mode():
         while (call := queue.get()) is not None:
             result: Any = None

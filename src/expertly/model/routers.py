@@ -30,7 +30,7 @@ _CANNOT = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeE
 
 
 @dataclass
-class _Call:
+class _RouterCall:
     """A call of a module beside the experts."""
 
     module: nn.Module
@@ -43,7 +43,7 @@ class _Call:
 class RouterTap:
     """One layer's router: watch it run, or ask it about other hidden states."""
 
-    def __init__(self, layer: int, call: _Call, position: int, scoring: Scoring, is_normalised: bool) -> None:
+    def __init__(self, layer: int, call: _RouterCall, position: int, scoring: Scoring, is_normalised: bool) -> None:
         self.layer = layer
         self.scoring = scoring
         self.hidden_size: int = call.inputs.shape[-1]
@@ -197,7 +197,7 @@ class _Block:
     has_run = False
 
     def __init__(self) -> None:
-        self.calls: dict[str, _Call] = {}
+        self.calls: dict[str, _RouterCall] = {}
 
     def forward_experts(
         self, module: nn.Module, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -211,7 +211,7 @@ class _Block:
     def note_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs, args, kwargs = _split_arguments(args, kwargs)
         if isinstance(inputs, torch.Tensor):
-            self.calls[name] = _Call(module, inputs, args, kwargs, _parts_of(output))
+            self.calls[name] = _RouterCall(module, inputs, args, kwargs, _parts_of(output))
 
 
 def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
