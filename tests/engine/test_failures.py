@@ -1,4 +1,4 @@
-"""Reads that fail, for real: the cause is told, nothing hangs, no slot is lost, and what can work afterwards does."""
+"""What fails: reads, copies, loads, interrupts. Everything is given back, and the next request works."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ import pytest
 import torch
 
 import expertly
+from expertly import api
 from expertly.api import handle
-from expertly.core.errors import EngineClosedError, TransferError
+from expertly.core.errors import ConfigError, EngineClosedError, TransferError
+from expertly.engine import cpu
+from expertly.engine import group as groups
 from expertly.engine.runtime import Engine
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
-from tests.engine.observe import assert_streamed, loaded
+from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.families import generate, make_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
@@ -278,3 +281,33 @@ def test_closing_while_reads_are_in_flight(cases: Cases) -> None:
     expertly.unload(model)
     with pytest.raises(EngineClosedError):
         generate(model, case.prompts)
+
+
+def raising(*_: Any, **__: Any) -> None:
+    raise ConfigError("no such luck")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(api, "record"), (cpu.KIND, "make"), (groups, "Shard"), (api, "Engine")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_was_opened_is_closed_again(
+    where: Any, name: str, cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the error is there, too, which holds on to all that was known where it was raised."""
+    monkeypatch.setattr(where, name, raising)
+    with pytest.raises(ConfigError, match="no such luck") as raised:
+        expertly.load(
+            str(cases["mixtral"].store), memory="50%", system="lru", decisions=tmp_path / "made", device="cpu"
+        )
+    assert raised.tb is not None and (tmp_path / "made").exists()
+    assert open_files(tmp_path) == [] and reader_threads() == []
+
+
+def test_memory_that_a_processor_does_not_have(cases: Cases, tmp_path: Path) -> None:
+    """Found out when the file of decisions has been opened."""
+    arguments: dict[str, Any] = {"memory": "50%", "system": "lru", "device": "cpu", "host_memory": "1GiB"}
+    with pytest.raises(ConfigError, match="host_memory='1GiB'") as raised:
+        expertly.load(str(cases["mixtral"].store), decisions=tmp_path / "made", **arguments)
+    assert raised.tb is not None and open_files(tmp_path) == []

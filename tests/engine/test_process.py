@@ -1,9 +1,34 @@
+"""What a process takes and gives back, with 288 MiB of experts; a processor that names instructions and traps them."""
+
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from expertly.engine.process import peak_rss_nbytes
+import pytest
+import torch
+
+import expertly
+from expertly.engine import process as instructions
+from expertly.engine.process import (
+    PRIMITIVES,
+    VARIABLE,
+    VARIABLES,
+    WITHOUT_AMX,
+    _code,
+    keep_few_primitives,
+    keep_off_trapped_instructions,
+    peak_rss_nbytes,
+)
+from tests.engine.observe import rss_nbytes, run_python
+from tests.families import generate
 
 MIB = 1 << 20
 
@@ -20,3 +45,271 @@ def test_peak_is_of_this_process_not_of_the_one_that_started_it():
     code = "from expertly.engine.process import peak_rss_nbytes; print(peak_rss_nbytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert 5 * MIB < int(done.stdout) < len(block)
+
+
+@pytest.fixture
+def with_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile\n")
+    return path
+
+
+def trap() -> None:
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+def test_what_traps_is_switched_off(with_amx: Path) -> None:
+    assert keep_off_trapped_instructions(with_amx, trap)
+    assert os.environ.pop(VARIABLE) == WITHOUT_AMX
+
+
+@pytest.mark.parametrize("multiply", [lambda: None, lambda: 1 / 0], ids=["works", "fails otherwise"])
+def test_what_works_stays_on(with_amx: Path, multiply) -> None:
+    assert not keep_off_trapped_instructions(with_amx, multiply)
+    assert VARIABLE not in os.environ
+
+
+def test_what_does_not_end_is_switched_off(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_PATIENCE_S", 0.2)
+    assert keep_off_trapped_instructions(with_amx, lambda: time.sleep(60))
+    assert os.environ.pop(VARIABLE) == WITHOUT_AMX
+
+
+def test_the_users_choice_stands(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "AVX2")
+    assert not keep_off_trapped_instructions(with_amx, trap)
+    assert os.environ[VARIABLE] == "AVX2"
+
+
+def test_a_process_tries_once(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[object] = []
+    monkeypatch.setattr(instructions, "_survives", lambda multiply: children.append(multiply) is None)
+    instructions._works_here.cache_clear()
+    assert not any(keep_off_trapped_instructions(with_amx) for _ in range(3))
+    assert len(children) == 1
+    instructions._works_here.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["flags : fpu avx2\n", "", None])
+def test_processors_without_it_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    assert not keep_off_trapped_instructions(path, trap)
+
+
+def test_bfloat16_products_run_on_this_machine() -> None:
+    code = (
+        "from expertly.engine.process import keep_off_trapped_instructions as keep; keep()\n"
+        "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
+        "print(torch.nn.functional.linear(a, a)[0, 0].item())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.strip() == "64.0", done.stderr
+
+
+pytestmark = pytest.mark.alone
+
+
+def make_big_store(folder: Path, num_layers: int = 6, num_experts: int = 16) -> Path:
+    """A store of 3 MiB experts, quickly: 48 MiB a layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from expertly.model.packing import pack
+
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=128, hidden_size=512, moe_intermediate_size=512, intermediate_size=64, head_dim=16,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, num_experts=num_experts,
+        num_experts_per_tok=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            flat[: 1 << 16].uniform_(-0.1, 0.1)
+            for start in range(1 << 16, len(flat), 1 << 16):
+                flat[start : start + (1 << 16)] = flat[: len(flat[start : start + (1 << 16)])]
+    model.save_pretrained(folder / "checkpoint")
+    del model
+    return pack(folder / "checkpoint", folder / "store").folder
+
+
+@pytest.fixture(scope="module")
+def big_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_big_store(tmp_path_factory.mktemp("big"))
+
+
+def test_unload_gives_the_memory_back(big_store: Path) -> None:
+    def load() -> Any:
+        return expertly.load(str(big_store), memory="70%", device="cpu")[0]
+
+    prompts = [torch.randint(2, 128, (64,)).tolist()]
+    for end in ("unload", "del"):
+        model = load()
+        generate(model, prompts, 24)
+        nbytes = expertly.stats(model).as_dict()["memory_bytes"]
+        assert nbytes > 190 << 20
+        full = rss_nbytes()
+        if end == "unload":
+            expertly.unload(model)
+        else:
+            del model
+            gc.collect()
+        freed = full - rss_nbytes()
+        assert freed > 0.9 * nbytes, f"{end}: {freed >> 20} of {nbytes >> 20} MiB came back"
+
+
+PEAK = """
+import sys, torch, transformers
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM, GenerationConfig
+import transformers.models.qwen3_moe.modeling_qwen3_moe, transformers.generation.utils, safetensors.torch
+from expertly.engine.process import peak_rss_nbytes
+before = peak_rss_nbytes()
+import expertly
+model, _ = expertly.load(sys.argv[1], memory="25%", segments=int(sys.argv[2]), device="cpu")
+ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+stats = expertly.stats(model).as_dict()
+from expertly.api import handle
+print(peak_rss_nbytes() - before, handle(model).store.dense_nbytes, stats["memory_bytes"], stats["expert_bytes"])
+"""
+
+
+def test_peak_memory_is_dense_weights_and_budget(big_store: Path) -> None:
+    result = run_python(PEAK, str(big_store), "4")
+    assert result.returncode == 0, result.stderr
+    taken, dense, budget, experts = map(int, result.stdout.split())
+    assert experts == 288 << 20
+    assert taken < dense + budget + (100 << 20), f"{taken >> 20} MiB for {dense >> 20} + {budget >> 20}"
+
+
+BESIDE = """
+import sys, torch
+torch.set_num_threads(1)
+import expertly
+from expertly.api import handle
+from expertly.engine.process import peak_rss_nbytes
+from tests.engine.observe import rss_nbytes
+model, _ = expertly.load(memory="25%", device="cpu", codec="none")
+resident, dice = [], torch.Generator().manual_seed(0)
+for num_tokens in range(96, 288, 24):
+    ids = torch.randint(2, 8000, (1, num_tokens), generator=dice)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    resident.append(rss_nbytes())
+weights = handle(model).store.dense_nbytes + expertly.stats(model).as_dict()["memory_bytes"]
+print(peak_rss_nbytes() - weights, *resident)
+"""
+
+
+def test_little_memory_is_taken_beside_weights_and_cache() -> None:
+    """Whatever lengths prompts have: each gives experts other numbers of rows."""
+    result = run_python(BESIDE, limit=240)
+    assert result.returncode == 0, result.stderr
+    peak, *resident = map(int, result.stdout.split())
+    assert peak <= 400 * 10**6, f"{peak / 1e6:.0f} MB"
+    assert resident[-1] - resident[1] < 16 << 20, "new lengths cost nothing that stays"
+
+
+GIVE_BACK = """
+import torch
+torch.set_num_threads(1)
+from expertly.engine.process import give_back_unused
+from tests.engine.observe import rss_nbytes
+x = torch.arange(64.0).view(8, 8)
+before, product = rss_nbytes(), x @ x
+given = give_back_unused()
+print(before - rss_nbytes(), given, bool((x @ x == product).all()))
+"""
+
+
+def test_code_that_only_importing_ran_is_given_back() -> None:
+    result = run_python(GIVE_BACK)
+    assert result.returncode == 0, result.stderr
+    freed, given, is_same = result.stdout.split()
+    assert int(given) > 20 << 20 and int(freed) > int(given) // 2, "it is resident no more"
+    assert is_same == "True", "and what is needed again comes back"
+
+
+SMAPS = """\
+1000-3000 r-xp 00000000 fe:00 12    /usr/lib/libplain.so
+Rss:                   8 kB
+Anonymous:             0 kB
+3000-5000 r-xp 00000000 fe:00 12    /usr/lib/libpatched.so
+Rss:                   8 kB
+Anonymous:             4 kB
+5000-7000 rw-p 00000000 fe:00 12    /usr/lib/libplain.so
+Rss:                   8 kB
+Anonymous:             0 kB
+7000-9000 r-xp 00000000 00:00 0
+Rss:                   8 kB
+Anonymous:             0 kB
+9000-b000 r-xp 00000000 fe:00 12    /usr/lib/libgone.so (deleted)
+Rss:                   8 kB
+Anonymous:             0 kB
+b000-d000 r-xp 00000000 fe:00 12    /usr/lib/lib with space.so
+Rss:                   4 kB
+Anonymous:             0 kB
+VmFlags: rd ex
+"""
+
+
+def test_only_code_that_can_be_read_again_is_given_back() -> None:
+    assert list(_code(SMAPS)) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 4096)]
+
+
+def test_the_environment_decides_how_many_primitives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = VARIABLES
+    monkeypatch.setenv(first, "300")
+    monkeypatch.delenv(second, raising=False)
+    keep_few_primitives()
+    assert (os.environ[first], os.environ[second]) == ("300", str(PRIMITIVES))
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+AUTO = """
+import sys
+open(sys.argv[2] + "/cgroup.procs", "w").write("0")
+import torch
+torch.set_num_threads(1)
+import expertly
+model, _ = expertly.load(sys.argv[1], memory="auto", context=128, device="cpu")
+ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+stats = expertly.stats(model).as_dict()
+print(stats["memory_bytes"], stats["expert_bytes"], stats["bytes_loaded"])
+print(stats["memory_reason"])
+"""
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup (version 1) of our own, of 600 MiB."""
+    folder = CGROUPS / f"expertly-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(600 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")
+    yield folder
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_auto_fits_a_memory_cgroup(big_store: Path, cgroup: Path) -> None:
+    result = run_python(AUTO, str(big_store), str(cgroup))
+    assert result.returncode == 0, result.stderr
+    numbers, reason = result.stdout.splitlines()
+    budget, experts, nbytes_loaded = map(int, numbers.split())
+    assert 0 < budget < experts < nbytes_loaded, "it took what the group leaves and streamed the rest"
+    assert reason.startswith("memory auto: ") and "% of the experts" in reason and "are free" in reason
