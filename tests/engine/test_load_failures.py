@@ -20,7 +20,7 @@ def raising(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(api, "record"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
+    [(api, "record"), (api, "make_backend"), (api, "Shard"), (api, "Engine")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(
