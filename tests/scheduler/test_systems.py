@@ -131,8 +131,8 @@ def test_other_parts_are_what_it_is_made_of() -> None:
         isinstance(control.cache.partitions[0].policy, LRU)
         and control.cache.partitions[0] is not control.cache.partitions[1]
     )
-    assert control.speculation.window == 5 and control.speculation._is_steady
-    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).speculation._is_steady
+    assert control.queue.window == 5 and control.queue._is_steady
+    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).queue._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
     assert isinstance(predictor, FMoE)
     assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (17, 2 / 4)
