@@ -25,8 +25,9 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
-from tests.scheduler.ahead import CheckedController
-from tests.scheduler.test_ahead import LAYERS, RandomGuesses, nothing_seen, random_router
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.drive import routed
+from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_router
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -181,7 +182,7 @@ def soak(
     future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
     budget = split_budget(shape, int(shape.nbytes * share))
     way = {"order": order, "preemption": preemption, "ahead": ahead}
-    control = CheckedController(shape, budget, lambda capacity: LRU(), **way).watch(future)  # type: ignore[arg-type]
+    control = CheckedScheduler(shape, budget, lambda capacity: LRU(), future=future, **way)
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
     monkeypatch.setattr(reads, "ExpertFile", disk.open)
@@ -191,18 +192,19 @@ def soak(
     loads = Prefetcher(control, transport, InlineChannel(guesses))
     num_failed = 0
 
-    def compute(span: Span) -> None:
-        neurons = shape.neurons_per_segment(span.layer)
-        rows = backend.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
-        assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
-        backend.used(span)
+    def compute(spans: Sequence[Span]) -> None:
+        for span in spans:
+            neurons = shape.neurons_per_segment(span.layer)
+            rows = backend.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
+            assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
+            backend.used(span)
 
     for step, router in enumerate(routers):
         future.step = guesses.step = step
         try:
             if router.layer == 0:
                 loads.begin_iteration(nothing_seen)
-            run_layer(control, transport, router, compute, loads)
+            run_layer(control, transport, router, compute, loads, routed(router))
         except TransferError:
             num_failed += 1
             backend.drain()
@@ -210,8 +212,10 @@ def soak(
     control.counts_agree()
     if not failures:
         loaded = sum(phase.loaded_nbytes for one in control.counters for phase in (one.decode, one.prefill))
-        coming = [span for spans in control.speculation.in_flight.values() for span in spans]
-        coming_nbytes = sum(shape.segment_nbytes(span.layer) for span in coming)
+        coming_nbytes = sum(
+            mask.bit_count() * shape.segment_nbytes(shape.layer_of_expert(eid))
+            for eid, mask in control.slots.prefetching.items()
+        )
         moved = backend.stats()
         if kind == "cpu":
             assert moved["disk_nbytes"] == loaded
@@ -225,5 +229,8 @@ def soak(
         assert backend.stats()["disk_nbytes"] == backend.stats()["buffered_nbytes"], "what was dropped was not read"
     backend.close()
     return Counter(
-        ahead=transport.num_ahead, withdrawn=transport.num_withdrawn, joined=control.num_joined, failed=num_failed
+        ahead=transport.num_ahead,
+        withdrawn=transport.num_withdrawn,
+        joined=control.happened["joined"],
+        failed=num_failed,
     )

@@ -35,7 +35,7 @@ TWO = "cpu:0,cpu:1"
 def check_nothing_moves(model: Any) -> None:
     for device in handle(model).engine.executor.shards:
         device.scheduler.check()
-        assert not any(device.scheduler.residency.loading)
+        assert not any(device.scheduler.slots.in_flight)
         assert device.device.poll() is None
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 def check_nothing_moves(model: Any) -> None:
     engine = handle(model).engine
     engine.scheduler.check()
-    assert not any(engine.scheduler.residency.loading)
+    assert not any(engine.scheduler.slots.in_flight)
     assert engine.device.poll() is None  # type: ignore[attr-defined]
 
 

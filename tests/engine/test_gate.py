@@ -29,7 +29,7 @@ SPECS = (
 def test_it_gives_the_tokens_of_the_reference(system: str, matcher: str, cases: Cases) -> None:
     case = cases["mixtral"]
     with loaded(case.store, system=f"{system}:gate=confidence", memory="50%", matcher=matcher) as model:
-        assert handle(model).engine.scheduler.gate is not None
+        assert handle(model).engine.scheduler.filter is not None
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
         told = prediction(model)["gate"]
@@ -55,7 +55,7 @@ def test_each_device_has_a_gate(cases: Cases) -> None:
     ) as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
-        gates = [device.scheduler.gate for device in handle(model).engine.executor.shards]
+        gates = [device.scheduler.filter for device in handle(model).engine.executor.shards]
         assert len(set(map(id, gates))) == 2 and None not in gates
         assert [one["gate"]["kind"] for one in expertly.stats(model).as_dict()["devices"]] == ["confidence"] * 2
 

@@ -10,7 +10,6 @@ import pytest
 import expertly
 from expertly import api
 from expertly.core.errors import ConfigError
-from expertly.scheduler.decisions import JournaledScheduler
 from tests.engine.conftest import Cases
 from tests.engine.observe import open_files, reader_threads
 
@@ -21,7 +20,7 @@ def raising(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(JournaledScheduler, "start_journal"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
+    [(api, "record"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(

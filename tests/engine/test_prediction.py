@@ -282,7 +282,7 @@ def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monke
                 generate(model, case.prompts)
         scheduler = handle(model).engine.scheduler
         scheduler.check()
-        assert not any(scheduler.residency.loading)
+        assert not any(scheduler.slots.in_flight)
         assert generate(model, case.prompts) == case.tokens
         assert_loaded_ahead(model)
 

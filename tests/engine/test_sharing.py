@@ -72,8 +72,8 @@ def test_with_nothing_kept_every_need_is_a_miss_or_was_loaded_ahead(cases: Cases
             generate(model, prompt, 20)
             counted[name] = expertly.stats(model).phase("decode")
             scheduler = handle(model).engine.scheduler
-            coming = {*scheduler.speculation.waiting, *scheduler.speculation.in_flight}
-            held = [r | w for r, w in zip(scheduler.residency.resident, scheduler.residency.loading, strict=True)]
+            coming = {*scheduler.queue.waiting, *scheduler.slots.prefetching}
+            held = [r | w for r, w in zip(scheduler.slots.resident, scheduler.slots.in_flight, strict=True)]
             assert {eid for eid, mask in enumerate(held) if mask} <= coming
             stats = expertly.stats(model).as_dict()
             assert stats["kept_bytes"] == 0 and stats["ring_bytes"] == stats["memory_bytes"]

@@ -60,7 +60,7 @@ def test_what_was_loaded_for_the_next_token_waits_for_it(cases: Cases) -> None:
         waited = []
 
         def between(*args: Any) -> None:
-            waiting = scheduler.speculation.waiting
+            waiting = scheduler.queue.waiting
             assert set(waiting) <= set(first_layer), "every other layer has run"
             waited.append(len(waiting))
             scheduler.check()

@@ -98,7 +98,7 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, cases: Cases)
         assert result["kept_bytes"] + result["ring_bytes"] == result["memory_bytes"] <= 0.4 * result["expert_bytes"]
         scheduler = handle(model).engine.scheduler
         segment = result["expert_bytes"] // sum(layer.num_experts * 4 for layer in scheduler.geometry.layers)
-        loaded_kept = sum(mask.bit_count() for mask in scheduler.residency.resident) * segment
+        loaded_kept = sum(mask.bit_count() for mask in scheduler.slots.resident) * segment
         assert loaded_kept <= result["kept_bytes"]
 
 
@@ -121,7 +121,7 @@ def test_an_evicted_byte_was_loaded_and_what_is_kept_was_not_evicted(cases: Case
         stats = expertly.stats(model).as_dict()
         scheduler = handle(model).engine.scheduler
         expert_nbytes = scheduler.geometry.layers[0].expert_nbytes
-        kept = sum(1 for mask in scheduler.residency.resident if mask) * expert_nbytes
+        kept = sum(1 for mask in scheduler.slots.resident if mask) * expert_nbytes
         evicted = stats["phases"]["decode"]["evicted_bytes"]
         assert evicted > 0
         assert kept + evicted <= stats["bytes_loaded"], "the rest went through the ring"

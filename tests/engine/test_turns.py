@@ -65,7 +65,7 @@ def test_however_a_layer_runs_it_is_lossless(
         needed, in_time = of_phases(model, "prefetched_needed"), of_phases(model, "prefetched_in_time")
         if transfer == "synchronous":
             assert in_time == needed > 0, "no demand finds what it needs under way"
-            assert not handle(model).engine.scheduler.speculation.num_in_flight
+            assert not handle(model).engine.scheduler.queue.num_in_flight
             assert expertly.stats(model).as_dict()["stall_s"] > 0
     header, replayed = replay_file(path)
     assert header["order"] == order and replayed.difference is None and replayed.num_layers > 0

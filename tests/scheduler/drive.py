@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import RouterRan, Span
-from expertly.scheduler.budget import split_budget
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.observation import Routed
+from expertly.policies.eviction.simple import LRU
+from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from expertly.scheduler.scheduler import Scheduler
+from tests.scheduler.checked import CheckedScheduler, mask_of
 
 WAYS = [("resident", "early"), ("resident", "late"), ("id", "early"), ("id", "late")]
 """(order, preemption): how a layer can run."""
@@ -66,8 +72,36 @@ def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
     return RouterRan(layer, experts, [1] * len(experts), [decode] * len(experts), 1)
 
 
-def mask_of(span: Span) -> int:
-    return ((1 << span.num_segments) - 1) << span.segment
+def prediction(layer: int, experts: list[int], distance: int = 1) -> Prediction:
+    return Prediction(layer, experts, [1.0 - 0.01 * i for i in range(len(experts))], distance)
+
+
+def made(
+    shape: Geometry, quotas: list[int], staging: int, ahead: str = "cache", scope: str = "layer", **kwargs: Any
+) -> CheckedScheduler:
+    """With so many kept segments a layer, and LRU."""
+    budget = Budget(0, (staging,), (sum(quotas),), tuple(quotas))
+    return CheckedScheduler(shape, budget, lambda capacity: LRU(), scope=scope, ahead=ahead, **kwargs)
+
+
+def run(control: Scheduler, router: RouterRan, cancelled: Sequence[Span] = (), joined: int = 0) -> Plan:
+    """A layer to its end; what is loaded arrives in order."""
+    plan = control.begin_layer(router, cancelled)
+    assert len(plan.joined) == joined
+    finish(control, plan)
+    return plan
+
+
+def finish(control: Scheduler, plan: Plan) -> None:
+    todo = [(span, True) for span in plan.ready] + [(span, False) for span in [*plan.joined, *plan.loads]]
+    while todo:
+        span, is_here = todo.pop(0)
+        assert is_here or control.loaded(span)
+        following = control.computed([span])
+        if following is not None:
+            todo += [(one, True) for one in following.ready]
+            todo += [(one, False) for one in [*following.joined, *following.loads]]
+    control.end_layer()
 
 
 def run_layer(
@@ -84,11 +118,11 @@ def run_layer(
     tokens = tokens or [1] * len(experts)
     flags = decode if isinstance(decode, list) else [decode] * len(experts)
     ran = Ran()
-    step = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
-    ready, loading = list(step.ready), list(step.loads)
+    plan = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
+    ready, loading = list(plan.ready), list(plan.loads)
     ran.hits = [p.expert for p in ready if p.num_segments == control.geometry.segments_per_expert]
-    ran.loads += [*step.loads, *step.requested]
-    asked = list(step.requested)  # computed when a later step says so
+    ran.loads += [*plan.loads, *plan.requested]
+    requested = list(plan.requested)  # computed when a later plan says so
     while ready or loading:
         take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
         source = loading if take_load else ready
@@ -101,16 +135,17 @@ def run_layer(
         following = control.computed([span])
         if following is not None:
             ready += following.ready
-            asked = [*(span for span in asked if span not in following.joined), *following.requested]
-            loading += following.loads + following.joined
+            joined = {span.expert for span in following.joined}  # they arrive as they were requested
+            loading += [*following.loads, *(span for span in requested if span.expert in joined)]
+            requested = [*(span for span in requested if span.expert not in joined), *following.requested]
             ran.loads += [*following.loads, *following.requested]
-        if asked and dice is not None and dice.random() < 0.5:
-            span = asked.pop(dice.randrange(len(asked)))
+        if requested and dice is not None and dice.random() < 0.5:
+            span = requested.pop(dice.randrange(len(requested)))
             assert not control.loaded(span), "its turn has not come"
             ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
         if check:
             control.slots.check()
-    assert not asked
+    assert not requested
     control.end_layer()
     if check:
         control.check()
@@ -124,3 +159,8 @@ def kept(control: Scheduler, layer: int) -> set[int]:
     first, full = control.geometry.first_expert_id(layer), control.slots.full
     resident = control.slots.resident
     return {e for e in range(control.geometry.layers[layer].num_experts) if resident[first + e] == full}
+
+
+def routed(router: RouterRan) -> Callable[[], Routed]:
+    """What a predictor sees of a router: its choice."""
+    return partial(Routed, router)

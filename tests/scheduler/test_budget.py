@@ -25,16 +25,19 @@ def test_ring_and_kept_are_the_whole_budget_and_never_more(segments: int) -> Non
         assert sum(budget.layer_shares) == sum(budget.kept_slots)
 
 
-def test_the_remainder_goes_to_the_lowest_layers() -> None:
-    shape = geometry(3, 8, 2)
-    budget = split_budget(shape, (2 + 8) * shape.segment_nbytes(0))
-    assert budget.ring_slots == (2,) and budget.layer_shares == (3, 3, 2)
-
-
-def test_whole_experts_are_shared_out_then_what_is_left_of_one() -> None:
-    shape = geometry(3, 8, 2, segments=4)
-    budget = split_budget(shape, (8 + 31) * shape.segment_nbytes(0))
-    assert budget.layer_shares == (12 + 3, 8, 8)
+@pytest.mark.parametrize(
+    ("segments", "memory", "ring", "expected"),
+    [
+        (1, 2 + 8, (2,), (3, 3, 2)),  # the remainder goes to the lowest layers
+        (4, 8 + 31, (8,), (12 + 3, 8, 8)),  # whole experts are shared out, then what is left of one
+        (1, 24, (0,), (8, 8, 8)),  # a budget of everything needs no staging slots
+    ],
+)
+def test_layers_share_equally(segments: int, memory: int, ring: tuple[int], expected: tuple[int, ...]) -> None:
+    """Memory in segments."""
+    shape = geometry(3, 8, 2, segments)
+    budget = split_budget(shape, memory * shape.segment_nbytes(0))
+    assert budget.ring_slots == ring and budget.layer_shares == expected
 
 
 def test_below_the_ring_the_least_budget_is_named() -> None:
@@ -50,12 +53,6 @@ def test_a_ring_of_one_segment_is_the_smallest_there_is() -> None:
     assert split_budget(shape, shape.segment_nbytes(0), ring=1).ring_slots == (1,)
     with pytest.raises(BudgetError, match="ring=0"):
         split_budget(shape, shape.nbytes // 2, ring=0)
-
-
-def test_a_budget_of_everything_needs_no_ring() -> None:
-    shape = geometry(3, 8, 2)
-    budget = split_budget(shape, shape.nbytes)
-    assert budget.ring_slots == (0,) and budget.layer_shares == (8, 8, 8)
 
 
 def test_two_size_classes_share_in_proportion() -> None:

@@ -1,17 +1,27 @@
-"""The kept cache owns the accounting: eviction is atomic, segments go last first."""
+"""Partitions own the accounting: eviction is atomic, last segments go first. Quotas change while layers run."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import RouterRan
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.simple import LRU
+from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import Partition
+from expertly.scheduler.decisions import record, replay
+from expertly.scheduler.prefetch_filter import PrefetchFilter
+from expertly.scheduler.presets import get_system
+from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
 from expertly.testing.made_up import KNOWN
-from tests.scheduler.drive import geometry
+from tests.scheduler.drive import geometry, kept, made, one_token, prediction, run, run_layer, scheduler
+from tests.scheduler.soak import LAYERS, RandomQuotas
 
 SHAPE = geometry(layers=4, experts=64)
 
@@ -24,27 +34,29 @@ def filled(capacity: int, experts: dict[int, int]) -> Partition:
     return cache
 
 
-def test_a_victim_loses_its_last_segments_first() -> None:
-    cache = filled(8, {1: 0b1111, 2: 0b1111})
-    assert cache.evict(2, set()) == [(1, 0b1100)]
-    assert cache.kept == {1: 0b0011, 2: 0b1111} and cache.room == 2
+@pytest.mark.parametrize(
+    ("held", "num", "protected", "victims", "left"),
+    [
+        ({1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1100)], {1: 0b0011, 2: 0b1111}),  # its last segments first
+        ({1: 0b0011, 2: 0b0001, 3: 0b1111}, 5, set(), [(1, 0b0011), (2, 0b0001), (3, 0b1100)], {3: 0b0011}),
+        ({1: 0b1111, 2: 0b1111}, 4, {2}, [(1, 0b1111)], {2: 0b1111}),
+        ({1: 0b1111, 2: 0b1111}, 5, {2}, None, {1: 0b1111, 2: 0b1111}),  # all or nothing
+        ({1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
+    ],
+)
+def test_what_goes_for_so_many_segments(
+    held: dict[int, int],
+    num: int,
+    protected: set[int],
+    victims: list[tuple[int, int]] | None,
+    left: dict[int, int],
+) -> None:
+    cache = filled(8, held)
+    assert cache.evict(num, protected) == victims
+    assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
 
 
-def test_as_many_victims_as_it_takes() -> None:
-    cache = filled(8, {1: 0b0011, 2: 0b0001, 3: 0b1111})
-    assert cache.evict(5, set()) == [(1, 0b0011), (2, 0b0001), (3, 0b1100)]
-    assert cache.kept == {3: 0b0011}
-
-
-def test_what_cannot_be_freed_changes_nothing() -> None:
-    cache = filled(8, {1: 0b1111, 2: 0b1111})
-    assert cache.evict(5, {2}) is None
-    assert cache.evict(9, set()) is None
-    assert cache.kept == {1: 0b1111, 2: 0b1111} and cache.used == 8
-    assert cache.evict(4, {2}) == [(1, 0b1111)]
-
-
-def test_the_budget_is_never_exceeded() -> None:
+def test_the_capacity_is_never_exceeded() -> None:
     cache = filled(4, {1: 0b111})
     with pytest.raises(AssertionError, match="never exceeds"):
         cache.keep(2, 0b11)
@@ -79,3 +91,144 @@ def test_counts_follow_any_history(eviction: str) -> None:
         assert truth == {(e, s) for e, mask in cache.kept.items() for s in bits(mask)}
         assert cache.used == len(truth) == 13 - cache.room
         assert sorted(cache.policy.victims(())) == sorted(cache.kept) or eviction == "static"
+
+
+# -- quotas --------------------------------------------------------------------------------------------------------
+
+
+def four_kept_of_two_layers() -> Scheduler:
+    """0 to 3 are kept of both; two slots are for staging."""
+    control = scheduler(geometry(layers=2, experts=8, top_k=2), 10 / 16)
+    for layer in range(2):
+        for pair in ([0, 1], [2, 3]):
+            run_layer(control, layer, pair)
+    return control
+
+
+def test_a_layer_that_shrinks_evicts_by_its_policy_and_one_that_grows_fills_by_demand() -> None:
+    control = four_kept_of_two_layers()
+    shape = control.geometry
+    run_layer(control, 0, [0, 2])
+    control.cache.resize([2, 6])
+    control.cache.rearrange(set())
+    assert kept(control, 0) == {0, 2} and kept(control, 1) == {0, 1, 2, 3}, "1 and 3 were used least recently"
+    assert (control.cache.quotas, control.cache.targets) == ([2, 6], None)
+    assert control.counters[0].decode.evicted_nbytes == 2 * shape.layers[0].expert_nbytes
+    control.check()
+    run_layer(control, 1, [4, 5], check=True)
+    assert kept(control, 1) == {0, 1, 2, 3, 4, 5} and not control.counters[1].decode.evicted_nbytes
+
+
+def test_what_is_protected_goes_later() -> None:
+    control = four_kept_of_two_layers()
+    cache = control.cache
+    cache.resize([1, 7])
+    cache.rearrange({0, 2, 3})
+    assert (cache.quotas, kept(control, 0), cache.targets) == ([3, 5], {0, 2, 3}, [1, 7])
+    control.check()
+    cache.rearrange({0})
+    assert (cache.quotas, kept(control, 0), cache.targets) == ([1, 7], {0}, None)
+    control.check()
+
+
+def test_a_part_of_an_expert_goes_from_its_end() -> None:
+    shape = geometry(layers=2, experts=8, top_k=2, segments=4)
+    control = scheduler(shape, 10 / 16)
+    for pair in ([0, 1], [2, 3]):
+        run_layer(control, 0, pair)
+    control.cache.resize([16 - 6, 16 + 6])
+    control.cache.rearrange(set())
+    assert control.slots.resident[:4] == [0, 0b0011, 0b1111, 0b1111]
+    control.check()
+
+
+def test_prompts_fill_the_quota_there_is_now() -> None:
+    control = scheduler(geometry(layers=2, experts=8, top_k=2), 10 / 16)
+    control.cache.resize([1, 7])
+    control.cache.rearrange(set())
+    for layer in range(2):
+        run_layer(control, layer, list(range(8)), decode=False, check=True)
+    assert (len(kept(control, 0)), len(kept(control, 1))) == (1, 7)
+
+
+@pytest.mark.parametrize("quotas", [[4, 5], [3, 4], [-1, 9], [4], [9, -1]])
+def test_quotas_of_another_sum_are_refused(quotas: list[int]) -> None:
+    control = scheduler(geometry(layers=2, experts=8, top_k=2), 10 / 16)
+    with pytest.raises(ConfigError, match="allocation: "):
+        control.cache.resize(quotas)
+    assert control.cache.targets is None
+
+
+def test_size_classes_never_mix() -> None:
+    shape = Geometry(LAYERS)
+    control = scheduler(shape, 0.7)
+    quotas = list(control.cache.quotas)
+    quotas[0] -= 1
+    quotas[1] += 1
+    with pytest.raises(ConfigError, match="must have the sum of"):
+        control.cache.resize(quotas)
+
+
+def skewed_token(control: Scheduler, dice: random.Random) -> None:
+    """Layer 1 chooses among all its experts, the others among three."""
+    for layer, one in enumerate(control.geometry.layers):
+        run_layer(control, layer, dice.sample(range(one.num_experts if layer == 1 else 3), one.top_k))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int) -> None:
+    shape, system = geometry(layers=3, experts=12, top_k=2, segments=segments), get_system("adapmoe")
+    lines: list[str] = []
+    budget = system.budget(shape, split_budget(shape, shape.nbytes // 2))
+    control = record(system.scheduler(shape, budget), lines.append)
+    dice = random.Random(0)
+    for _ in range(255):
+        skewed_token(control, dice)
+    assert tuple(control.cache.quotas) == budget.layer_shares, "before 256 tokens nobody knows"
+    for _ in range(300):
+        skewed_token(control, dice)
+        control.check()
+    assert [quota // segments for quota in control.cache.quotas] == [3, 10, 3]
+    assert sum(control.cache.quotas) == sum(budget.layer_shares)
+    sharing = system.sharing(control)
+    assert sharing is not None and (sharing["name"], sharing["experts"]) == ("adapmoe", [3, 10, 3])
+    again = system.scheduler(shape, budget)
+    assert replay(lines, again, "here").difference is None
+    assert again.cache.quotas == control.cache.quotas
+
+
+class Listening(RandomQuotas):
+    """Quotas stay; what it is told of the recall of layer 1 is noted."""
+
+    def __init__(self) -> None:
+        super().__init__(geometry(), random.Random(0))
+        self.heard: list[float] = []
+
+    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        self.heard.append(recall(1))
+        return None
+
+
+def test_late_predictions_name_nothing() -> None:
+    """Of 8 experts needed in layer 1, half the passes had a prediction, which was right: recall is a half."""
+    listening = Listening()
+    control = made(geometry(), [4, 4], 2, allocation=listening)
+    for token in range(4):
+        for layer in range(2):
+            if layer and token % 2:
+                control.predict(prediction(1, [token, token + 1]))
+            run(control, one_token(layer, [token, token + 1]))
+    assert listening.heard[-1] == 0.5
+
+
+@pytest.mark.parametrize(("has_filter", "expected"), [(False, 0.8), (True, 0.25)])
+def test_what_a_filter_refused_spared_nothing(has_filter: bool, expected: float) -> None:
+    """8 of 10 needed were predicted; 2 were prefetched in time, 6 missed."""
+    listening = Listening()
+    prefetch_filter = PrefetchFilter(geometry(), (4, 4)) if has_filter else None
+    control = made(geometry(), [4, 4], 2, allocation=listening, prefetch_filter=prefetch_filter)
+    of_layer = control.counters[1].decode
+    of_layer.predicted_needed, of_layer.predicted_of, of_layer.misses = 8, 10, 6
+    of_layer.prefetched = of_layer.prefetched_needed = of_layer.prefetched_in_time = 2
+    run(control, one_token(0, [0]))
+    assert listening.heard == [expected]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from expertly.core.messages import Phase, Prediction, RouterRan
-from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from expertly.scheduler.counters import Correlation, LayerCounters, PhaseCounters
 from tests.scheduler.drive import geometry, run_layer, scheduler
 
 
@@ -33,26 +33,32 @@ def test_all_some_or_none_of_an_experts_segments() -> None:
 
 
 def test_rates_of_nothing_are_none() -> None:
-    assert set(PhaseCounters().rates().values()) == {None}
+    assert set(PhaseCounters().rates().values()) == set(PhaseCounters().goodpred().values()) == {None}
 
 
-def test_an_expert_counts_once_however_many_tokens_chose_it() -> None:
-    assert count(RouterRan(0, [1, 2], [500, 1], [False, False], 500), {1: 0}).prefill.demands == 2
+Y, N = True, False
 
 
-def test_a_mixed_batch_counts_each_expert_in_its_own_phase() -> None:
-    counters = count(RouterRan(0, [1, 2, 3], [5, 1, 2], [False, True, False], 6), {2: 0, 3: 2})
-    assert (counters.decode.hits, counters.decode.misses) == (0, 1)
-    assert (counters.prefill.hits, counters.prefill.partial_hits, counters.prefill.misses) == (1, 1, 0)
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_pads_demand_nothing(decode: bool) -> None:
-    counters = count(RouterRan(0, [1, 2], [0, 0], [decode] * 2, 0), {1: 0})
-    assert counters.decode.demands == counters.prefill.demands == 0
-    some = count(RouterRan(0, [1, 2], [0, 3], [decode] * 2, 3), {1: 0})
-    assert some.decode.demands + some.prefill.demands == 1
-    assert some.decode.hits + some.prefill.hits == 1
+@pytest.mark.parametrize(
+    ("tokens", "decode", "batch", "decoded", "prefilled"),
+    [
+        ([500, 1, 1], [N, N, N], 500, (0, 0, 0), (1, 1, 1)),  # an expert counts once however many tokens chose it
+        ([1, 1, 1], [Y, Y, Y], 1, (1, 1, 1), (0, 0, 0)),
+        ([5, 1, 2], [N, Y, N], 6, (0, 1, 0), (1, 0, 1)),  # each expert in its own phase
+        ([0, 0, 0], [Y, Y, Y], 0, (0, 0, 0), (0, 0, 0)),  # pads demand nothing
+        ([0, 3, 0], [N, N, N], 3, (0, 0, 0), (0, 1, 0)),
+        ([1, 0, 2], [Y, Y, N], 3, (1, 0, 0), (0, 0, 1)),
+    ],
+)
+def test_which_phase_counts_what(
+    tokens: list[int], decode: list[bool], batch: int, decoded: tuple[int, ...], prefilled: tuple[int, ...]
+) -> None:
+    """Hits, partial hits and misses of expert 1, here; 2, of which half is here; and 3, which is absent."""
+    counters = count(RouterRan(0, [1, 2, 3], tokens, decode, batch), {2: 2, 3: 0})
+    for one, expected in ((counters.decode, decoded), (counters.prefill, prefilled)):
+        assert (one.hits, one.partial_hits, one.misses) == expected
+        assert one.demanded_nbytes == 400 * sum(expected)
+        assert one.hit_nbytes == 400 * expected[0] + 200 * expected[1]
 
 
 def test_counters_add_up() -> None:
@@ -94,7 +100,6 @@ def test_goodpred_is_of_each_layer_and_distance() -> None:
     both.add(layer.decode)
     assert both.by_distance == {10: (16, 8, 6), 2: (4, 2, 2)}
     assert both.rates_by_distance() == layer.decode.rates_by_distance()
-    assert set(PhaseCounters().goodpred().values()) == {None}, "nothing was predicted"
 
 
 def test_how_sure_it_was_is_set_against_how_right_its_surest_were() -> None:
@@ -161,3 +166,42 @@ def test_bytes_balance(system: str, segments: int) -> None:
         for one in (control.counters[layer].decode, control.counters[layer].prefill):
             assert one.demanded_nbytes == one.hit_nbytes + one.loaded_nbytes
             assert one.demands * shape.layers[layer].expert_nbytes == one.demanded_nbytes
+
+
+# -- correlations --------------------------------------------------------------------------------------------------
+
+
+def correlation_of(pairs: list[tuple[float, float]]) -> Correlation:
+    correlation = Correlation()
+    for x, y in pairs:
+        correlation.add(x, y)
+    return correlation
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_correlation_is_pearsons_however_it_is_cut(seed: int) -> None:
+    dice = random.Random(seed)
+    slope = dice.uniform(-2, 2)
+    pairs = [(x, slope * x + dice.gauss(0, 0.3)) for x in (dice.random() + 100 * seed for _ in range(500))]
+    expected = statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    assert correlation_of(pairs).pearson() == pytest.approx(expected, abs=1e-9)
+    total, start = Correlation(), 0
+    while start < len(pairs):
+        stop = start + dice.randint(0, 90)
+        total.merge(correlation_of(pairs[start:stop]))
+        start = stop
+    assert total.pearson() == pytest.approx(expected, abs=1e-9)
+    assert total.count == 500
+
+
+@pytest.mark.parametrize("pairs", [[], [(1, 2)], [(1, 2), (1, 3)], [(1, 2), (3, 2)], [(0.1, 0.3)] * 50])
+def test_what_does_not_vary_has_no_correlation(pairs: list[tuple[float, float]]) -> None:
+    assert correlation_of(pairs).pearson() is None
+    total = correlation_of(pairs)
+    total.merge(correlation_of(pairs))
+    assert total.pearson() is None
+
+
+def test_a_line_has_a_correlation_of_one() -> None:
+    assert correlation_of([(0.1 * i, 7 - i) for i in range(1000)]).pearson() == pytest.approx(-1)
+    assert (correlation_of([(0.1 * i, 0.3 * i) for i in range(7)]).pearson() or 0) <= 1

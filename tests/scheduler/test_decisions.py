@@ -13,6 +13,7 @@ from expertly.core.errors import ConfigError, TraceError
 from expertly.core.messages import Prediction
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, replay_file
+from expertly.scheduler.decisions import record as recorded
 from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from tests.scheduler.drive import geometry, run_layer
 
@@ -23,9 +24,8 @@ def record(path: Path, system: str = "lru", order: str = "resident", iterations:
     """A run of random demands, decode and prefill."""
     shape = geometry(3, 8, 2, segments=2)
     budget = split_budget(shape, int(shape.nbytes * (1.0 if SYSTEMS[system].keeps_everything else 0.5)))
-    control = SYSTEMS[system].journaled_scheduler(shape, budget, order=order)
-    file = DecisionsFile(path)
-    control.start_journal(header_of(SYSTEMS[system], shape, budget, order), file.write)
+    file = DecisionsFile(path, header_of(SYSTEMS[system], shape, budget, order))
+    control = recorded(SYSTEMS[system].scheduler(shape, budget, order=order), file.write)
     dice = random.Random(0)
     if SYSTEMS[system].keeps_everything:
         for layer in range(3):
@@ -68,14 +68,13 @@ def predicted(path: Path, system: str) -> list[list[object]]:
     """A run with predictions, everything loaded at once; its calls."""
     shape = geometry(3, 8, 2)
     budget = split_budget(shape, shape.nbytes // 2)
-    control = get_system(system).journaled_scheduler(shape, budget)
-    file, dice = DecisionsFile(path), random.Random(1)
-    control.start_journal(header_of(get_system(system), shape, budget, "resident"), file.write)
+    file, dice = DecisionsFile(path, header_of(get_system(system), shape, budget, "resident")), random.Random(1)
+    control = recorded(get_system(system).scheduler(shape, budget), file.write)
     for _ in range(20):
         for prediction in predictions(dice):
             control.predict(prediction)
         for layer in range(3):
-            for span in control.load_ahead():
+            for span in control.prefetch():
                 control.loaded(span)
             run_layer(control, layer, dice.sample(range(8), 2))
     file.close()
@@ -88,7 +87,7 @@ def test_predictions_are_written_and_decide_the_same_again(system: str, tmp_path
     header, replayed = replay_file(tmp_path / "d.jsonl")
     assert header["system"] == system and replayed.difference is None
     assert {len(call[1]) for call in calls if call[0] == "predict"} == {4, 6}, "what was not said is not written"
-    assert any(call[2] for call in calls if call[0] == "load_ahead")
+    assert any(call[2] for call in calls if call[0] == "prefetch")
 
 
 def test_probabilities_that_were_changed_change_what_goes(tmp_path: Path) -> None:
@@ -137,8 +136,8 @@ DAMAGE: dict[str, tuple[Callable[[Lines], Lines], str]] = {
     "header too deep": (lambda ls: [b"[" * 100_000 + b"\n", *ls[1:]], "line 1: not JSON"),
     "other format": (lambda ls: changed(ls, 1, "expertly-decisions", "x"), "line 1: field 'format': must be"),
     "other version": (
-        lambda ls: changed(ls, 1, '"version":1', '"version":9'),
-        "line 1: field 'version': 9; accepted: 1",
+        lambda ls: changed(ls, 1, '"version":2', '"version":1'),
+        "line 1: field 'version': 1; accepted: 2",
     ),
     "other budget": (lambda ls: changed(ls, 1, '"ring_slots":[4]', '"ring_slots":[5]'), "line 1: checksum"),
     "other system": (lambda ls: changed(ls, 1, '"lru"', '"lfu"'), "line 1: checksum"),
@@ -172,8 +171,8 @@ def sealed_again(path: Path, change: Callable[[list[list[object]]], None]) -> No
     header.pop("crc32")
     calls = [call[:-1] for call in calls[:-1]]
     change(calls)
-    file = DecisionsFile(path)
-    for one in (header, *calls):
+    file = DecisionsFile(path, header)
+    for one in calls:
         file.write(json.dumps(one, separators=(",", ":")))
     file.close()
 
@@ -200,7 +199,7 @@ def test_another_decision_is_named_with_what_it_should_have_been(tmp_path: Path)
     ("name", "observation", "expected"),
     [
         ("loaded", [0, 0, 0, 1, 0], "impossible: "),
-        ("computed", [99, 0, 0, 1, 0], "impossible: "),
+        ("computed", [[99, 0, 0, 1, 0]], "impossible: "),
         ("begin_layer", [[7, [0], [1], [True], 1], []], "impossible: "),
     ],
 )
@@ -229,7 +228,7 @@ def test_an_observation_that_cannot_be_is_a_difference(
         ["predict", [0], None],
         ["foresee", 0, None],
         ["loaded", [0, 0, 10**30, 1, 0], False],
-        ["computed", [0, 0, 1, 2, 0], None],
+        ["computed", [[0, 0, 1, 2, 0]], None],
     ],
 )
 def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
@@ -281,9 +280,7 @@ def test_a_header_of_which_no_scheduler_can_be_made(key: str, value: object, exp
     record(path)
     header = json.loads(path.read_text().splitlines()[0])
     header.pop("crc32")
-    file = DecisionsFile(path)
-    file.write(json.dumps(header | {key: value}))
-    file.close()
+    DecisionsFile(path, header | {key: value}).close()
     with pytest.raises(TraceError, match=expected):
         replay_file(path)
 
@@ -292,4 +289,4 @@ def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"nowhere.*cannot be read"):
         replay_file(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"decisions=.*cannot be written"):
-        DecisionsFile(tmp_path / "no" / "folder")
+        DecisionsFile(tmp_path / "no" / "folder", {})

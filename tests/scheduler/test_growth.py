@@ -39,7 +39,7 @@ def test_memory_is_the_same_after_many_more_predictions() -> None:
         for layer in range(2):
             said = [dice.random() for _ in range(16)]
             control.predict(Prediction(1 - layer, list(range(16)), sorted(said, reverse=True), 1, 0.5, said))
-            for span in control.load_ahead():
+            for span in control.prefetch():
                 control.loaded(span)
             run_layer(control, layer, dice.sample(range(16), 4))
 

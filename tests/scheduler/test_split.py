@@ -1,175 +1,64 @@
-"""Layers that keep the tops of experts: the rest passes, what is kept changes while they run, and nothing is lost."""
+"""Layers that keep the tops of experts, as stories: the rest is staged, and what is kept changes between layers."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Prediction, RouterRan, Span
-from expertly.policies.allocation.moepic import LayerSplit, MoEpic, SplitPlan
-from expertly.policies.eviction import EVICTIONS
+from expertly.core.messages import Prediction, Span
+from expertly.core.observation import Routed
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
+from expertly.policies.predictor import Predictor
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.decisions import JournaledScheduler, replay
+from expertly.scheduler.decisions import record
 from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.ahead import CheckedController
-from tests.scheduler.drive import WAYS, geometry, run_layer, scheduler
-from tests.scheduler.links import Failure, InstantLink, RandomLink
-from tests.scheduler.test_ahead import BUDGETS, LAYERS, RandomGuesses, nothing_seen, random_router
-
-
-def random_plan(dice: random.Random, control: Scheduler) -> SplitPlan:
-    """Any splits that fit what is kept: parts of many, few whole ones, nothing."""
-    shape, left = control.geometry, list(control.budget.kept_slots)
-    layers: dict[int, LayerSplit] = {}
-    for layer in dice.sample(range(shape.num_layers), shape.num_layers):
-        size_class, one = shape.size_classes[layer], shape.layers[layer]
-        top = dice.randint(1, shape.segments_per_expert)
-        num = dice.randint(0, min(one.num_experts, left[size_class] // top))
-        most = min(left[size_class], one.num_experts * shape.segments_per_expert)
-        share = dice.choice([num * top, most])
-        left[size_class] -= share
-        layers[layer] = LayerSplit(num, top if num else 0, share)
-    return SplitPlan(shape, tuple(layers[layer] for layer in range(shape.num_layers)))
-
-
-def soak(
-    seed: str,
-    segments: int,
-    share: float,
-    ring: int | None = None,
-    *,
-    eviction: str = "lcp",
-    failures: float = 0.0,
-    num_iterations: int = 8,
-    **way: Any,
-) -> set[str]:
-    """Demands, guesses, failures and plans by dice; `check()` after every event, and all is decided again from what was
-    said. What happened on the way is named.
-    """
-    dice = random.Random(seed)
-    shape = Geometry(LAYERS, segments)
-    kinds = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(num_iterations)]
-    routers = [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
-    budget, lines = split_budget(shape, int(shape.nbytes * share), ring), []
-
-    def make(kind: type[JournaledScheduler]) -> JournaledScheduler:
-        allocation = MoEpic(shape)
-        return kind(shape, budget, lambda num: EVICTIONS[eviction].make(shape, num), allocation=allocation, **way)
-
-    control = make(CheckedController)
-    assert isinstance(control, CheckedController)
-    control.watch().start_journal({}, lines.append)
-    link, happened = RandomLink(dice, dice.choice([0.1, 0.4, 0.8])), set()
-    guesses = RandomGuesses(dice, shape, routers)
-    loads_ahead = Prefetcher(control, link, InlineChannel(guesses))
-    link.fails = lambda: dice.random() < failures
-
-    def compute(span: Span) -> None:
-        control.keeper.check()
-        if dice.random() < failures:
-            raise Failure
-
-    for step, router in enumerate(routers):
-        guesses.step = step
-        try:
-            if router.layer == 0:
-                loads_ahead.begin_iteration(nothing_seen)
-            loop_layer(control, link, router, compute, loads_ahead)
-        except Failure:
-            link.drop()
-            control.abandon()
-        control.check()
-        if dice.random() < 0.3:
-            plan = random_plan(dice, control)
-            control.configure(plan)
-            control.check()
-        keeper = control.keeper
-        if control.speculation.num_in_flight:
-            happened.add("in flight")
-        happened.add("there" if keeper.targets is None else "on the way")
-        if any(keeper.unkept(keeper._geometry.layer_of_expert(eid), eid) for eid in control.speculation.waiting):
-            happened.add("passing")
-        if any(0 < top.bit_count() < segments for top in keeper.tops):
-            happened.add("tops")
-    if not failures:
-        control.counts_agree()
-    again = make(JournaledScheduler)
-    assert replay(lines[1:], again, "journal").difference is None
-    assert again.keeper.shares == control.keeper.shares and again.keeper.tops == control.keeper.tops
-    return happened
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize(("eviction", "admission"), [("lcp", "always"), ("random", "always"), ("lcp", "best")])
-def test_whatever_is_kept_of_experts_every_promise_holds(
-    segments: int, ahead: str, eviction: str, admission: str
-) -> None:
-    happened: set[str] = set()
-    for share, ring in BUDGETS:
-        for failures in (0.0, 0.02):
-            some = {"eviction": eviction, "admission": admission, "ahead": ahead, "failures": failures}
-            happened |= soak(f"{share} {failures}", segments, share, ring, **some)  # type: ignore[arg-type]
-    of_parts = {"tops", "passing"} if segments > 1 else {"passing"} if ahead == "ring" else set()
-    assert happened == {"in flight", "on the way", "there"} | of_parts
-
-
-@pytest.mark.parametrize(("order", "preemption"), WAYS)
-@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
-def test_however_a_layer_runs_they_hold(order: str, preemption: str, transfer: str) -> None:
-    for share, ring in BUDGETS:
-        for ahead in ("cache", "ring"):
-            way = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
-            assert "tops" in soak(f"{share}", 4, share, ring, num_iterations=5, **way)
-
-
-# -- stories -------------------------------------------------------------------------------------------------------
+from tests.scheduler.drive import finish, geometry, one_token, routed, run_layer, scheduler
+from tests.scheduler.soak import LAYERS, InstantLink, RandomGuesses, RandomLink, random_routers
 
 
 def split_scheduler(share: float, theta: float, system: str = "lcp", **shape: int) -> Scheduler:
-    """4 segments an expert; the ring is of 8."""
+    """4 segments an expert; 8 slots are for staging."""
     spec = f"{system}:allocation=split:theta={theta}"
     return scheduler(geometry(**({"layers": 1, "experts": 8, "top_k": 2, "segments": 4} | shape)), share, spec)
 
 
-def test_what_is_kept_of_an_expert_is_its_top_and_the_rest_passes() -> None:
+def test_what_is_kept_of_an_expert_is_its_top_and_the_rest_is_staged() -> None:
     """8 + 8 slots. Theta 1/2 keeps four tops of two segments, where whole experts would be two."""
     control = split_scheduler(16 / 32, 0.5)
-    assert (control.keeper.shares, control.keeper.ring) == ([8], [8])
+    assert (control.cache.quotas, control.cache.staging) == ([8], [8])
     for pair in ([0, 1], [2, 3]):
         ran = run_layer(control, 0, pair, check=True)
         assert ran.loaded == dict.fromkeys(pair, 0b1111), "all of them was missing"
-    assert control.residency.resident[:8] == [0b0011] * 4 + [0] * 4
+    assert control.slots.resident[:8] == [0b0011] * 4 + [0] * 4
     ran = run_layer(control, 0, [0, 4], check=True)
     assert ran.loaded == {0: 0b1100, 4: 0b1111}, "of what is kept only the rest is loaded"
-    assert control.residency.resident[:8] == [0b0011, 0, 0b0011, 0b0011, 0b0011, 0, 0, 0], "expert 1's top went"
+    assert control.slots.resident[:8] == [0b0011, 0, 0b0011, 0b0011, 0b0011, 0, 0, 0], "expert 1's top went"
     counts = control.counters[0].decode
     assert (counts.hits, counts.partial_hits, counts.misses) == (0, 1, 5)
     assert counts.hit_nbytes * 2 == control.geometry.layers[0].expert_nbytes
 
 
-def test_the_best_tops_are_kept_and_what_is_worth_less_passes_whole() -> None:
+def test_the_best_tops_are_kept_and_what_is_worth_less_is_staged_whole() -> None:
     """Four tops of two are kept. Of those and what is needed the lowest goes: that of the three used once first in the
-    list of ids, which is needed here, so that its top passes with the rest.
+    list of ids, which is needed here, so that its top is staged with the rest.
     """
     control = split_scheduler(16 / 32, 0.5, "lfu:admission=best")
     for pair in ([1, 2], [3, 4], [1, 2], [3, 4]):
         run_layer(control, 0, pair, check=True)
-    assert control.residency.resident[:8] == [0] + [0b0011] * 4 + [0] * 3
+    assert control.slots.resident[:8] == [0] + [0b0011] * 4 + [0] * 3
     ran = run_layer(control, 0, [0, 1], check=True)
     assert ran.loaded == {0: 0b1111, 1: 0b1100}
-    assert control.residency.resident[:8] == [0] + [0b0011] * 4 + [0] * 3, "nobody's top went for it"
+    assert control.slots.resident[:8] == [0] + [0b0011] * 4 + [0] * 3, "nobody's top went for it"
     for _ in range(3):
         run_layer(control, 0, [0, 5], check=True)
-    assert control.residency.resident[:3] == [0b0011, 0b0011, 0], "used as often as 2, and more often then"
+    assert control.slots.resident[:3] == [0b0011, 0b0011, 0], "used as often as 2, and more often then"
     counts = control.counters[0].decode
     assert counts.partial_hits and not counts.hits
 
@@ -178,68 +67,55 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
     control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring")
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0, 2, 1], [0.9, 0.8, 0.7], 1))
-    spans = control.load_ahead()
+    spans = control.prefetch()
     told = [(span.expert, span.segment) for span in spans]
-    assert told == [(0, 2), (0, 3), (2, 0), (2, 1), (2, 2), (2, 3)], "8 of the ring, of which one stays free: no 1"
+    assert told == [(0, 2), (0, 3), (2, 0), (2, 1), (2, 2), (2, 3)], "of 8 staging slots one stays free: no 1"
     for span in spans:
         control.loaded(span)
     control.check()
-    step = control.begin_layer(RouterRan(0, [0, 2], [1, 1], [True, True], 1))
-    assert not step.loads and not step.joined
-    assert sum(span.num_segments for span in step.ready) == 8
-    for span in step.ready:
-        control.computed(span)
-    control.end_layer()
+    plan = control.begin_layer(one_token(0, [0, 2]))
+    assert not plan.loads and not plan.joined
+    assert sum(span.num_segments for span in plan.ready) == 8
+    finish(control, plan)
     control.check()
-    assert control.residency.resident[:4] == [0b0011] * 3 + [0], "2 was loaded ahead, and its top is kept now"
+    assert control.slots.resident[:4] == [0b0011] * 3 + [0], "2 was loaded ahead, and its top is kept now"
     assert control.counters[0].decode.hits == 2
 
 
-def test_a_wrong_guess_leaves_the_ring_and_the_top_stays() -> None:
+def test_a_wrong_prefetch_leaves_its_staging_slots_and_the_top_stays() -> None:
     control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring")
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0], [0.9], 1))
-    for span in control.load_ahead():
+    for span in control.prefetch():
         control.loaded(span)
-    assert control.residency.resident[0] == 0b1111 and control.keeper.passing == [2]
+    assert control.slots.resident[0] == 0b1111 and control.cache.staged == [2]
     run_layer(control, 0, [1, 2], check=True)
-    assert control.residency.resident[:3] == [0b0011] * 3 and control.keeper.passing == [0]
+    assert control.slots.resident[:3] == [0b0011] * 3 and control.cache.staged == [0]
 
 
-def test_all_but_a_segment_of_the_ring_can_be_loaded_ahead_of_the_next_layer_and_nothing_waits_for_ever() -> None:
+def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> None:
     """The guesses are wrong and on their way: the demand comes a segment at a time, as they leave."""
     control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring:window=99", layers=2, experts=4)
-    assert (control.keeper.shares, control.keeper.ring) == ([0, 0], [8])
+    assert (control.cache.quotas, control.cache.staging) == ([0, 0], [8])
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(1, [0, 1], [0.9, 0.8], 1))
-    spans = control.load_ahead()
+    spans = control.prefetch()
     assert sum(span.num_segments for span in spans) == 4, "the second expert would leave none"
     link = RandomLink(random.Random(0))
     link.submit_ahead(spans)
     computed: list[Span] = []
     control.predict(Prediction(0, [2], [0.9], 2))
-    assert control.load_ahead() == [], "of a layer that is not next, an expert's worth stays free"
+    assert control.prefetch() == [], "of a layer that is not next, an expert's worth stays free"
     link.begun, link.ahead = link.ahead, []
-    loop_layer(
-        control, link, RouterRan(1, [2, 3], [1, 1], [True, True], 1), computed.append, Prefetcher(control, link, Mute())
-    )
+    loop_layer(control, link, one_token(1, [2, 3]), computed.extend, Prefetcher(control, link, InlineChannel(Silent())))
     assert sum(span.num_segments for span in computed) == 8
 
 
-class Mute(InlineChannel):
+class Silent(Predictor):
     """Predicts nothing."""
 
-    def __init__(self) -> None:
-        pass
-
-    def begin_iteration(self, *_: Any) -> None:
-        pass
-
-    def router_ran(self, *_: Any) -> None:
-        pass
-
-    def take(self) -> None:
-        return None
+    def router_ran(self, routed: Routed) -> list[Prediction]:
+        return []
 
 
 def test_other_splits_take_place_between_layers() -> None:
@@ -253,40 +129,40 @@ def test_other_splits_take_place_between_layers() -> None:
     shape = control.geometry
     control.configure(SplitPlan(shape, (LayerSplit(2, 3, 8),)))
     control.check()
-    assert (control.keeper.shares, control.keeper.ring) == ([6], [10]), "what is left of the share widens the ring"
-    assert control.residency.resident[:4] == [0, 0b0011, 0b0011, 0b0011]
+    assert (control.cache.quotas, control.cache.staging) == ([6], [10]), "what is left of the quota is for staging"
+    assert control.slots.resident[:4] == [0, 0b0011, 0b0011, 0b0011]
     ran = run_layer(control, 0, [2, 3], check=True)
     assert ran.loaded == {2: 0b1100, 3: 0b1100}
-    assert control.residency.resident[:4] == [0, 0, 0b0111, 0b0111]
+    assert control.slots.resident[:4] == [0, 0, 0b0111, 0b0111]
     control.configure(SplitPlan(shape, (LayerSplit(8, 1, 8),)))
     control.check()
-    assert control.residency.resident[:4] == [0, 0, 0b0001, 0b0001] and control.keeper.targets is None
+    assert control.slots.resident[:4] == [0, 0, 0b0001, 0b0001] and control.cache.targets is None
     run_layer(control, 0, list(range(8)), decode=False, check=True)
-    assert control.residency.resident[:8] == [0b0001] * 8, "a prompt fills the share there is now"
+    assert control.slots.resident[:8] == [0b0001] * 8, "a prompt fills the quota there is now"
 
 
-def test_what_is_loaded_ahead_is_not_cut_before_it_is_used() -> None:
+def test_what_prefetched_is_not_cut_before_it_is_used() -> None:
     control = split_scheduler(16 / 32, 1.0, "lcp:prediction=lookahead")
     control.allocation.configured = lambda plan: None  # type: ignore[method-assign]
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0], [0.9], 1))
-    control.load_ahead()
+    control.prefetch()
     control.configure(SplitPlan(control.geometry, (LayerSplit(5, 1, 5),)))
     control.check()
-    assert control.residency.resident[:2] == [0b1111, 0b0001] and control.keeper.targets == [5]
+    assert control.slots.resident[:2] == [0b1111, 0b0001] and control.cache.targets == [5]
     run_layer(control, 0, [0, 2])
-    control.keeper.rearrange(set())
+    control.cache.rearrange(set())
     control.check()
-    assert control.residency.resident[:3] == [0b0001, 0, 0b0001] and control.keeper.targets is None
+    assert control.slots.resident[:3] == [0b0001, 0, 0b0001] and control.cache.targets is None
 
 
 @pytest.mark.parametrize("layers", [(LayerSplit(8, 2, 16),), (LayerSplit(1, 1, 1),) * 2])
 def test_a_plan_that_does_not_fit_changes_nothing(layers: tuple[LayerSplit, ...]) -> None:
     control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=4), 0.5, "moepic")
-    before = list(control.keeper.shares)
+    before = list(control.cache.quotas)
     with pytest.raises(ConfigError):
         control.configure(SplitPlan(geometry(layers=len(layers), experts=8, top_k=2, segments=4), layers))
-    assert control.keeper.shares == before and control.keeper.targets is None and control.keeper.tops == [0b0011]
+    assert control.cache.quotas == before and control.cache.targets is None and control.cache.tops == [0b0011]
 
 
 def test_an_allocation_that_asked_for_no_plan_takes_none() -> None:
@@ -295,30 +171,25 @@ def test_an_allocation_that_asked_for_no_plan_takes_none() -> None:
         control.configure(SplitPlan(control.geometry, (LayerSplit(1, 1, 1),)))
 
 
-# -- the ends ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
     """Theta 1: every decision, line by line, with and without guesses."""
     for spec, way in (("lcp", ""), ("lcp", ":prediction=lookahead"), ("lcp", ":prediction=lookahead:ahead=ring")):
-        journals = []
+        decisions = []
         for allocation in ("", ":allocation=split:theta=1"):
             system, lines = get_system(f"{spec}{way}{allocation}"), []
             shape, dice = Geometry(LAYERS, 4), random.Random(share)
             budget = system.budget(shape, split_budget(shape, int(shape.nbytes * share)))
-            control = system.journaled_scheduler(shape, budget)
-            control.start_journal({}, lines.append)
-            kinds = [dice.choice(["token", "token", "prefill", "mixed"]) for _ in range(20)]
-            routers = [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
+            control = record(system.scheduler(shape, budget), lines.append)
+            routers = random_routers(dice, 20)
             guesses = RandomGuesses(dice, shape, routers)
             link = RandomLink(dice)
-            ahead = Prefetcher(control, link, InlineChannel(guesses)) if way else None
+            prefetcher = Prefetcher(control, link, InlineChannel(guesses)) if way else None
             for step, router in enumerate(routers):
                 guesses.step = step
-                loop_layer(control, link, router, lambda span: None, ahead)
-            journals.append(lines)
-        assert len(journals[0]) > 300 and journals[0] == journals[1]
+                loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))
+            decisions.append(lines)
+        assert len(decisions[0]) > 300 and decisions[0] == decisions[1]
 
 
 def test_with_nothing_kept_hits_are_what_was_loaded_ahead() -> None:
@@ -326,16 +197,16 @@ def test_with_nothing_kept_hits_are_what_was_loaded_ahead() -> None:
     system = get_system("moepic")
     control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
     control.configure(SplitPlan(shape, (LayerSplit(0, 0, 0),) * 3))
-    assert control.keeper.ring == [shape.num_experts * 4 // 2], "all of it is the ring"
+    assert control.cache.staging == [shape.num_experts * 4 // 2], "all of it is for staging"
     dice, link, hits = random.Random(0), InstantLink(), 0
-    ahead = Prefetcher(control, link, Mute())
+    prefetcher = Prefetcher(control, link, InlineChannel(Silent()))
     for step in range(60):
         chosen = dice.sample(range(8), 2)
         if step % 2:
             control.predict(Prediction(step % 3, chosen, [0.9, 0.8], 1))
-            ahead.refill()
+            prefetcher.refill()
             hits += 2
-        loop_layer(control, link, RouterRan(step % 3, chosen, [1, 1], [True, True], 1), lambda span: None, ahead)
+        loop_layer(control, link, one_token(step % 3, chosen), lambda spans: None, prefetcher)
         control.check()
     assert sum(one.decode.hits for one in control.counters) == hits
-    assert not any(control.residency.resident), "nothing stays"
+    assert not any(control.slots.resident), "nothing stays"

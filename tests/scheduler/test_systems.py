@@ -33,52 +33,18 @@ def test_a_preset_by_its_name(name: str) -> None:
     assert SYSTEMS[name].scheduler(SHAPE, BUDGET, KNOWN).budget is BUDGET
 
 
-def test_fmoe_is_the_papers() -> None:
-    system = get_system("fmoe")
-    control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
-    assert (system.scope, system.prefetch, system.ahead, system.transfer) == (
-        "global",
-        "proximity",
-        "cache",
-        "asynchronous",
-    )
-    assert isinstance(predictor, FMoE)
-    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (1000, 2 / 4), "two of four layers ahead"
-    assert (
-        isinstance(control.cache.partitions[0].policy, FMoEEviction)
-        and control.cache.partitions[0] is control.cache.partitions[3]
-    )
-    assert system.learns == "maps" and system.needs == () and "fmoe" in runnable_systems()
-
-
 @pytest.mark.parametrize(
-    ("name", "prediction", "distance", "eviction", "scope", "transfer"),
-    [
-        ("on-demand", "none", 1, "lru", "global", "demand"),
-        ("deepspeed-index", "index", 1, "lru", "global", "asynchronous"),
-        ("brainstorm", "popularity", 1, "lfu", "global", "asynchronous"),
-        ("mixtral-offloading", "lookahead", 1, "lru", "layer", "synchronous"),
-        ("moe-infinity-lfu", "counts", 1, "lfu", "global", "synchronous"),
-    ],
+    ("name", "predictor", "capacity", "eviction", "learns"),
+    [("fmoe", FMoE, 1000, FMoEEviction, "maps"), ("moe-infinity", EAM, 120, EAMEviction, "matrices")],
 )
-def test_baselines_are_what_their_papers_say(
-    name: str, prediction: str, distance: int, eviction: str, scope: str, transfer: str
-) -> None:
-    found = SYSTEMS[name]
-    assert (found.prediction, found.distance) == (prediction, distance)
-    assert (found.eviction, found.scope, found.transfer) == (eviction, scope, transfer)
-
-
-def test_moe_infinity_is_the_papers() -> None:
-    system = get_system("moe-infinity")
-    control, predictor = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
-    assert (system.scope, system.prefetch, system.transfer) == ("global", "score", "asynchronous")
-    assert isinstance(predictor, EAM) and predictor.learned.capacity == 120
-    assert (
-        isinstance(control.cache.partitions[0].policy, EAMEviction)
-        and control.cache.partitions[0] is control.cache.partitions[3]
-    )
-    assert system.learns == "matrices"
+def test_what_learns_is_the_papers(name: str, predictor: type, capacity: int, eviction: type, learns: str) -> None:
+    """One cache over all layers, of a policy that goes by what the predictor has stored."""
+    system = get_system(name)
+    control, found = system.scheduler(SHAPE, BUDGET), system.predictor(SHAPE)
+    partitions = control.cache.partitions
+    assert found is not None and isinstance(found, predictor) and found.learned.capacity == capacity
+    assert isinstance(partitions[0].policy, eviction) and partitions[0] is partitions[3]
+    assert system.learns == learns and system.needs == () and name in runnable_systems()
 
 
 SPECS = {
@@ -127,10 +93,8 @@ def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None
 
 def test_other_parts_are_what_it_is_made_of() -> None:
     control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
-    assert (
-        isinstance(control.cache.partitions[0].policy, LRU)
-        and control.cache.partitions[0] is not control.cache.partitions[1]
-    )
+    partitions = control.cache.partitions
+    assert isinstance(partitions[0].policy, LRU) and partitions[0] is not partitions[1]
     assert control.queue.window == 5 and control.queue._is_steady
     assert not get_system("fmoe").scheduler(SHAPE, BUDGET).queue._is_steady
     predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)

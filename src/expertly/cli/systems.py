@@ -10,7 +10,7 @@ from expertly.cli.output import add_json_flag, message, print_json, table
 from expertly.policies.base import describe_options
 from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.scheduler.presets import SYSTEMS
-from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, WITH_OPTIONS, System, names_of_options
+from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, System, names_of_options
 
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
 _DEFAULTS = {field.name: field.default for field in fields(System)}
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
     for key, accepted in _accepted().items():
         print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
-    for part, registry in WITH_OPTIONS.items():
+    for part, registry in REGISTRIES.items():
         for name in registry:
             if options := describe_options(registry[name].options):
                 print(f"with {part}={name}:")
@@ -70,5 +70,5 @@ def _accepted() -> dict[str, list[str]]:
 
 def _options() -> dict[str, list[str]]:
     """Of each policy that has any, by "prediction=NAME", "eviction=NAME", ..."""
-    every = [(part, name) for part, registry in WITH_OPTIONS.items() for name in registry]
+    every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
     return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}

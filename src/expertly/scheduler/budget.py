@@ -1,4 +1,4 @@
-"""From a memory budget to slots: the ring, what is kept, and each cache's share (docs/conventions.md)."""
+"""From a memory budget to slots: for staging, for caches, and each layer's quota (docs/conventions.md)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from expertly.policies.allocation.uniform import uniform_shares
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Slots of each size class. `kept_slots + ring_slots` is the whole pool; bytes never exceed what was given."""
+    """Slots of each size class: `kept_slots` for caches, `ring_slots` for staging. They never exceed the memory."""
 
     memory_nbytes: int
     ring_slots: tuple[int, ...]
     kept_slots: tuple[int, ...]
-    layer_shares: tuple[int, ...]  # kept slots of each layer at the start, when caches are per layer
+    layer_shares: tuple[int, ...]  # kept slots of each layer at the start, where each has its own cache
 
     def pool_slots(self) -> list[int]:
         return [ring + kept for ring, kept in zip(self.ring_slots, self.kept_slots, strict=True)]
 
     def ring_nbytes(self, geometry: Geometry) -> int:
-        return sum(n * size for n, size in zip(self.ring_slots, class_segment_nbytes(geometry), strict=True))
+        return _nbytes(geometry, self.ring_slots)
 
     def kept_nbytes(self, geometry: Geometry) -> int:
-        return sum(n * size for n, size in zip(self.kept_slots, class_segment_nbytes(geometry), strict=True))
+        return _nbytes(geometry, self.kept_slots)
 
 
 def class_segment_nbytes(geometry: Geometry) -> list[int]:
@@ -39,7 +39,7 @@ def class_segment_nbytes(geometry: Geometry) -> list[int]:
 
 
 def default_ring(geometry: Geometry) -> list[int]:
-    """K * P slots of each size class: what one token's experts need."""
+    """Staging slots of each size class: top_k * P, what one token's experts need."""
     slots = [1] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         slots[size_class] = max(slots[size_class], geometry.layers[layer].top_k * geometry.segments_per_expert)
@@ -47,56 +47,37 @@ def default_ring(geometry: Geometry) -> list[int]:
 
 
 def least_nbytes(geometry: Geometry, ring: int | None = None) -> int:
-    """The least budget: the ring alone."""
-    return sum(slots * size for slots, size in zip(_rings(geometry, ring), class_segment_nbytes(geometry), strict=True))
+    """The least budget: staging slots alone."""
+    return _nbytes(geometry, _rings(geometry, ring))
 
 
 def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None) -> Budget:
-    """Cut `memory_nbytes` into ring and kept slots, equal shares a layer, the remainder to the lowest layers.
+    """Cut `memory_nbytes` into staging slots (`ring` of each size class) and kept slots, which layers share equally;
+    the lowest get what is left. A budget that holds every expert keeps every expert and stages none.
 
-    A budget that holds every expert keeps every expert and needs no ring. Raises BudgetError naming the least
-    budget when it is below the ring.
+    Raises BudgetError naming the least budget where it is below the staging slots.
     """
-    sizes, totals = class_segment_nbytes(geometry), _class_segments(geometry)
+    totals = _class_segments(geometry)
     if memory_nbytes >= geometry.nbytes:
         shares = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
-        return Budget(memory_nbytes, (0,) * len(sizes), tuple(totals), shares)
+        return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), shares)
     if ring is not None and ring < 1:
         raise BudgetError(f"ring={ring}: must be at least 1 segment")
     rings = _rings(geometry, ring)
-    least = least_nbytes(geometry, ring)
+    least = _nbytes(geometry, rings)
     if memory_nbytes < least:
         raise BudgetError(
             f"memory={memory_nbytes} bytes: below the ring through which experts are streamed; the least that works "
             f"is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
         )
-    kept = _kept_slots(memory_nbytes - least, sizes, totals, rings)
+    others = [total - num for total, num in zip(totals, rings, strict=True)]
+    others_nbytes = _nbytes(geometry, others)  # the bytes left are shared in proportion to the classes' experts
+    kept = [min(num, (memory_nbytes - least) * num // others_nbytes) if others_nbytes else 0 for num in others]
     return Budget(memory_nbytes, tuple(rings), tuple(kept), tuple(uniform_shares(geometry, kept)))
 
 
-def _class_segments(geometry: Geometry) -> list[int]:
-    """Segments of all experts of each size class."""
-    totals = [0] * geometry.num_size_classes
-    for layer, size_class in enumerate(geometry.size_classes):
-        totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
-    return totals
-
-
-def _rings(geometry: Geometry, ring: int | None) -> list[int]:
-    """Slots of the ring of each size class; `ring`: how many were asked for."""
-    rings = default_ring(geometry) if ring is None else [ring] * geometry.num_size_classes
-    return [min(slots, total) for slots, total in zip(rings, _class_segments(geometry), strict=True)]
-
-
-def _kept_slots(nbytes: int, sizes: list[int], totals: list[int], rings: list[int]) -> list[int]:
-    """Kept slots of each class: the bytes left, in proportion to the classes' experts."""
-    left = [total - ring for total, ring in zip(totals, rings, strict=True)]
-    all_nbytes = sum(n * size for n, size in zip(left, sizes, strict=True))
-    return [min(n, nbytes * n // all_nbytes) if all_nbytes else 0 for n in left]
-
-
 def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budget:
-    """The same slots, with the shares that layers begin with; what no layer keeps is the ring's. Raises ConfigError
+    """The same slots, with the quotas that layers begin with; what no layer keeps is for staging. Raises ConfigError
     where an allocation gives what there is not.
     """
     shares = allocation.shares(budget.kept_slots)
@@ -104,7 +85,7 @@ def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budg
     rings = [pool - slots for pool, slots in zip(budget.pool_slots(), kept, strict=True)]
     if any(ring < least for ring, least in zip(rings, budget.ring_slots, strict=True)):
         raise ConfigError(f"allocation: keeps {kept} segments of each size; accepted: at most {budget.kept_slots}")
-    if allocation.tops(shares) is not None:  # the ring has what splits leave for now, and another plan may keep it
+    if allocation.tops(shares) is not None:  # what splits leave is for staging now, and another plan may keep it
         return replace(budget, layer_shares=tuple(shares))
     return Budget(budget.memory_nbytes, tuple(rings), tuple(kept), tuple(shares))
 
@@ -120,6 +101,25 @@ def check_shares(geometry: Geometry, shares: Sequence[int]) -> list[int]:
             raise ConfigError(f"allocation: share={share} of layer {layer}: must be from 0 to its {most} segments")
         kept[size_class] += share
     return kept
+
+
+def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
+    """Bytes of so many segments of each size class."""
+    return sum(num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True))
+
+
+def _class_segments(geometry: Geometry) -> list[int]:
+    """Segments of all experts of each size class."""
+    totals = [0] * geometry.num_size_classes
+    for layer, size_class in enumerate(geometry.size_classes):
+        totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
+    return totals
+
+
+def _rings(geometry: Geometry, ring: int | None) -> list[int]:
+    """Staging slots of each size class, where `ring` are asked for."""
+    rings = default_ring(geometry) if ring is None else [ring] * geometry.num_size_classes
+    return [min(slots, total) for slots, total in zip(rings, _class_segments(geometry), strict=True)]
 
 
 def _percent_up(part: int, whole: int) -> str:

@@ -195,26 +195,25 @@ class LayerCounters:
         `missing`: positions in the router's list that are not wholly resident, `segments_here` of each how many
         segments are. Experts that only pad tokens chose do not count.
         """
-        experts, decode = router.experts, sum(router.is_decode)
-        if 0 < decode < len(experts) or not router.batch_tokens or 0 in router.num_tokens:
+        if not router.batch_tokens:
+            return
+        is_decode, num_tokens = router.is_decode, router.num_tokens
+        counted: list[tuple[PhaseCounters, int, list[int]]] = []
+        if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
+            counted.append((self.decode if True in is_decode else self.prefill, len(num_tokens), segments_here))
+        else:
             here = dict(zip(missing, segments_here, strict=True))
-            for position, num in enumerate(router.num_tokens):
-                if num and router.batch_tokens:
-                    phase = self.decode if router.is_decode[position] else self.prefill
-                    _count(phase, 1, [here[position]] if position in here else [], expert_nbytes, num_segments)
-        else:
-            _count(self.decode if decode else self.prefill, len(experts), segments_here, expert_nbytes, num_segments)
-
-
-def _count(phase: PhaseCounters, num: int, segments_here: list[int], expert_nbytes: int, num_segments: int) -> None:
-    """`num` demands, of which those that are no hit have `segments_here` resident segments each."""
-    phase.demanded_nbytes += num * expert_nbytes
-    hits = num - len(segments_here)
-    phase.hits += hits
-    phase.hit_nbytes += hits * expert_nbytes
-    for here in segments_here:
-        if here:
-            phase.partial_hits += 1
-            phase.hit_nbytes += here * expert_nbytes // num_segments
-        else:
-            phase.misses += 1
+            for phase, of_decode in ((self.decode, True), (self.prefill, False)):
+                positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
+                counted.append((phase, len(positions), [here[i] for i in positions if i in here]))
+        for phase, num, segments in counted:
+            hits = num - len(segments)
+            phase.hits += hits
+            phase.demanded_nbytes += num * expert_nbytes
+            phase.hit_nbytes += hits * expert_nbytes
+            for num_here in segments:
+                if num_here:
+                    phase.partial_hits += 1
+                    phase.hit_nbytes += num_here * expert_nbytes // num_segments
+                else:
+                    phase.misses += 1

@@ -22,7 +22,6 @@ from expertly.scheduler.system import (
     OF_PREDICTION,
     PARTS,
     REGISTRIES,
-    WITH_OPTIONS,
     System,
     names_of_options,
     unknown,
@@ -37,184 +36,76 @@ AUTO_SYSTEM = "auto"
 LEAST_NBYTES = 1 << 20
 """Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
 
-_BUILT_IN = {
-    system.name: system
-    for system in (
-        System(
-            "on-demand",
-            "loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)",
-            eviction="lru",
-            scope="global",
-        ),
-        System("lru", "keeps the most recently used experts of each layer", eviction="lru", scope="layer"),
-        System("lfu", "keeps the most frequently used experts of each layer", eviction="lfu", scope="layer"),
-        System(
-            "lcp", "keeps the experts of highest frequency x decayed recency (MoEpic)", eviction="lcp", scope="layer"
-        ),
-        System("random", "keeps any experts: the baseline every policy must beat", eviction="random", scope="layer"),
-        System(
-            "static",
-            "pins each layer's most popular experts, with two spare places",
-            eviction="static",
-            scope="layer",
-        ),
-        System(
-            "expertly",
-            "keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)",
-            eviction="reuse",
-            scope="global",
-            admission="best",
-        ),
-        System(
-            "expertly-ahead",
-            "the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)",
-            eviction="reuse",
-            scope="global",
-            prediction="lookahead",
-            transfer="asynchronous",
-            admission="best",
-            ahead="ring",
-            gate="confidence",
-        ),
-        System(
-            "resident",
-            "keeps every expert: the speed of enough memory",
-            eviction="none",
-            scope="global",
-            transfer="at load",
-            keeps_everything=True,
-        ),
-        System(
-            "deepspeed-index",
-            "loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)",
-            eviction="lru",
-            scope="global",
-            prediction="index",
-            transfer="asynchronous",
-        ),
-        System(
-            "brainstorm",
-            "counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)",
-            eviction="lfu",
-            scope="global",
-            prediction="popularity",
-            transfer="asynchronous",
-        ),
-        System(
-            "mixtral-offloading",
-            "LRU per layer; each layer waits for what the next one's router, asked early, makes it load",
-            eviction="lru",
-            scope="layer",
-            prediction="lookahead",
-            transfer="synchronous",
-        ),
-        System(
-            "moe-infinity-lfu",
-            "what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)",
-            eviction="lfu",
-            scope="global",
-            prediction="counts",
-            transfer="synchronous",
-        ),
-        System(
-            "belady",
-            "keeps what is used again soonest: the least that replacement in each layer must load",
-            eviction="belady",
-            scope="layer",
-            admission="best",
-        ),
-        System(
-            "belady-global",
-            "the same in one cache over all layers: no system loads fewer bytes",
-            eviction="belady",
-            scope="global",
-            admission="best",
-        ),
-        System(
-            "oracle",
-            "belady-global with perfect prediction, loading as early as places and the link allow",
-            eviction="belady",
-            scope="global",
-            prediction="perfect",
-            transfer="asynchronous",
-            admission="best",
-            ahead="ring",
-            distance=ALL_LAYERS,
-        ),
-        System(
-            "modelled-lookahead",
-            "LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)",
-            eviction="lru",
-            scope="layer",
-            prediction="modelled",
-            transfer="asynchronous",
-        ),
-        System(
-            "adapmoe",
-            "LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)",
-            eviction="lru",
-            scope="layer",
-            allocation="adapmoe",
-            prediction="lookahead",
-            transfer="asynchronous",
-            ahead="ring",  # a layer that keeps nothing is loaded ahead, too
-        ),
-        System(
-            "fmoe",
-            "expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)",
-            eviction="fmoe",
-            scope="global",
-            prediction="fmoe",
-            prefetch="proximity",
-            transfer="asynchronous",
-            distance=2,
-        ),
-        System(
-            "promoe",
-            "LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)",
-            eviction="lru",
-            scope="layer",
-            prediction="learned",
-            transfer="asynchronous",
-            distance=4,
-            segments=4,
-        ),
-        System(
-            "pre-gated",
-            "keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)",
-            eviction="lru",
-            scope="layer",
-            allocation="none",
-            prediction="learned",
-            transfer="asynchronous",
-            ahead="ring",
-        ),
-        System(
-            "moepic",
-            "tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)",
-            eviction="lcp",
-            scope="layer",
-            allocation="moepic",
-            prediction="speculative",
-            transfer="asynchronous",
-            ahead="ring",
-            segments=4,
-        ),
-        System(
-            "moe-infinity",
-            "activation matrices of earlier requests predict and say what goes (MoE-Infinity)",
-            eviction="eam",
-            scope="global",
-            prediction="eam",
-            transfer="asynchronous",
-        ),
-    )
-}
+_PRESETS = f"""
+on-demand:eviction=lru:scope=global
+    loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)
+lru:eviction=lru:scope=layer
+    keeps the most recently used experts of each layer
+lfu:eviction=lfu:scope=layer
+    keeps the most frequently used experts of each layer
+lcp:eviction=lcp:scope=layer
+    keeps the experts of highest frequency x decayed recency (MoEpic)
+random:eviction=random:scope=layer
+    keeps any experts: the baseline every policy must beat
+static:eviction=static:scope=layer
+    pins each layer's most popular experts, with two spare places
+expertly:eviction=reuse:scope=global:admission=best
+    keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
+expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=confidence
+    the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)
+resident:eviction=none:scope=global:transfer=at load
+    keeps every expert: the speed of enough memory
+deepspeed-index:eviction=lru:scope=global:prediction=index
+    loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)
+brainstorm:eviction=lfu:scope=global:prediction=popularity
+    counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)
+mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous
+    LRU per layer; each layer waits for what the next one's router, asked early, makes it load
+moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous
+    what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)
+belady:eviction=belady:scope=layer:admission=best
+    keeps what is used again soonest: the least that replacement in each layer must load
+belady-global:eviction=belady:scope=global:admission=best
+    the same in one cache over all layers: no system loads fewer bytes
+oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=ring
+    belady-global with perfect prediction, loading as early as places and the link allow
+modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
+    LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
+adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring
+    LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
+fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity
+    expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
+promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4
+    LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
+pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=ring
+    keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
+moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4
+    tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
+moe-infinity:eviction=eam:scope=global:prediction=eam
+    activation matrices of earlier requests predict and say what goes (MoE-Infinity)
+"""
+"""Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
+asynchronous where it predicts. `adapmoe` needs ahead=ring, as a layer that keeps nothing is prefetched, too.
+"""
+
+
+def _presets() -> dict[str, System]:
+    lines = _PRESETS.split("\n")[1:-1]
+    found = {}
+    for spec, summary in zip(lines[::2], lines[1::2], strict=True):
+        name, *settings = spec.split(":")
+        parts: dict[str, Any] = dict(setting.split("=") for setting in settings)
+        parts |= {key: int(parts[key]) for key in NUMBERS if key in parts}
+        if "prediction" in parts:
+            parts.setdefault("transfer", "asynchronous")
+        found[name] = System(name, summary.strip(), **parts, keeps_everything=parts["eviction"] == "none")
+    return found
+
 
 SYSTEMS: Registry[System] = Registry(
     "system",
     "expertly.systems",
-    _BUILT_IN,
+    _presets(),
     lambda one: isinstance(one, System),
     "a System",
     adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again
@@ -231,8 +122,8 @@ def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
 
 def get_system(spec: str) -> System:
     """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
-    options of its policies; another one brings its own. The system's name is the spec with keys in
-    a fixed order and values as they are usually written: by it the same system can be had again.
+    options of its policies. The system's name is the spec with keys in a fixed order and values as they are usually
+    written: it names the same system again.
 
     Raises ConfigError naming the key and what is accepted.
     """
@@ -243,7 +134,9 @@ def get_system(spec: str) -> System:
 
 
 def get_runnable(spec: str) -> System:
-    """The same, of those that an engine can run: they do not need the future. Raises ConfigError as it does."""
+    """`get_system` for an engine. Raises ConfigError, which names only systems that an engine can run, also for one
+    that needs the future.
+    """
     accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
     name = spec.split(":")[0].strip()
     if name not in SYSTEMS:
@@ -256,6 +149,11 @@ def get_runnable(spec: str) -> System:
     return system
 
 
+def runnable_systems() -> list[str]:
+    """Names of the systems that an engine can run: those that do not need the future."""
+    return [name for name, system in SYSTEMS.items() if "future" not in system.needs]
+
+
 def paths_in(spec: str) -> list[str]:
     """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
     name, *settings = spec.split(":")
@@ -266,6 +164,38 @@ def paths_in(spec: str) -> list[str]:
 
 
 def _derived(preset: System, settings: list[str], where: str) -> System:
+    """The preset with other parts and options, from `key=value` texts."""
+    given = _given(preset, settings, where)
+    if not given:
+        return preset
+    parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
+    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
+    kept, options = _options(preset, parts, {key: given[key] for key in given if key not in PARTS}, where)
+    prediction = parts.get("prediction", preset.prediction)
+    allocation = parts.get("allocation", preset.allocation)
+    for is_off, keys, why in (
+        (not ALLOCATIONS[allocation].keeps, OF_KEEPING, f"nothing is kept (allocation={allocation})"),
+        (prediction == "none", OF_PREDICTION, "nothing is predicted (prediction=none)"),
+    ):
+        for key in keys:
+            if is_off and key in parts:
+                raise ConfigError(f"{where}: {key}={given[key]}: of no use where {why}")
+    said = {**{key: parts[key] for key in PARTS if key in given}, **options}
+    text = [f"{key}={value}" for key, value in said.items()]
+    if prediction == "none":
+        parts |= {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
+    elif "prediction" in parts:
+        if preset.prediction == "none":
+            parts.setdefault("transfer", "asynchronous")
+        if PREDICTORS[prediction].default_distance is not None:
+            parts.setdefault("distance", PREDICTORS[prediction].default_distance)
+    summary = f"{preset.name} with {', '.join(text)}"
+    every = tuple((kept | options).items())
+    return replace(preset, name=":".join([preset.name, *text]), summary=summary, options=every, needs=(), **parts)
+
+
+def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
+    """The settings by key. Raises ConfigError where one is no `key=value`, or is given twice."""
     if preset.keeps_everything:
         raise ConfigError(
             f"{where}: {preset.name!r} keeps every expert, there is nothing to choose; accepted: its name"
@@ -284,37 +214,7 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
             f"{where}: fill={fill!r:.80}: no part any more: what layers lack is loaded when it is needed; "
             f"accepted: leave it out"
         )
-    if not given:
-        return preset
-    parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
-    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
-    prediction = parts.get("prediction", preset.prediction)
-    kept, options = _options(preset, parts, {key: given[key] for key in given if key not in PARTS}, where)
-    allocation = parts.get("allocation", preset.allocation)
-    if not ALLOCATIONS[allocation].keeps:
-        for key in OF_KEEPING:
-            if key in parts:
-                raise ConfigError(
-                    f"{where}: {key}={given[key]}: of no use where nothing is kept (allocation={allocation})"
-                )
-    if prediction == "none":
-        for key in OF_PREDICTION:
-            if key in parts:
-                raise ConfigError(
-                    f"{where}: {key}={given[key]}: of no use where nothing is predicted (prediction=none)"
-                )
-        parts |= {key: _default(key) for key in OF_PREDICTION}
-    else:
-        if "prediction" in parts:
-            if preset.prediction == "none":
-                parts.setdefault("transfer", "asynchronous")
-            if PREDICTORS[prediction].default_distance is not None:
-                parts.setdefault("distance", PREDICTORS[prediction].default_distance)
-    said = {**{key: parts[key] for key in PARTS if key in given}, **options}
-    text = [f"{key}={value}" for key, value in said.items()]
-    summary = f"{preset.name} with {', '.join(text)}"
-    every = tuple((kept | options).items())
-    return replace(preset, name=":".join([preset.name, *text]), summary=summary, options=every, needs=(), **parts)
+    return given
 
 
 def _options(
@@ -326,16 +226,18 @@ def _options(
     kept: dict[str, str] = {}
     said: dict[str, str] = {}
     accepted, described = list(PARTS), []
-    for part, registry in WITH_OPTIONS.items():
-        name = parts.get(part, getattr(preset, part))
+    for part, registry in REGISTRIES.items():
+        before = getattr(preset, part)
+        name = parts.get(part, before)
         if name not in ACCEPTED[part]:
             raise unknown(where, part, name)
         names = names_of_options(part, name)
-        if name == getattr(preset, part):
+        if name == before:
             kept |= preset.options_of(part)
         if name in registry:
-            parsed = registry[name].parse({key: given[key] for key in names if key in given}, where)
-            said |= {key: option_text(getattr(parsed, key)) for key in names if key in given}
+            mine = {key: given[key] for key in names if key in given}
+            parsed = registry[name].parse(mine, where)
+            said |= {key: option_text(getattr(parsed, key)) for key in mine}
         if names or part == "prediction":
             described.append(f"{part}={name}")
         accepted += names
@@ -345,12 +247,3 @@ def _options(
                 f"{where}: {key!r:.80}: unknown; accepted with {', '.join(described)}: {', '.join(accepted)}"
             )
     return kept, said
-
-
-def _default(key: str) -> object:
-    return next(field.default for field in fields(System) if field.name == key)
-
-
-def runnable_systems() -> list[str]:
-    """Names of the systems that an engine can run: those that do not need the future."""
-    return [name for name, system in SYSTEMS.items() if "future" not in system.needs]

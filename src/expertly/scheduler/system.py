@@ -1,8 +1,8 @@
-"""A system as a choice of parts, and what each part may be (docs/conventions.md)."""
+"""A system is a choice of parts: what evicts, predicts and allocates, and how layers run (docs/conventions.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
-from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -50,22 +50,27 @@ class System:
 
     def __post_init__(self) -> None:
         _check(self)
-        of_parts = PREDICTORS[self.prediction].needs if self.prediction != "none" else ()
-        if not self.keeps_everything and EVICTIONS[self.eviction].needs_future:
-            of_parts = ("future", *of_parts)
-        object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_parts))))
+        of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
+        of_predictor = self._predictor.needs if self._predictor else ()
+        object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_eviction, *of_predictor))))
+
+    @property
+    def _predictor(self) -> type[Predictor] | None:
+        return None if self.prediction == "none" else PREDICTORS[self.prediction]
+
+    @property
+    def _eviction(self) -> type[EvictionPolicy] | None:
+        return None if self.keeps_everything else EVICTIONS[self.eviction]
 
     @property
     def prediction_learns(self) -> str | None:
         """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
-        learns = None if self.prediction == "none" else PREDICTORS[self.prediction].learns
-        return None if learns is None else learns.kind
+        return self._predictor.learns.kind if self._predictor and self._predictor.learns else None
 
     @property
     def eviction_learns(self) -> str | None:
         """The same of its eviction: "reuse"."""
-        learns = None if self.keeps_everything else EVICTIONS[self.eviction].learns
-        return None if learns is None else learns.kind
+        return self._eviction.learns.kind if self._eviction and self._eviction.learns else None
 
     @property
     def learns(self) -> str | None:
@@ -75,7 +80,7 @@ class System:
     @property
     def takes_weights(self) -> bool:
         """Whether its predictor must be trained before: `expertly train-predictor`."""
-        return self.prediction != "none" and PREDICTORS[self.prediction].takes_weights
+        return self._predictor is not None and self._predictor.takes_weights
 
     @property
     def takes_plan(self) -> bool:
@@ -104,11 +109,12 @@ class System:
         be, and where `known` lacks what it needs.
         """
         order = self.ordered(order)
-        make = EVICTIONS["lru" if self.keeps_everything else self.eviction]
+        eviction = self._eviction or EVICTIONS["lru"]  # where everything is kept none is asked
+        has_filter = self.gate != "none" and self.prediction != "none"
         return Scheduler(
             geometry,
             budget,
-            make.of_model(geometry, known, self.options_of("eviction")),
+            eviction.of_model(geometry, known, self.options_of("eviction")),
             scope=self.scope,
             order=order,
             preemption=self.preemption,
@@ -118,24 +124,19 @@ class System:
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
             allocation=self._allocation(geometry, known),
-            prefetch_filter=self._filter(geometry, budget),
+            prefetch_filter=PrefetchFilter(geometry, budget.layer_shares) if has_filter else None,
         )
 
-    def _filter(self, geometry: Geometry, budget: Budget) -> PrefetchFilter | None:
-        if self.gate == "none" or self.prediction == "none":
-            return None
-        return PrefetchFilter(geometry, budget.layer_shares)
-
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
-        """The slots of a budget as this system begins with them: between ring and layers, and among layers."""
+        """The same slots as this system begins with them: for staging, and the quota of each layer."""
         if self.keeps_everything:
             return budget
         return allocate(geometry, budget, self._allocation(geometry, known))
 
     def sharing(self, scheduler: Scheduler) -> dict[str, object] | None:
-        """How the layers of its scheduler share what is kept now, for results; None where they do equally.
+        """How much each layer of its scheduler keeps now, for results; None where all keep the same.
 
-        `experts`: the share of each layer; `split`, where parts of experts are kept: of how many, and which part of
+        `experts`: the quota of each layer; `split`, where layers keep parts of experts: of how many, and how much of
         each, from its top. The rest is what the allocation says of itself.
         """
         if self.allocation == "uniform" or self.keeps_everything:
@@ -168,12 +169,12 @@ class System:
 
     def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
         """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
-        if self.prediction == "none":
+        if self._predictor is None:
             return None
-        return PREDICTORS[self.prediction].make(geometry, known, self.distance, self.options_of("prediction"))
+        return self._predictor.make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
-        """Of its options, those of one of its parts, a key of WITH_OPTIONS."""
+        """Of its options, those of one of its parts, a key of REGISTRIES."""
         names = names_of_options(part, getattr(self, part))
         return {key: value for key, value in self.options if key in names}
 
@@ -184,47 +185,98 @@ class System:
 
 
 def _check(system: System) -> None:
-    """Raise ConfigError where a part is unknown, or of no use beside the others."""
+    """Raise ConfigError where a part is unknown, or does not fit the others."""
     where = f"system={system.name!r}"
     for key, accepted in ACCEPTED.items():
         value = getattr(system, key)
-        is_given = key not in ("eviction", "transfer") or (key == "eviction" and not system.keeps_everything)
+        is_given = key != "transfer" and not (key == "eviction" and system.keeps_everything)
         if is_given and value not in accepted:
             raise unknown(where, key, value)
-    _check_transfer(system, where)
     system.ordered(system.order)
-    if system.distance < 1:
-        raise ConfigError(f"{where}: distance={system.distance}: must be at least 1")
-    if system.window is not None and system.window < 1:
-        raise ConfigError(f"{where}: window={system.window}: must be at least 1")
-    if system.segments < 1:
-        raise ConfigError(f"{where}: segments={system.segments}: must be at least 1")
+    problem = next(_problems(system), None)
+    if problem is not None:
+        raise ConfigError(f"{where}: {problem}")
     if not system.keeps_everything:
-        _check_eviction(system, where)
-        _check_allocation(system, where)
         _check_options(system, where)
-    if system.prediction == "none":
-        return
-    predictor = PREDICTORS[system.prediction]
-    if system.prefetch != "score" and not predictor.gives_probabilities:
-        raise ConfigError(
-            f"{where}: prefetch={system.prefetch!r} weighs probabilities, which prediction={system.prediction!r} does "
-            f"not give; accepted: score"
+
+
+def _problems(system: System) -> Iterator[str]:
+    """Why the parts of a system do not fit together, with what is accepted."""
+    predictor = system._predictor
+    is_best = ADMISSIONS[system.admission].weighs_scores
+    transfers = ("at load",) if system.keeps_everything else ACCEPTED["transfer"] if predictor else ("demand",)
+    if system.transfer not in transfers:
+        what = "predicts" if predictor else "predicts nothing"
+        yield f"transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(transfers)}"
+    if system.gate != "none" and system.transfer == "synchronous":
+        yield (
+            f"gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all that is "
+            f"predicted; accepted: gate=none, or transfer=asynchronous"
+        )
+    if system.preemption == "late" and is_best:
+        yield (
+            f"preemption='late': what is missing is found one expert at a time, which leaves "
+            f"admission={system.admission!r} no choice; accepted: preemption=early"
+        )
+    for key in NUMBERS:
+        number = getattr(system, key)
+        if number is not None and number < 1:
+            yield f"{key}={number}: must be at least 1"
+    if not system.keeps_everything:
+        yield from _problems_of_keeping(system, predictor, is_best)
+    if predictor and system.prefetch != "score" and not predictor.gives_probabilities:
+        yield (
+            f"prefetch={system.prefetch!r} weighs probabilities, which prediction={system.prediction!r} does not "
+            f"give; accepted: score"
+        )
+
+
+def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
+    """Why a system cannot keep experts so: of its eviction and its allocation."""
+    eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
+    if is_best and not eviction.is_scored:
+        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
+        yield (
+            f"admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not have; "
+            f"accepted: admission=always, or eviction={scored}"
+        )
+    if eviction.needs_best and not is_best:
+        yield (
+            f"eviction={system.eviction!r} needs to be told what is needed before it is kept; accepted: admission=best"
+        )
+    if eviction.needs_probabilities and not (predictor and predictor.gives_probabilities):
+        predictors = ", ".join(name for name, one in PREDICTORS.items() if one.gives_probabilities)
+        yield (
+            f"eviction={system.eviction!r} goes by predicted probabilities, which prediction={system.prediction!r} "
+            f"does not give; accepted: prediction={predictors}"
+        )
+    if allocation.needs_layers and system.scope != "layer":
+        yield (
+            f"allocation={system.allocation!r} shares slots out among layers, scope={system.scope!r} does not; "
+            f"accepted: scope=layer"
+        )
+    if allocation.needs_layers and eviction.is_sized:
+        others = ", ".join(name for name, one in EVICTIONS.items() if not one.is_sized)
+        yield (
+            f"allocation={system.allocation!r} changes the sizes of caches, by which eviction={system.eviction!r} "
+            f"goes; accepted: eviction={others}"
+        )
+    if not allocation.keeps and predictor and system.ahead != "ring":
+        yield (
+            f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into the ring only; "
+            f"accepted: ahead=ring"
         )
 
 
 def _check_options(system: System, where: str) -> None:
-    """Each is of one part, and what that takes."""
+    """Raise ConfigError unless each option belongs to one part, and has a value that the part takes."""
     owners: dict[str, str] = {}
-    for part, registry in WITH_OPTIONS.items():
+    for part, registry in REGISTRIES.items():
         name = getattr(system, part)
         for option in names_of_options(part, name):
-            if option in PARTS:
-                raise ConfigError(f"{where}: {part}={name!r}: its option {option!r} is called as a part is")
-            if option in owners:
-                raise ConfigError(
-                    f"{where}: {part}={name!r}: its option {option!r} is called as one of {owners[option]} is"
-                )
+            taken = "a part" if option in PARTS else f"one of {owners[option]}" if option in owners else None
+            if taken:
+                raise ConfigError(f"{where}: {part}={name!r}: its option {option!r} is called as {taken} is")
             owners[option] = f"{part}={name!r}"
         if name in registry:
             registry[name].parse(system.options_of(part), where)
@@ -234,80 +286,20 @@ def _check_options(system: System, where: str) -> None:
 
 
 def names_of_options(part: str, name: str) -> list[str]:
-    """The options that a part, a key of WITH_OPTIONS, takes where it is this one."""
-    registry = WITH_OPTIONS[part]
+    """The options of a part, a key of REGISTRIES, where it is the policy of this name."""
+    registry = REGISTRIES[part]
     return option_names(registry[name].options) if name in registry else []
 
 
 def unknown(where: str, key: str, value: str) -> ConfigError:
-    """A part that there is none of."""
-    accepted = ACCEPTED[key]
+    """For a part that does not exist."""
+    accepted = ", ".join(ACCEPTED[key])
     if (key, value) == ("gate", "measured"):
         return ConfigError(
-            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {', '.join(FILTERS)}"
+            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {accepted}"
         )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
-    return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
-
-
-def _check_transfer(system: System, where: str) -> None:
-    accepted = ACCEPTED["transfer"] if system.prediction != "none" else ("demand",)
-    if system.transfer not in (("at load",) if system.keeps_everything else accepted):
-        what = "predicts nothing" if system.prediction == "none" else "predicts"
-        raise ConfigError(
-            f"{where}: transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(accepted)}"
-        )
-    if system.gate != "none" and system.transfer == "synchronous":
-        raise ConfigError(
-            f"{where}: gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all "
-            f"that is predicted; accepted: gate=none, or transfer=asynchronous"
-        )
-    if system.preemption == "late" and ADMISSIONS[system.admission].weighs_scores:
-        raise ConfigError(
-            f"{where}: preemption='late': what is missing is found one expert at a time, which leaves "
-            f"admission={system.admission!r} no choice; accepted: preemption=early"
-        )
-
-
-def _check_eviction(system: System, where: str) -> None:
-    eviction = EVICTIONS[system.eviction]
-    is_best = ADMISSIONS[system.admission].weighs_scores
-    if is_best and not eviction.is_scored:
-        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
-        raise ConfigError(
-            f"{where}: admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not "
-            f"have; accepted: admission=always, or eviction={scored}"
-        )
-    if eviction.needs_best and not is_best:
-        raise ConfigError(
-            f"{where}: eviction={system.eviction!r} needs to be told what is needed before it is kept; "
-            f"accepted: admission=best"
-        )
-    predicts = system.prediction != "none" and PREDICTORS[system.prediction].gives_probabilities
-    if eviction.needs_probabilities and not predicts:
-        predictors = [name for name, one in PREDICTORS.items() if one.gives_probabilities]
-        raise ConfigError(
-            f"{where}: eviction={system.eviction!r} goes by predicted probabilities, which "
-            f"prediction={system.prediction!r} does not give; accepted: prediction={', '.join(predictors)}"
-        )
-
-
-def _check_allocation(system: System, where: str) -> None:
-    allocation, what = ALLOCATIONS[system.allocation], f"{where}: allocation={system.allocation!r}"
-    if allocation.needs_layers and system.scope != "layer":
-        raise ConfigError(
-            f"{what} shares slots out among layers, scope={system.scope!r} does not; accepted: scope=layer"
-        )
-    if allocation.needs_layers and EVICTIONS[system.eviction].is_sized:
-        others = ", ".join(name for name, one in EVICTIONS.items() if not one.is_sized)
-        raise ConfigError(
-            f"{what} changes the sizes of caches, by which eviction={system.eviction!r} goes; "
-            f"accepted: eviction={others}"
-        )
-    if not allocation.keeps and system.prediction != "none" and system.ahead != "ring":
-        raise ConfigError(
-            f"{what} keeps no experts: what is predicted can be loaded into the ring only; accepted: ahead=ring"
-        )
+    return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {accepted}{path}")
 
 
 ORDERS = ("resident", "id")
@@ -328,22 +320,15 @@ ACCEPTED: dict[str, Collection[str]] = {
 """Of each part that is chosen by name, what it may be."""
 
 REGISTRIES: dict[str, Registry[Any]] = {
-    "eviction": EVICTIONS,
-    "allocation": ALLOCATIONS,
-    "prediction": PREDICTORS,
-    "prefetch": PREFETCHES,
-    "admission": ADMISSIONS,
-}
-"""Of the parts that can come from outside the package (docs/extending.md)."""
-
-WITH_OPTIONS: dict[str, Registry[Any]] = {
     "prediction": PREDICTORS,
     "allocation": ALLOCATIONS,
     "eviction": EVICTIONS,
     "prefetch": PREFETCHES,
     "admission": ADMISSIONS,
 }
-"""Of the parts that take options, those that there are; in the order in which a system's name has their options."""
+"""Parts that are policies: they have options, which a system's name has in this order, and may come from outside the
+package (docs/extending.md).
+"""
 
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission")

@@ -12,7 +12,7 @@ from expertly.policies.base import option_text
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, WITH_OPTIONS, System, names_of_options
+from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, REGISTRIES, System, names_of_options
 
 NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 4, 8, 16)}
 """What is tried of parts that are numbers."""
@@ -125,7 +125,7 @@ class Space:
 
     def _options(self, system: System) -> Iterator[tuple[str, str]]:
         """Of its predictor and its allocation, those that are one of a few words; and theta."""
-        for part, registry in WITH_OPTIONS.items():
+        for part, registry in REGISTRIES.items():
             name = getattr(system, part)
             for option in names_of_options(part, name):
                 kind = registry[name].options
@@ -142,8 +142,8 @@ def with_setting(system: System, key: str, value: str) -> System | None:
         settings.pop(key, None)  # as the preset has it
     else:
         settings[key] = value
-    if key in WITH_OPTIONS:  # options of another one are not its own
-        mine = {option for part in WITH_OPTIONS for option in _options_of(system, part, key, value)}
+    if key in REGISTRIES:  # options of another one are not its own
+        mine = {option for part in REGISTRIES for option in _options_of(system, part, key, value)}
         settings = {one: setting for one, setting in settings.items() if one in PARTS or one in mine}
     if (key, value) == ("prediction", "none"):
         settings = {one: setting for one, setting in settings.items() if one not in OF_PREDICTION}

@@ -1,4 +1,4 @@
-"""What a gate lets in, as stories: what is sure and has time."""
+"""What the filter lets through, as stories: what is sure and has time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from expertly.policies.predictor.base import Predictor
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
-from expertly.scheduler.prefetch_filter import Gate, Guess, Moment
+from expertly.scheduler.prefetch_filter import Guess, Moment, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.ahead import CheckedController
-from tests.scheduler.drive import geometry, one_token
-from tests.scheduler.test_ahead import nothing_seen
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.drive import geometry, one_token, routed
+from tests.scheduler.soak import nothing_seen
 
 LAYERS, EXPERTS = 4, 8
 
@@ -34,11 +34,11 @@ class Guesses(Predictor):
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         return iter(())
 
-    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        if routed.layer + 1 < LAYERS:
+    def router_ran(self, seen: Routed) -> Iterator[Prediction]:
+        if seen.layer + 1 < LAYERS:
             needed = self.routers[self.step + 1].experts
             experts = needed if self.right else [e for e in range(EXPERTS) if e not in needed][:2]
-            yield Prediction(routed.layer + 1, experts, [0.9, 0.8], 1)
+            yield Prediction(seen.layer + 1, experts, [0.9, 0.8], 1)
 
 
 class SlowLink:
@@ -91,7 +91,7 @@ class Run:
 
     def __init__(
         self,
-        has_gate: bool,
+        has_filter: bool,
         *,
         right: bool,
         load_ns: int = 100,
@@ -100,13 +100,13 @@ class Run:
     ) -> None:
         self.shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
         budget = Budget(0, (4,), (kept * LAYERS,), (kept,) * LAYERS)
-        self.control: Scheduler = CheckedController(
+        self.control: Scheduler = CheckedScheduler(
             self.shape,
             budget,
             lambda capacity: LRU(),
             ahead="ring",
-            gate=Gate(self.shape, budget.layer_shares) if has_gate else None,
-        ).watch()
+            prefetch_filter=PrefetchFilter(self.shape, budget.layer_shares) if has_filter else None,
+        )
         self.link = SlowLink(load_ns)
         self.layer_ns = layer_ns
         self.routers: list[RouterRan] = []
@@ -124,7 +124,7 @@ class Run:
                 before = self.link.num_ahead
                 self.loads.begin_iteration(nothing_seen)
             self.link.now_ns += self.layer_ns
-            run_layer(self.control, self.link, router, lambda span: None, self.loads)
+            run_layer(self.control, self.link, router, lambda spans: None, self.loads, routed(router))
             if router.layer == LAYERS - 1:
                 self.loads.end_iteration(True)
                 self.ahead_by_step.append(self.link.num_ahead - before)
@@ -132,8 +132,8 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        assert self.control.gate is not None
-        return self.control.gate.facts()
+        assert self.control.filter is not None
+        return self.control.filter.facts()
 
 
 def test_what_is_right_and_has_time_is_loaded() -> None:
@@ -144,56 +144,58 @@ def test_what_is_right_and_has_time_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_demands_waiting(kept: int) -> None:
-    plain, gated = (Run(gate, right=False, load_ns=1500, kept=kept).steps(60) for gate in (False, True))
+def test_what_is_never_right_is_not_loaded_for_long_where_it_keeps_loads_waiting(kept: int) -> None:
+    plain, filtered = (Run(has_filter, right=False, load_ns=1500, kept=kept).steps(60) for has_filter in (False, True))
     assert sum(plain.ahead_by_step[-20:]) > 0
-    assert sum(gated.ahead_by_step[-20:]) == 0
-    assert gated.facts["refused"] > 0 and gated.facts["accuracy"] < 0.1
-    assert gated.link.now_ns < 0.95 * plain.link.now_ns
+    assert sum(filtered.ahead_by_step[-20:]) == 0
+    assert filtered.facts["refused"] > 0 and filtered.facts["accuracy"] < 0.1
+    assert filtered.link.now_ns < 0.95 * plain.link.now_ns
 
 
-def test_nothing_is_loaded_where_demands_keep_the_link_busy() -> None:
+def test_nothing_is_loaded_where_loads_keep_the_link_busy() -> None:
     run = Run(True, right=True, load_ns=1000, layer_ns=0).steps(30)
     assert sum(run.ahead_by_step[2:]) == 0
 
 
-def trained(*, covers: bool) -> Gate:
+def trained(*, covers: bool) -> PrefetchFilter:
     """Of each layer two experts are guessed first, which are needed if it `covers`, and two more, which never are. The
     link is free for 1000 ns a layer; a load takes 1500 ns.
     """
     shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
-    gate, now_ns = Gate(shape, (2,) * LAYERS), 0
+    prefetch_filter, now_ns = PrefetchFilter(shape, (2,) * LAYERS), 0
     for number in range(40):
-        gate.at(Moment.PASS_BEGAN, now_ns)
+        prefetch_filter.at(Moment.PASS_BEGAN, now_ns)
         for layer in range(LAYERS):
             needed = [2 * number % EXPERTS, (2 * number + 1) % EXPERTS]
-            gate.at(Moment.NOW, now_ns)
-            gate.router_ran(one_token(layer, needed))
-            gate.asked(layer, [Span(layer, expert, 0, 1, slot) for slot, expert in enumerate(needed)])
+            prefetch_filter.at(Moment.NOW, now_ns)
+            prefetch_filter.router_ran(one_token(layer, needed))
+            prefetch_filter.asked(layer, 2)
             now_ns += 2 * 1500
-            gate.at(Moment.ALL_CAME, now_ns)
+            prefetch_filter.at(Moment.ALL_CAME, now_ns)
             others = [expert for expert in range(EXPERTS) if expert not in needed]
             first = shape.first_expert_id((layer + 1) % LAYERS)
             for rank, expert in enumerate(
                 [*(needed if covers else others[4:]), *others[:2]] if layer + 1 < LAYERS else ()
             ):
                 guess = Guess(rank, 0.9 / (rank + 1), 1)
-                gate.lets(layer + 1, first + expert, guess, layer, 1, 0, evicts=False)
+                prefetch_filter.lets(layer + 1, first + expert, guess, layer, 1, 0, evicts=False)
             now_ns += 1000
-    gate.at(Moment.PASS_BEGAN, now_ns)
-    gate.router_ran(one_token(0, [0, 1]))
-    gate.asked(0, [Span(0, 0, 0, 1, 0)])
-    return gate
+    prefetch_filter.at(Moment.PASS_BEGAN, now_ns)
+    prefetch_filter.router_ran(one_token(0, [0, 1]))
+    prefetch_filter.asked(0, 1)
+    return prefetch_filter
 
 
 def test_a_wrong_guess_costs_less_where_nearly_all_that_is_missed_is_guessed() -> None:
-    """What is then still to come of it keeps no demand waiting."""
+    """What is then still to come of it keeps no load waiting."""
     for covers in (True, False):
-        gate = trained(covers=covers)
-        assert gate.lets(1, EXPERTS + 7, Guess(3, 0.9 / 4, 1), 0, 1, 0, evicts=False) == covers
+        prefetch_filter = trained(covers=covers)
+        assert prefetch_filter.lets(1, EXPERTS + 7, Guess(3, 0.9 / 4, 1), 0, 1, 0, evicts=False) == covers
 
 
 def test_what_comes_behind_others_has_less_time() -> None:
-    gate = trained(covers=True)
+    prefetch_filter = trained(covers=True)
     for num_queued in (0, 1):
-        assert gate.lets(1, EXPERTS + 7, Guess(0, 0.9, 1), 0, 1, num_queued, evicts=False) == (num_queued == 0)
+        assert prefetch_filter.lets(1, EXPERTS + 7, Guess(0, 0.9, 1), 0, 1, num_queued, evicts=False) == (
+            num_queued == 0
+        )

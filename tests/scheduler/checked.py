@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.decisions import JournaledScheduler
+from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
 from expertly.testing.made_up import ListFuture
-from tests.scheduler.drive import mask_of
+
+
+def mask_of(span: Span) -> int:
+    return ((1 << span.num_segments) - 1) << span.segment
 
 
 @dataclass
@@ -23,130 +27,121 @@ class Seen:
 
     def agrees(self, counted: PhaseCounters) -> None:
         for name in (
-            "loaded_nbytes",
-            "prefetched_nbytes",
-            "predicted",
-            "predicted_needed",
-            "predicted_resident",
-        ):
-            assert getattr(counted, name) == self.numbers[name], name
-        for name in (
-            "predicted_of",
-            "wasted_nbytes",
-            "prefetched",
-            "prefetched_needed",
-            "prefetched_in_time",
-            "hits",
-            "partial_hits",
-            "misses",
+            *("loaded_nbytes", "prefetched_nbytes", "wasted_nbytes", "hits", "partial_hits", "misses"),
+            *("predicted", "predicted_needed", "predicted_resident", "predicted_of"),
+            *("prefetched", "prefetched_needed", "prefetched_in_time"),
         ):
             assert getattr(counted, name) == self.numbers[name], name
         assert counted.by_distance == self.by_distance
 
 
-class CheckedController(JournaledScheduler):
+class CheckedScheduler(Scheduler):
     """Asserts at every call what a user of the control plane may rely on, from what goes in and comes out."""
 
-    def watch(self, future: ListFuture | None = None) -> CheckedController:
-        """Before the first call. `steps` will be those of `future` at which layers began."""
+    def __init__(self, *arguments: Any, future: ListFuture | None = None, **named: Any) -> None:
+        """`steps` will be those of `future` at which layers began."""
+        super().__init__(*arguments, **named)
+        self.computed = self._computed
+        self._evicts_ahead = named.get("ahead", "cache") == "cache"
         self.future = future
         self.steps: list[int] = []
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (size class, slot) -> (expert, segment) written last
         self.coming: set[tuple[int, int]] = set()  # slots that a transfer writes
         self.seen = [{True: Seen(), False: Seen()} for _ in self.geometry.layers]
-        self.ahead: dict[int, int] = {}  # expert -> mask loaded ahead; its layer has not run
-        self.asked: dict[Span, bool] = {}  # in flight ahead -> was decode running?
+        self.ahead: dict[int, int] = {}  # expert -> mask prefetched; its layer has not run
+        self.prefetching: dict[Span, bool] = {}  # in flight ahead -> was decode running?
         self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
         self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
-        self.settling: dict[int, int] = {}  # of the running layer: expert -> mask loaded ahead for it
-        self.was_asked: dict[Span, bool] = {}  # joined by the running layer -> see `asked`
+        self.settling: dict[int, int] = {}  # of the running layer: expert -> mask prefetched for it
+        self.was_prefetching: dict[Span, bool] = {}  # joined by the running layer -> see `prefetching`
         self.early: dict[Span, None] = {}  # demanded before its turn, and not here
         self.was_decoding = True
-        self.num_joined = self.num_events = self.num_promoted = self.num_early = self.num_stale = 0
-        return self
+        self.num_events = 0
+        self.happened: Counter[str] = Counter()
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def begin_layer(self, router: RouterRan, withdrawn: Sequence[Span] = ()) -> Plan:
-        layer, full, first = router.layer, self.residency.full, self.geometry.first_expert_id(router.layer)
-        resident = list(self.residency.resident)
-        assert not withdrawn or not self.finds_late
-        for span in withdrawn:
+    def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
+        layer, full, first = router.layer, self.slots.full, self.geometry.first_expert_id(router.layer)
+        resident = list(self.slots.resident)
+        assert not cancelled or not self.finds_late
+        for span in cancelled:
             self._taken_back(span)
             if self._eid(span) in self.ahead:
                 self.ahead[self._eid(span)] &= ~mask_of(span)
-        held = self._held(withdrawn)
+        held = self._held(cancelled)
         self.was_decoding = True in router.is_decode
         self._count_router(router, resident)
         ahead = {e: m for e, m in self.ahead.items() if self.geometry.layer_of_expert(e) == layer}
         self.ahead = {e: m for e, m in self.ahead.items() if e not in ahead}
         self.settling, self.resident = ahead, resident
         self.left = dict.fromkeys([first + e for e in router.experts], full)
-        if not self.finds_late:  # nothing of it is withdrawn any more
-            self._count_loaded_ahead(router)
+        if not self.finds_late:  # nothing of it is cancelled any more
+            self._count_prefetched(router)
         if self.future is not None:
             self.steps.append(self.future.step)
-        step = super().begin_layer(router, withdrawn)
-        if self._turns is None:
-            here = {eid: sum(mask_of(p) for p in step.ready if self._eid(p) == eid) for eid in self.left}
+        plan = super().begin_layer(router, cancelled)
+        if not self._takes_turns:
+            here = {eid: sum(mask_of(p) for p in plan.ready if self._eid(p) == eid) for eid in self.left}
             assert here == {eid: resident[eid] for eid in self.left}, "what is here is computed from here"
-        self._demanded(step, held)
+        self._demanded(plan, held)
         for eid in dict(ahead):
             if eid not in self.left:
-                assert not self.keeper.unkept(layer, eid) & resident[eid], "a wrong guess frees its place"
+                assert not self.cache.staged_of(layer, eid) & resident[eid], "a wrong guess frees its place"
         self._promises()
-        return step
+        return plan
 
     def loaded(self, span: Span) -> bool:
         is_awaited = super().loaded(span)
         for slot in self._slots(span):
             self.coming.remove(slot)
-        if span in self.asked or span in self.early:
-            self.asked.pop(span, None)
+        if span in self.prefetching or span in self.early:
+            self.prefetching.pop(span, None)
             self.early.pop(span, None)
             assert not is_awaited
         self._promises()
         return is_awaited
 
-    def computed(self, span: Span) -> Plan | None:
-        eid, mask = self._eid(span), mask_of(span)
-        assert self.left[eid] & mask == mask, "every needed segment is computed once"
-        for segment, slot in zip(bits(mask), self._slots(span), strict=True):
-            assert slot not in self.coming and self.memory[slot] == (eid, segment), "with its own bytes"
-        self.left[eid] &= ~mask
+    def _computed(self, spans: Sequence[Span]) -> Plan | None:
+        for span in spans:
+            eid, mask = self._eid(span), mask_of(span)
+            assert self.left[eid] & mask == mask, "every needed segment is computed once"
+            for segment, slot in zip(bits(mask), self._slots(span), strict=True):
+                assert slot not in self.coming and self.memory[slot] == (eid, segment), "with its own bytes"
+            self.left[eid] &= ~mask
         held = self._held()
-        step = super().computed(span)
-        if step is not None:
-            self._demanded(step, held)
+        plan = self._running.computed(spans)
+        if plan is not None:
+            self._demanded(plan, held)
         self._promises()
-        return step
+        return plan
 
     def promote(self, spans: Sequence[Span]) -> None:
-        router = self._router
+        router = self._running.router
         assert router is not None
         for span in spans:
-            was_decoding = self.was_asked.pop(span)
+            was_decoding = self.was_prefetching.pop(span)
             self._count_ahead(span, was_decoding, -1)
             self.settling[self._eid(span)] &= ~mask_of(span)
-            self.num_promoted += 1
+            self.happened["promoted"] += 1
             is_decode = router.is_decode[router.experts.index(span.expert)]
             nbytes = span.num_segments * self.geometry.segment_nbytes(span.layer)
             self.seen[span.layer][is_decode].numbers["loaded_nbytes"] += nbytes
         super().promote(spans)
 
-    def end_layer(self, withdrawn: Sequence[Span] = ()) -> None:
+    def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
         assert not any(self.left.values()), "everything needed has been computed"
         assert not self.early, "and awaited"
-        router = self._router
+        router = self._running.router
         assert router is not None
-        for span in withdrawn:
+        for span in cancelled:
             assert span.layer == router.layer and self._eid(span) not in self.left
             self._taken_back(span)
             self.settling[self._eid(span)] &= ~mask_of(span)
-            self.num_stale += 1
-        self._count_loaded_ahead(router)
-        super().end_layer(withdrawn)
-        self.was_asked.clear()
+            self.happened["cancelled late"] += 1
+        self._count_prefetched(router)
+        super().end_layer(cancelled)
+        self.was_prefetching.clear()
         self.check()
         self._promises()
 
@@ -154,41 +149,37 @@ class CheckedController(JournaledScheduler):
         super().predict(prediction)
         self.said[prediction.layer][prediction.distance] = prediction.experts
 
-    def load_ahead(self) -> list[Span]:
-        kept, held = [dict(cache.kept) for cache in self.caches], self._held()
-        passing = list(self.keeper.passing)
-        spans = super().load_ahead()
+    def prefetch(self) -> list[Span]:
+        kept, held = [dict(one.kept) for one in self.cache.partitions], self._held()
+        staged = list(self.cache.staged)
+        spans = super().prefetch()
         for span in spans:
-            if not self._ahead_evicts or self._eid(span) in self.speculation.likely[span.layer]:
+            if not self._evicts_ahead or self._eid(span) in self.queue._likely[span.layer]:
                 assert not held[self._eid(span)] & mask_of(span), "no segment is loaded twice"
             self._takes_slots(span)
             self._count_ahead(span, self.was_decoding, 1)
-            self.asked[span] = self.was_decoding
+            self.prefetching[span] = self.was_decoding
             self.ahead[self._eid(span)] = self.ahead.get(self._eid(span), 0) | mask_of(span)
-        num_ahead = sum(span.num_segments for span in self.asked)
+        num_ahead = sum(span.num_segments for span in self.prefetching)
         num_segments = self.geometry.segments_per_expert
-        assert not spans or num_ahead <= max(self.speculation.window, num_segments)
-        if not self._ahead_evicts or not self.was_decoding:  # guesses evict nothing
-            for cache, before in zip(self.caches, kept, strict=True):
-                assert all(cache.kept.get(eid, 0) & mask == mask for eid, mask in before.items())
-        is_split, free = self.keeper.is_split, "an expert's worth is free, or a segment where others pass as well"
-        for before, now, ring in zip(passing, self.keeper.passing, self.keeper.ring, strict=True):
-            most = ring - (1 if is_split else num_segments)
-            assert now == before or ((is_split or not self._ahead_evicts) and now <= most), free
+        assert not spans or num_ahead <= max(self.queue.window, num_segments)
+        if not self._evicts_ahead or not self.was_decoding:  # guesses evict nothing
+            for one, before in zip(self.cache.partitions, kept, strict=True):
+                assert all(one.kept.get(eid, 0) & mask == mask for eid, mask in before.items())
+        is_split = self.cache.is_split
+        for before, now, staging in zip(staged, self.cache.staged, self.cache.staging, strict=True):
+            most = staging - (1 if is_split else num_segments)
+            assert now == before or ((is_split or not self._evicts_ahead) and now <= most), "room for a load stays free"
         self._promises()
         return spans
 
     def abandon(self) -> None:
         super().abandon()
-        self.coming.clear()
-        self.ahead.clear()
-        self.asked.clear()
-        self.left.clear()
-        self.settling.clear()
-        self.was_asked.clear()
-        self.early.clear()
-        for said in self.said:
-            said.clear()
+        for noted in (
+            *(self.coming, self.ahead, self.prefetching, self.left, self.settling, self.was_prefetching, self.early),
+            *self.said,
+        ):
+            noted.clear()
         self.check()
 
     # -- what is promised --------------------------------------------------------------------------------------
@@ -196,28 +187,31 @@ class CheckedController(JournaledScheduler):
     def _promises(self) -> None:
         self.num_events += 1
         if not self.num_events % 7:  # they look at every slot
-            self.keeper.check() if self.left else self.check()
+            self.cache.check() if self.left else self.check()
         held = self._held()
         for eid, mask in self.ahead.items():
-            assert held[eid] & mask == mask, "what was loaded ahead stays until its layer has run"
+            assert held[eid] & mask == mask, "what was prefetched stays until its layer has run"
         for eid, mask in self.left.items():
-            passed = self.residency.full & ~mask & ~self.ahead.get(eid, 0)
-            assert not self.keeper.unkept(self._layer(eid), eid) & passed, "what has passed is free"
+            passed = self.slots.full & ~mask & ~self.ahead.get(eid, 0)
+            assert not self.cache.staged_of(self._layer(eid), eid) & passed, "what was staged and used is free"
 
-    def _demanded(self, step: Plan, held: list[int]) -> None:
-        router = self._router
+    def _demanded(self, plan: Plan, held: list[int]) -> None:
+        router = self._running.router
         assert router is not None
-        for span in step.joined:
-            if span in self.early:
-                del self.early[span]
-                continue
-            self.was_asked[span] = self.asked.pop(span)  # a demand joins what is in flight
-            self.num_joined += 1
-        for span in step.asked:
+        for span in plan.joined:
+            parts = [one for one in (*self.early, *self.prefetching) if self._contains(span, one)]
+            assert sum(mask_of(one) for one in parts) == mask_of(span), "only what is in flight is joined"
+            for one in parts:
+                if one in self.early:
+                    del self.early[one]
+                else:
+                    self.was_prefetching[one] = self.prefetching.pop(one)
+                    self.happened["joined"] += 1
+        for span in plan.requested:
             self.early[span] = None
-            self.num_early += 1
-        for span in [*step.loads, *step.asked]:
-            is_held = self.residency.resident if span in self.early else held  # it may have gone for the one before
+            self.happened["requested"] += 1
+        for span in [*plan.loads, *plan.requested]:
+            is_held = self.slots.resident if span in self.early else held  # it may have gone for the one before
             assert not is_held[self._eid(span)] & mask_of(span), "no segment is loaded twice"
             self._takes_slots(span)
             is_decode = router.is_decode[router.experts.index(span.expert)]
@@ -225,7 +219,7 @@ class CheckedController(JournaledScheduler):
             self.seen[span.layer][is_decode].numbers["loaded_nbytes"] += nbytes
 
     def _count_router(self, router: RouterRan, resident: list[int]) -> None:
-        layer, full, first = router.layer, self.residency.full, self.geometry.first_expert_id(router.layer)
+        layer, full, first = router.layer, self.slots.full, self.geometry.first_expert_id(router.layer)
         seen = self.seen[layer][self.was_decoding]
         numbers = seen.numbers
         needed = {e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
@@ -245,7 +239,7 @@ class CheckedController(JournaledScheduler):
                 kind = "hits" if mask == full else "partial_hits" if mask else "misses"
                 self.seen[layer][is_decode].numbers[kind] += 1
 
-    def _count_loaded_ahead(self, router: RouterRan) -> None:
+    def _count_prefetched(self, router: RouterRan) -> None:
         """What of it did come; it was in time if it was here when the router spoke."""
         numbers = self.seen[router.layer][self.was_decoding].numbers
         first = self.geometry.first_expert_id(router.layer)
@@ -256,7 +250,7 @@ class CheckedController(JournaledScheduler):
                 numbers["prefetched_needed"] += eid in needed
                 if eid not in needed:
                     numbers["wasted_nbytes"] += mask.bit_count() * self.geometry.segment_nbytes(router.layer)
-                numbers["prefetched_in_time"] += eid in needed and self.resident[eid] == self.residency.full
+                numbers["prefetched_in_time"] += eid in needed and self.resident[eid] == self.slots.full
         self.settling = {}
 
     def counts_agree(self) -> None:
@@ -275,26 +269,26 @@ class CheckedController(JournaledScheduler):
 
     def _taken_back(self, span: Span) -> None:
         """A span that was predicted will not come."""
-        self._forget(span)
-        self._count_ahead(span, self.asked.pop(span), -1)
+        self.coming.difference_update(self._slots(span))
+        self._count_ahead(span, self.prefetching.pop(span), -1)
 
     def _takes_slots(self, span: Span) -> None:
-        eid, pool = self._eid(span), self.residency.pool_of(span.layer)
+        eid, pool = self._eid(span), self.slots.pools[self.geometry.size_classes[span.layer]]
         for segment, slot in zip(bits(mask_of(span)), self._slots(span), strict=True):
             assert slot[1] < pool.num_slots, "never more slots than the budget"
             assert slot not in self.coming, "a slot is written by one transfer"
             self.memory[slot] = (eid, segment)
             self.coming.add(slot)
 
-    def _forget(self, span: Span) -> None:
-        for slot in self._slots(span):
-            self.coming.remove(slot)
-
     def _held(self, without: Sequence[Span] = ()) -> list[int]:
-        held = [here | coming for here, coming in zip(self.residency.resident, self.residency.loading, strict=True)]
+        held = [here | coming for here, coming in zip(self.slots.resident, self.slots.in_flight, strict=True)]
         for span in without:
             held[self._eid(span)] &= ~mask_of(span)
         return held
+
+    def _contains(self, span: Span, part: Span) -> bool:
+        is_within = mask_of(part) & mask_of(span) == mask_of(part) and self._eid(part) == self._eid(span)
+        return is_within and part.slot - span.slot == part.segment - span.segment
 
     def _slots(self, span: Span) -> list[tuple[int, int]]:
         size_class = self.geometry.size_classes[span.layer]

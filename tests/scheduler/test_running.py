@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
@@ -13,9 +13,8 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.predictor.base import Predictor
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
-from tests.scheduler.drive import geometry
-from tests.scheduler.links import InstantLink
-from tests.scheduler.test_ahead_stories import made, one_token, prediction, run
+from tests.scheduler.drive import geometry, made, one_token, prediction, routed, run, scheduler
+from tests.scheduler.soak import InstantLink, nothing_seen
 
 
 class Said(Predictor):
@@ -55,11 +54,15 @@ def diary_of(predictor: Predictor, routers: list[RouterRan], share: int = 2, **w
     for layer in range(2):
         run(control, one_token(layer, [0, 1]))
     link = SlowLink()
-    ahead = Prefetcher(control, link, InlineChannel(predictor))
-    ahead.begin_iteration(lambda: Began(np.zeros(1, np.int64), np.zeros(1, np.bool_)))
+    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
+    prefetcher.begin_iteration(nothing_seen)
+
+    def compute(spans: Sequence[Span]) -> None:
+        link.diary.extend(f"compute {span.layer}.{span.expert}" for span in spans)
+
     for router in routers:
         link.diary.append(f"router {router.layer}")
-        run_layer(control, link, router, lambda span: link.diary.append(f"compute {span.layer}.{span.expert}"), ahead)
+        run_layer(control, link, router, compute, prefetcher, routed(router))
     control.counts_agree()
     return link.diary
 
@@ -100,23 +103,23 @@ def test_found_late_experts_come_one_at_a_time() -> None:
 
 def test_found_late_a_demand_is_not_made_before_its_turn() -> None:
     control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, preemption="late")
-    step = control.begin_layer(one_token(0, [4, 2]))
-    assert [span.expert for span in step.loads] == [4] and not step.asked
-    control.loaded(step.loads[0])
-    following = control.computed(step.loads[0])
+    plan = control.begin_layer(one_token(0, [4, 2]))
+    assert [span.expert for span in plan.loads] == [4] and not plan.requested
+    control.loaded(plan.loads[0])
+    following = control.computed([plan.loads[0]])
     assert following is not None and [span.expert for span in following.loads] == [2]
 
 
 def test_by_id_and_early_what_is_missing_is_asked_for_at_once_and_computed_in_its_turn() -> None:
     control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, order="id")
-    step = control.begin_layer(one_token(0, [6, 2, 4]))
-    assert [span.expert for span in step.loads] == [2] and [span.expert for span in step.asked] == [4, 6]
-    assert not control.loaded(step.asked[1]) and control.loaded(step.loads[0]), "6 has come, but 2 is on"
-    following = control.computed(step.loads[0])
-    assert following == Plan(joined=[step.asked[0]]), "4 is on its way"
-    assert control.loaded(step.asked[0])
-    assert control.computed(step.asked[0]) == Plan(ready=[step.asked[1]])
-    assert control.computed(step.asked[1]) is None
+    plan = control.begin_layer(one_token(0, [6, 2, 4]))
+    assert [span.expert for span in plan.loads] == [2] and [span.expert for span in plan.requested] == [4, 6]
+    assert not control.loaded(plan.requested[1]) and control.loaded(plan.loads[0]), "6 has come, but 2 is on"
+    following = control.computed([plan.loads[0]])
+    assert following == Plan(joined=[plan.requested[0]]), "4 is on its way"
+    assert control.loaded(plan.requested[0])
+    assert control.computed([plan.requested[0]]) == Plan(ready=[plan.requested[1]])
+    assert control.computed([plan.requested[1]]) is None
     control.end_layer()
 
 
@@ -124,10 +127,10 @@ def test_by_id_what_went_for_an_expert_before_is_loaded_again_in_its_turn() -> N
     """Two kept, 4 and 5; 0 and 1 go first, and take their places."""
     control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, order="id")
     run(control, one_token(0, [4, 5]))
-    step = control.begin_layer(one_token(0, [0, 1, 4, 5]))
-    assert [span.expert for span in (*step.loads, *step.asked)] == [0, 1]
+    plan = control.begin_layer(one_token(0, [0, 1, 4, 5]))
+    assert [span.expert for span in (*plan.loads, *plan.requested)] == [0, 1]
     loaded = []
-    todo, asked = [*step.loads], [*step.asked]
+    todo, asked = [*plan.loads], [*plan.requested]
     for span in asked:
         assert not control.loaded(span)
     while todo:
@@ -135,7 +138,7 @@ def test_by_id_what_went_for_an_expert_before_is_loaded_again_in_its_turn() -> N
         if span not in asked:
             loaded.append(span.expert)
             assert control.loaded(span)
-        following = control.computed(span)
+        following = control.computed([span])
         todo += [] if following is None else [*following.ready, *following.loads]
     control.end_layer()
     assert loaded == [0, 4, 5]
@@ -147,18 +150,18 @@ def test_found_late_a_guess_goes_on_until_its_expert_is_reached_and_is_a_demand_
     control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, preemption="late")
     run(control, one_token(0, [0, 1]))
     control.predict(prediction(0, [5, 6]))
-    five, six = control.load_ahead()
-    step = control.begin_layer(one_token(0, [3, 6, 0]))
-    assert [span.expert for span in step.ready] == [0] and not step.loads and not step.joined
-    following = control.computed(step.ready[0])
+    five, six = control.prefetch()
+    plan = control.begin_layer(one_token(0, [3, 6, 0]))
+    assert [span.expert for span in plan.ready] == [0] and not plan.loads and not plan.joined
+    following = control.computed([plan.ready[0]])
     assert following == Plan(joined=[six]), "what is under way goes before what is absent"
     control.promote([six])
     assert control.loaded(six)
-    following = control.computed(six)
+    following = control.computed([six])
     assert following is not None and [span.expert for span in following.loads] == [3]
     assert control.loaded(following.loads[0])
-    control.computed(following.loads[0])
-    assert control.stale() == [5]
+    control.computed([following.loads[0]])
+    assert control.cancellable() == [5]
     control.end_layer([five])
     counters = control.counters[0].decode
     assert (counters.prefetched, counters.prefetched_nbytes, counters.wasted_nbytes) == (0, 0, 0), (
@@ -171,13 +174,13 @@ def test_found_late_a_guess_goes_on_until_its_expert_is_reached_and_is_a_demand_
 def test_found_late_what_comes_for_nothing_is_free_again() -> None:
     control = made(geometry(layers=1, experts=8, top_k=2), [0], 3, ahead="ring", preemption="late")
     control.predict(prediction(0, [5, 6]))
-    five, six = control.load_ahead()
-    step = control.begin_layer(one_token(0, [6]))
-    assert step.joined == [six]
+    five, six = control.prefetch()
+    plan = control.begin_layer(one_token(0, [6]))
+    assert plan.joined == [six]
     assert not control.loaded(five)
-    assert control.residency.pool_of(0).num_free == 2, "of 5"
+    assert control.slots.num_free(0) == 2, "of 5"
     assert control.loaded(six)
-    control.computed(six)
+    control.computed([six])
     control.end_layer()
     assert control.counters[0].decode.wasted_nbytes == control.geometry.layers[0].expert_nbytes
 
@@ -197,4 +200,78 @@ def test_in_the_default_order_late_loads_and_keeps_what_early_does(kind: str) ->
     early, late = controls
     for one, other in zip(early.counters, late.counters, strict=True):
         assert one.decode == other.decode and one.prefill == other.prefill
-    assert early.caches[0].kept == late.caches[0].kept and early.counters[0].decode.hits > 0
+    assert early.cache.partitions[0].kept == late.cache.partitions[0].kept and early.counters[0].decode.hits > 0
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------
+
+
+class SayingAll(Predictor):
+    """Predicts all four layers whenever it is told something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[bool] = []
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        return [Prediction(layer, [layer], [1.0], 4) for layer in range(4)]
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        return [Prediction(layer, [4 + layer], [1.0], 4) for layer in range(4)]
+
+    def end_iteration(self, ok: bool) -> None:
+        self.ends.append(ok)
+
+
+@pytest.mark.parametrize("layers", [range(2), range(2, 4), None])
+def test_predictions_of_the_other_stack_and_layers_of_other_rows_are_left_out(layers: range | None) -> None:
+    """An encoder runs layers 0 and 1, a decoder 2 and 3; a layer without `routed` is no part of the pass."""
+    predictor, link, stack = SayingAll(), InstantLink(), layers or range(4)
+    control = made(geometry(layers=4, experts=8, top_k=2), [4] * 4, 2, window=99)
+    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
+    prefetcher.begin_iteration(nothing_seen, layers)
+    assert [(span.layer, span.expert) for span in link.submitted] == [(layer, layer) for layer in stack]
+    router = one_token(stack[0], [stack[0]])
+    for said, expected in ((None, []), (routed(router), [(layer, 4 + layer) for layer in stack])):
+        link.submitted.clear()
+        run_layer(control, link, router, lambda spans: None, prefetcher, said)
+        assert [(span.layer, span.expert) for span in link.submitted] == expected
+    prefetcher.end_iteration(True)
+    assert predictor.ends == [True]
+
+
+class AtOnce:
+    """Brings everything when it is waited for."""
+
+    def __init__(self) -> None:
+        self.coming: list[Span] = []
+        self.submitted: list[Span] = []
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        self.coming += spans
+        self.submitted += spans
+
+    def poll(self) -> Span | None:
+        return None
+
+    def wait(self) -> Span:
+        return self.coming.pop(0)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_computed_together_or_one_by_one_the_same_is_loaded_and_computed(segments: int) -> None:
+    outcomes = []
+    for together in (False, True):
+        control = scheduler(geometry(segments=segments, top_k=3), 0.85)
+        transport, dice, calls = AtOnce(), random.Random(0), list[list[Span]]()
+
+        def compute(spans: Sequence[Span], calls: list[list[Span]] = calls) -> None:
+            calls.append(list(spans))
+
+        for number in range(200):
+            router = one_token(number % control.geometry.num_layers, dice.sample(range(6), 3))
+            run_layer(control, transport, router, compute, together=together)
+            control.check()
+        outcomes.append((transport.submitted, [span for spans in calls for span in spans]))
+        assert (sum(len(spans) > 1 for spans in calls) > 20) == together
+    assert outcomes[0] == outcomes[1], "in the same order, too"

@@ -1,0 +1,331 @@
+"""Random demands, predictions, links, quotas, splits and failures under a scheduler that is checked at every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.observation import Began, Routed
+from expertly.policies.allocation import Allocation
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.known import Known
+from expertly.policies.predictor.base import Predictor
+from expertly.policies.prefetch import PREFETCHES
+from expertly.scheduler.budget import check_shares, split_budget
+from expertly.scheduler.decisions import record, replay
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.prefetch_filter import PrefetchFilter
+from expertly.scheduler.scheduler import Scheduler
+from expertly.testing.made_up import ListFuture
+from tests.scheduler.checked import CheckedScheduler
+
+SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
+LAYERS = (SMALL, LARGE, LARGE, SMALL)
+BUDGETS = [(0.1, 1), (0.4, None), (0.5, 3), (0.6, None), (0.9, None), (1.0, None)]
+"""(share of the experts, staging slots)"""
+
+
+class Failure(Exception):
+    """What a driver's transport or arithmetic may raise."""
+
+
+class RandomLink:
+    """A PrefetchTransport. Loads begin before prefetches; what has begun arrives in any order, `chance` a poll."""
+
+    def __init__(self, dice: random.Random, chance: float = 0.4) -> None:
+        self.dice, self.chance = dice, chance
+        self.demands: list[Span] = []
+        self.ahead: list[Span] = []
+        self.begun: list[Span] = []
+        self.num_waits = 0
+        self.submitted: list[Span] = []
+        self.cancelled: list[Span] = []
+        self.fails: Callable[[], bool] = lambda: False
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        self.submitted += spans
+        self.demands += spans
+
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
+        assert all(span.num_segments == 1 for span in spans), "a load never waits for more than a segment"
+        self.submitted += spans
+        self.ahead += spans
+
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        gone = [one for one in self.ahead if one.layer == layer and (experts is None or one.expert in experts)]
+        self.ahead = [span for span in self.ahead if span not in gone]
+        self.cancelled += gone
+        return gone
+
+    def poll(self) -> Span | None:
+        self._may_fail()
+        while (self.demands or self.ahead) and self.dice.random() < self.chance:
+            self._begin()
+        return self._arrive() if self.begun and self.dice.random() < self.chance else None
+
+    def wait(self) -> Span:
+        self._may_fail()
+        self.num_waits += 1
+        while not self.begun or ((self.demands or self.ahead) and self.dice.random() < self.chance):
+            self._begin()
+        return self._arrive()
+
+    def drop(self) -> None:
+        """Nothing is in flight any more."""
+        self.demands, self.ahead, self.begun = [], [], []
+
+    def moved_nbytes(self, shape: Geometry) -> int:
+        """Bytes that were submitted and not cancelled."""
+        signs = ((1, self.submitted), (-1, self.cancelled))
+        return sum(sign * one.num_segments * shape.segment_nbytes(one.layer) for sign, spans in signs for one in spans)
+
+    def _begin(self) -> None:
+        assert self.demands or self.ahead, "waiting for what nobody brings"
+        self.begun.append((self.demands or self.ahead).pop(0))
+
+    def _arrive(self) -> Span:
+        return self.begun.pop(self.dice.randrange(len(self.begun)))
+
+    def _may_fail(self) -> None:
+        if self.fails():
+            raise Failure
+
+
+class InstantLink(RandomLink):
+    """Everything arrives at once."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1.0)
+
+
+def nothing_seen() -> Began:
+    return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+
+
+def random_router(dice: random.Random, layer: int, one: LayerGeometry, kind: str) -> RouterRan:
+    num = one.top_k if kind == "token" else dice.randint(0 if kind == "mixed" else 1, one.num_experts)
+    experts = dice.sample(range(one.num_experts), num)
+    if kind == "token":
+        return RouterRan(layer, experts, [1] * num, [True] * num, 1)
+    tokens = [dice.choice([0, 1, 1, 2, 9]) for _ in experts]
+    is_decode = [dice.random() < {"prefill": 0.0, "mixed": 0.5}[kind] for _ in experts]
+    return RouterRan(layer, experts, tokens, is_decode, max(tokens, default=0))
+
+
+def random_routers(dice: random.Random, num_iterations: int) -> list[RouterRan]:
+    kinds = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(num_iterations)]
+    return [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
+
+
+class RandomGuesses(Predictor):
+    """Predictions right, wrong or both, of any layer at all, the running one and the one just named included."""
+
+    def __init__(self, dice: random.Random, shape: Geometry, routers: list[RouterRan]) -> None:
+        super().__init__()
+        self.dice, self.shape, self.routers = dice, shape, routers
+        self.step = 0
+
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+        return self._guess()
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        return self._guess()
+
+    def _guess(self) -> Iterator[Prediction]:
+        dice = self.dice
+        for _ in range(dice.choice([0, 1, 1, 2, 4])):
+            distance = dice.choice([1, 1, 1, 2, 3, self.shape.num_layers])
+            step = min(self.step + distance, len(self.routers) - 1)
+            layer = self.routers[step].layer
+            others = list(range(self.shape.layers[layer].num_experts))
+            dice.shuffle(others)
+            right = self.routers[step].experts
+            experts = {
+                "right": right,
+                "wrong": [e for e in others if e not in right],
+                "mixed": others[: dice.randint(0, len(others))],
+            }[dice.choice(["right", "right", "wrong", "mixed"])]
+            scores = [dice.random() / (1 + i) for i in range(len(experts))]
+            confidence = probabilities = None
+            if dice.random() < 0.5:
+                confidence = 2 * dice.random() - 1
+                probabilities = [dice.random() for _ in range(self.shape.layers[layer].num_experts)]
+            yield Prediction(layer, list(experts), scores, distance, confidence, probabilities)
+
+
+class RandomQuotas(Allocation):
+    """Any quotas at all, every few layers, with the sums there are."""
+
+    is_online = True
+
+    def __init__(self, shape: Geometry, dice: random.Random) -> None:
+        self.shape, self.dice = shape, dice
+        self.said: list[list[int]] = []
+
+    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+        raise AssertionError("it is given the quotas that it begins with")
+
+    def begin(self, shares: Sequence[int]) -> None:
+        self.now = list(shares)
+
+    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        assert all(0 <= recall(layer) <= 1 for layer in range(self.shape.num_layers))
+        if self.dice.random() < 0.6:
+            return None
+        now, dice = self.now, self.dice
+        for _ in range(4):
+            layer = dice.randrange(len(now))
+            others = [one for one, c in enumerate(self.shape.size_classes) if c == self.shape.size_classes[layer]]
+            other = dice.choice(others)
+            most = self.shape.layers[other].num_experts * self.shape.segments_per_expert
+            num = dice.randint(0, min(now[layer], most - now[other])) if layer != other else 0
+            now[layer] -= num
+            now[other] += num
+        self.said.append(list(now))
+        return list(now)
+
+
+def random_plan(dice: random.Random, control: Scheduler) -> SplitPlan:
+    """Any splits that fit what is kept: parts of many, few whole ones, nothing."""
+    shape, left = control.geometry, list(control.budget.kept_slots)
+    layers: dict[int, LayerSplit] = {}
+    for layer in dice.sample(range(shape.num_layers), shape.num_layers):
+        size_class, one = shape.size_classes[layer], shape.layers[layer]
+        top = dice.randint(1, shape.segments_per_expert)
+        num = dice.randint(0, min(one.num_experts, left[size_class] // top))
+        most = min(left[size_class], one.num_experts * shape.segments_per_expert)
+        quota = dice.choice([num * top, most])
+        left[size_class] -= quota
+        layers[layer] = LayerSplit(num, top if num else 0, quota)
+    return SplitPlan(shape, tuple(layers[layer] for layer in range(shape.num_layers)))
+
+
+@dataclass
+class Soaked:
+    """A soak to its end: what happened on the way is counted."""
+
+    control: CheckedScheduler
+    link: RandomLink
+    happened: Counter[str]
+
+
+def soak(
+    seed: str,
+    segments: int,
+    share: float,
+    staging: int | None = None,
+    *,
+    eviction: str = "lru",
+    prefetch: str = "score",
+    has_filter: bool = False,
+    allocation: Callable[[Geometry, random.Random], Allocation] | None = None,
+    plans: bool = False,
+    failures: float = 0.0,
+    num_iterations: int = 7,
+    **way: Any,
+) -> Soaked:
+    """Run random layers under a CheckedScheduler, then make every decision again from what was told. `plans`: other
+    splits every few layers. `way`: what the Scheduler takes.
+    """
+    dice = random.Random(seed)
+    shape = Geometry(LAYERS, segments)
+    routers = random_routers(dice, num_iterations)
+    future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
+    budget, lines = split_budget(shape, int(shape.nbytes * share), staging), list[str]()
+
+    def make(kind: type[Scheduler], **more: Any) -> Any:
+        return kind(
+            shape,
+            budget,
+            lambda capacity: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
+            prefetch=PREFETCHES[prefetch].make(),
+            prefetch_filter=PrefetchFilter(shape, budget.layer_shares) if has_filter else None,
+            allocation=allocation and allocation(shape, random.Random(seed)),
+            **way,
+            **more,
+        )
+
+    control: CheckedScheduler = make(CheckedScheduler, future=future)
+    recorded = record(control, lines.append)
+    link, guesses, happened = (
+        RandomLink(dice, dice.choice([0.1, 0.4, 0.8])),
+        RandomGuesses(dice, shape, routers),
+        control.happened,
+    )
+    times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
+    prefetcher = Prefetcher(recorded, link, InlineChannel(guesses), now=partial(next, times))
+    link.fails = lambda: dice.random() < failures
+
+    def compute(spans: Sequence[Span]) -> None:
+        assert not (control.is_synchronous and control.queue.num_in_flight), "what was predicted is there first"
+        if dice.random() < failures:
+            raise Failure
+
+    for step, router in enumerate(routers):
+        future.step = guesses.step = step
+        before = link.num_waits
+        try:
+            if router.layer == 0:
+                prefetcher.begin_iteration(nothing_seen)
+            run_layer(
+                recorded, link, router, compute, prefetcher, partial(Routed, router), together=dice.random() < 0.3
+            )
+            if router.layer == len(LAYERS) - 1:
+                prefetcher.end_iteration(True)
+        except Failure:
+            link.drop()
+            recorded.abandon()
+        assert link.num_waits - before <= 200, "a layer ends"
+        control.check()
+        if plans and dice.random() < 0.3:
+            recorded.configure(random_plan(dice, control))
+            control.check()
+        _note(control, happened)
+    happened["cancelled"] += len(link.cancelled)
+    control.counts_agree()
+    if not failures:
+        phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
+        assert link.moved_nbytes(shape) == sum(phase.loaded_nbytes for phase in phases)
+    steps = iter(control.steps)
+
+    class Again(Scheduler):
+        def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
+            future.step = next(steps)
+            return super().begin_layer(router, cancelled)
+
+    again: Scheduler = make(Again)
+    replayed = replay(lines, again, "here")
+    assert replayed.difference is None and replayed.num_calls == len(lines)
+    for one, other in zip(control.counters, again.counters, strict=True):
+        assert one.decode == other.decode and one.prefill == other.prefill
+    assert again.cache.quotas == control.cache.quotas and again.cache.tops == control.cache.tops
+    if control.filter is not None:
+        assert again.filter is not None and again.filter.facts() == control.filter.facts()
+        happened += Counter(let=control.filter.num_let, refused=control.filter.num_refused)
+    return Soaked(control, link, happened)
+
+
+def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
+    """What is the case between two layers."""
+    cache, shape = control.cache, control.geometry
+    if len(cache.distinct_partitions) == len(cache.partitions):
+        assert [one.capacity for one in cache.partitions] == cache.quotas
+        used = check_shares(shape, cache.quotas)
+        assert all(num <= most for num, most in zip(used, control.budget.kept_slots, strict=True))
+    if isinstance(control.allocation, RandomQuotas) and control.allocation.said:
+        assert (cache.targets or cache.quotas) == control.allocation.said[-1]
+    happened["on the way" if cache.targets else "there"] += 1
+    happened["in flight"] += bool(control.slots.prefetching)
+    happened["tops"] += any(0 < top.bit_count() < shape.segments_per_expert for top in cache.tops)
+    happened["staged"] += any(cache.staged_of(shape.layer_of_expert(eid), eid) for eid in control.queue.waiting)

@@ -1,0 +1,353 @@
+"""Prefetching, as stories: what is predicted, when it comes, who gets the place; and the queue beside a naive list."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.observation import Routed
+from expertly.policies.eviction.fmoe import FMoEEviction
+from expertly.policies.eviction.simple import LRU
+from expertly.policies.predictor.base import Predictor
+from expertly.policies.prefetch import PREFETCHES, ByProximity
+from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.decisions import record, replay
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.prefetch import PrefetchQueue
+from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.scheduler import Scheduler
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.drive import WAYS, finish, geometry, made, one_token, prediction, routed, run
+from tests.scheduler.soak import InstantLink, nothing_seen
+
+
+def test_a_right_prediction_that_came_in_time_is_a_hit() -> None:
+    shape = geometry(layers=2, experts=8, top_k=2)
+    control = made(shape, [2, 2], 2)
+    control.predict(prediction(1, [4, 6]))
+    spans = control.prefetch()
+    assert [span.expert for span in spans] == [4, 6]
+    for span in spans:
+        assert not control.loaded(span), "nobody waits"
+    run(control, one_token(0, [0, 1]))
+    assert run(control, one_token(1, [6, 4])).loads == []
+    rates = control.counters[1].decode.rates()
+    assert [rates[name] for name in ("hit_rate", "coverage", "accuracy", "timeliness", "goodpred")] == [1, 1, 1, 1, 1]
+    control.counts_agree()
+
+
+def test_a_right_prediction_that_comes_late_is_waited_for_and_not_loaded_again() -> None:
+    shape = geometry(layers=2, experts=8, top_k=2, segments=2)
+    control = made(shape, [4, 4], 4)
+    control.predict(prediction(1, [4, 6]))
+    spans = control.prefetch()
+    assert [(span.expert, span.segment, span.num_segments) for span in spans] == [
+        (4, 0, 1),
+        (4, 1, 1),
+        (6, 0, 1),
+        (6, 1, 1),
+    ]
+    control.loaded(spans[0])
+    plan = control.begin_layer(one_token(1, [4, 5]), cancelled=spans[2:])
+    assert plan.ready == spans[:1] and plan.joined == [spans[1]]
+    assert [(span.expert, span.num_segments) for span in plan.loads] == [(5, 2)]
+    finish(control, plan)
+    counters = control.counters[1].decode
+    assert (counters.hits, counters.partial_hits, counters.misses) == (0, 1, 1)
+    assert (counters.prefetched, counters.prefetched_needed, counters.prefetched_in_time) == (1, 1, 0), (
+        "6 was taken back"
+    )
+    assert counters.prefetched_nbytes == shape.layers[1].expert_nbytes
+    assert counters.loaded_nbytes == 2 * shape.layers[1].expert_nbytes
+    assert (counters.predicted, counters.predicted_needed, counters.by_distance) == (2, 1, {1: (2, 1, 0)})
+    assert counters.rates()["accuracy"] == 1 and counters.rates()["timeliness"] == 0
+    control.counts_agree()
+
+
+def test_what_was_prefetched_in_prefill_and_cancelled_in_decode_is_taken_from_prefill() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2)
+    run(control, one_token(0, [0, 1], decode=False))
+    control.predict(prediction(1, [3]))
+    spans = control.prefetch()
+    assert control.counters[1].prefill.prefetched_nbytes > 0
+    run(control, one_token(1, [0, 1]), cancelled=spans)
+    for phase in (control.counters[1].prefill, control.counters[1].decode):
+        assert phase.prefetched_nbytes == 0 and phase.loaded_nbytes >= 0 and phase.prefetched == 0
+    control.counts_agree()
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_loads_do_not_evict_what_was_prefetched_for_a_later_layer(order: str) -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [1, 1], 2, scope="global", order=order)
+    control.predict(prediction(1, [5, 6]))
+    for span in control.prefetch():
+        control.loaded(span)
+    run(control, one_token(0, [0, 1]))
+    assert run(control, one_token(1, [5, 6])).loads == []
+    assert control.counters[1].decode.hits == 2
+
+
+def test_a_prefetch_does_not_cost_another_its_place() -> None:
+    """Least recently used of the kept 0, 1, 2 is 0: predicted as well as 5, so 1 goes for 5."""
+    control = made(geometry(layers=1, experts=8, top_k=2), [3], 2)
+    for expert in (0, 1, 2):
+        run(control, one_token(0, [expert]))
+    control.predict(prediction(0, [5, 0]))
+    assert [span.expert for span in control.prefetch()] == [5]
+    assert set(control.cache.partitions[0].kept) == {0, 2, 5}
+
+
+def test_a_wrong_prefetch_in_a_staging_slot_gives_way_to_a_load() -> None:
+    """2 staging slots, nothing kept: 4 was prefetched, 0 and 1 are needed and both fit at once."""
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    control.predict(prediction(0, [4, 5]))
+    spans = control.prefetch()
+    assert [span.expert for span in spans] == [4], "an expert's worth of staging slots stays free"
+    control.loaded(spans[0])
+    plan = control.begin_layer(one_token(0, [0, 1]))
+    assert [span.expert for span in plan.loads] == [0, 1]
+    finish(control, plan)
+
+
+def test_the_newest_prediction_of_a_layer_counts() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
+    control.predict(prediction(1, [4, 5], distance=2))
+    assert [span.expert for span in control.prefetch()] == [4], "the window is one segment"
+    control.predict(prediction(1, [6, 7]))
+    control.loaded(Span(1, 4, 0, 1, 0))
+    assert [span.expert for span in control.prefetch()] == [6]
+    run(control, one_token(1, [4, 5]), joined=0)
+    assert control.counters[1].decode.by_distance == {2: (2, 2, 1), 1: (2, 0, 0)}
+    assert control.prefetch() == [], "its router ran"
+
+
+def test_a_prediction_made_while_its_layer_runs_is_for_the_next_time() -> None:
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    plan = control.begin_layer(one_token(0, [0, 1]))
+    control.predict(prediction(0, [6]))
+    assert control.prefetch() == [], "the staging slots are for loads"
+    finish(control, plan)
+    (span,) = control.prefetch()
+    control.loaded(span)
+    assert run(control, one_token(0, [6, 1])).ready == [span]
+
+
+def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> None:
+    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, ahead="ring")
+    run(control, one_token(0, [0, 1]))
+    control.predict(prediction(0, [5]))
+    (span,) = control.prefetch()
+    assert set(control.cache.partitions[0].kept) == {0, 1}, "a prefetch evicts nothing"
+    control.loaded(span)
+    assert run(control, one_token(0, [5])).loads == []
+    assert set(control.cache.partitions[0].kept) == {1, 5}, "the use does"
+
+
+def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:
+    shape = geometry(layers=2, experts=64, top_k=2)
+    control = SYSTEMS["lru"].scheduler(shape, split_budget(shape, shape.nbytes // 4))
+    for step in range(2_000):
+        layer = step % 2
+        control.predict(Prediction(1 - layer, list(range(64)), [1.0 / (1 + i) for i in range(64)], 1))
+        spans = control.prefetch()
+        finish(control, control.begin_layer(one_token(layer, [0, 1])))
+        for span in spans:
+            control.loaded(span)
+    assert sum(len(queued) for queued in control.queue._queued.values()) <= 2 * 64
+    assert len(control.queue._heads) < 100
+
+
+def test_a_near_prediction_is_loaded_before_a_surer_far_one() -> None:
+    """Room for one segment at a time; probabilities 0.5 one layer ahead and 0.9 three ahead."""
+    control = made(geometry(layers=4, experts=8, top_k=2), [2] * 4, 2, window=1, prefetch=ByProximity())
+    control.predict(Prediction(2, [6], [0.9], 3))
+    control.predict(Prediction(0, [5], [0.5], 1))
+    (span,) = control.prefetch()
+    assert (span.layer, span.expert) == (0, 5)
+    control.loaded(span)
+    control.predict(Prediction(3, [1], [0.6], 4))  # a quarter of it, when the iteration begins
+    control.predict(Prediction(1, [4], [0.5], 2))
+    run(control, one_token(0, [5, 0]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [7], [0.75], 3))
+    loaded = []
+    for _ in range(3):  # two layers are done: 2 is next (0.9), then 3 (half of 0.6), then 0 of the next iteration
+        (span,) = control.prefetch()
+        loaded.append((span.layer, span.expert))
+        control.loaded(span)
+    assert loaded == [(2, 6), (3, 1), (0, 7)]
+
+
+def test_what_is_said_of_a_layer_says_what_goes() -> None:
+    """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
+    shape = geometry(layers=2, experts=4, top_k=2)
+    control = CheckedScheduler(shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity: FMoEEviction(), scope="global")
+    run(control, one_token(0, [0, 1]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [2], [0.8], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
+    control.predict(Prediction(1, [0], [0.6], 2, 0.9, [0.6, 0.1, 0.3, 0.0]))
+    assert [(span.layer, span.expert) for span in control.prefetch()] == [(0, 2)]
+    assert set(control.cache.partitions[0].kept) == {0, 2, 4, 5}, "1 went: 0.05; what is predicted and here stays"
+
+
+def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
+    """The same cache; the second map of layer 0 comes when that layer has run, and makes 1 likelier than 0."""
+
+    class Late(Predictor):
+        def router_ran(self, routed: Routed) -> list[Prediction]:
+            late = Prediction(0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0])
+            sure = Prediction(1, [0], [0.6], 1, 0.9, [0.6, 0.1, 0.3, 0.0])
+            return [late, sure] if routed.layer == 0 else []
+
+    lines: list[str] = []
+
+    def new() -> Scheduler:
+        budget = Budget(0, (2,), (4,), (2, 2))
+        return Scheduler(
+            geometry(layers=2, experts=4, top_k=2), budget, lambda capacity: FMoEEviction(), scope="global"
+        )
+
+    control = record(new(), lines.append)
+    run(control, one_token(0, [0, 1]))
+    run(control, one_token(1, [0, 1]))
+    control.predict(Prediction(0, [1], [0.2], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
+    link = InstantLink()
+    prefetcher = Prefetcher(control, link, InlineChannel(Late()))
+    prefetcher.begin_iteration(nothing_seen)
+    run_layer(control, link, one_token(0, [0, 1]), lambda spans: None, prefetcher, routed(one_token(0, [0, 1])))
+    assert prefetcher.num_late == 1
+    assert set(control.cache.partitions[0].kept) == {0, 1, 4, 5}
+    control.predict(Prediction(0, [2], [0.8], 2, 0.9))  # says nothing of the others
+    assert [(span.layer, span.expert) for span in control.prefetch()] == [(0, 2)]
+    assert set(control.cache.partitions[0].kept) == {1, 2, 4, 5}, "0 went: 0.05"
+    said = [[0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0]]]
+    assert [json.loads(line)[1] for line in lines if line.startswith('["foresee"')] == said
+    assert replay(lines, new(), "here").difference is None
+    without = [line for line in lines if not line.startswith('["foresee"')]
+    assert replay(without, new(), "here").difference is not None
+
+
+def test_a_layer_that_nobody_chose_an_expert_in() -> None:
+    for order, preemption in WAYS:
+        control = made(geometry(), [2, 2], 2, order=order, preemption=preemption)
+        assert run(control, RouterRan(0, [], [], [], 0)) == Plan()
+
+
+# -- the queue -----------------------------------------------------------------------------------------------------
+
+LAYERS, EXPERTS = 5, 8
+SHAPE = geometry(LAYERS, EXPERTS, 2)
+
+
+def queue_of(prefetch: str) -> PrefetchQueue:
+    """Of a scheduler with nothing in flight."""
+    budget = Budget(0, (2,), (2 * LAYERS,), (2,) * LAYERS)
+    return Scheduler(SHAPE, budget, lambda capacity: LRU(), prefetch=PREFETCHES[prefetch].make()).queue
+
+
+class Naive:
+    """Every queued expert, looked through for each question."""
+
+    def __init__(self, prefetch: str) -> None:
+        self.priority = PREFETCHES[prefetch].make().priority
+        self.now = LAYERS - 1
+        self.queued: list[tuple[float, int, int, int]] = []  # (score, arrival, layer, expert id)
+        self.arrivals = 0
+
+    def predict(self, layer: int, experts: list[int], scores: list[float]) -> None:
+        self.void(layer)
+        for expert, score in zip(experts, scores, strict=True):
+            self.queued.append((score, self.arrivals, layer, SHAPE.expert_id(layer, expert)))
+            self.arrivals += 1
+
+    def void(self, layer: int) -> None:
+        self.queued = [one for one in self.queued if one[2] != layer]
+
+    def first(self) -> tuple[float, int, int, int] | None:
+        def rank(one: tuple[float, int, int, int]) -> tuple[float, int]:
+            score, arrival, layer, _ = one
+            to_go = (layer - self.now) % LAYERS or LAYERS
+            return (-self.priority(score, to_go), arrival)
+
+        return min(self.queued, key=rank, default=None)
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_first_is_what_looking_through_everything_finds(prefetch: str, seed: int) -> None:
+    dice = random.Random(seed)
+    queue, naive = queue_of(prefetch), Naive(prefetch)
+    asked = 0
+    for _ in range(4000):
+        action = dice.random()
+        if action < 0.15:
+            layer = dice.randrange(LAYERS)
+            experts = dice.sample(range(EXPERTS), dice.randint(0, EXPERTS))
+            scores = [dice.choice([0.1, 0.25, 0.5, dice.random()]) for _ in experts]  # ties, and in any order
+            queue.predict(Prediction(layer, experts, scores, 1))
+            naive.predict(layer, experts, scores)
+        elif action < 0.3:
+            naive.now = queue.now = dice.randrange(LAYERS)
+            queue.router_ran(one_token(naive.now, [0]), True)
+            naive.void(naive.now)
+        elif action < 0.31:
+            queue.clear()
+            naive.queued, naive.now = [], LAYERS - 1
+        else:
+            first = naive.first()
+            assert queue._first() == (None if first is None else first[3])
+            asked += first is not None
+            if first is not None and dice.random() < 0.6:
+                queue._pop()
+                naive.queued.remove(first)
+    assert asked > 300
+
+
+def said(layer: int, *scored: tuple[int, float]) -> Prediction:
+    return Prediction(layer, [expert for expert, _ in scored], [score for _, score in scored], 1)
+
+
+def all_of(queue: PrefetchQueue) -> list[tuple[int, int]]:
+    """(layer, expert) in the order in which they would be loaded."""
+    order = []
+    while (eid := queue._first()) is not None:
+        layer = SHAPE.layer_of_expert(eid)
+        order.append((layer, eid - SHAPE.first_expert_id(layer)))
+        queue._pop()
+    return order
+
+
+def test_by_proximity_a_near_one_goes_before_a_surer_far_one() -> None:
+    """Before any router: the layers are 1, 2 and 3 ahead. 0.6, 0.1; 0.8, 0.7 halved; 0.9 thirded."""
+    queue = queue_of("proximity")
+    for one in (said(0, (5, 0.6), (1, 0.1)), said(1, (2, 0.8), (3, 0.7)), said(2, (4, 0.9))):
+        queue.predict(one)
+    assert all_of(queue) == [(0, 5), (1, 2), (1, 3), (2, 4), (0, 1)]
+
+
+def test_priorities_move_as_layers_run() -> None:
+    """At layer 0, 0.5 one layer ahead beats 0.9 two ahead; when the wrong layer has run the other is one ahead."""
+    queue = queue_of("proximity")
+    queue.predict(said(1, (0, 0.5)))
+    queue.predict(said(2, (7, 0.9)))
+    queue.now = 0
+    assert queue._first() == SHAPE.expert_id(1, 0)
+    queue.now = 1
+    queue.router_ran(one_token(1, [3]), True)
+    queue.predict(said(3, (0, 0.99)))
+    assert queue._first() == SHAPE.expert_id(2, 7)
+    queue.now = 4  # two layers did not run: 2 comes again in three layers, 3 in four
+    assert all_of(queue) == [(2, 7), (3, 0)]
+
+
+def test_by_score_nothing_moves() -> None:
+    queue = queue_of("score")
+    queue.predict(said(1, (0, 0.5)))
+    queue.predict(said(3, (7, 0.9)))
+    for now in range(3):
+        queue.now = now
+        assert queue._first() == SHAPE.expert_id(3, 7)

@@ -1,0 +1,256 @@
+"""Whatever is demanded, predicted, shared out, split or fails, in whatever way a layer runs: every promise holds, and
+every decision is made again from what was told (see `soak`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import RouterRan
+from expertly.policies.allocation.moepic import MoEpic
+from expertly.policies.known import Known
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.scheduler import Scheduler
+from expertly.testing.made_up import ListFuture
+from tests.scheduler import drive
+from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
+from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize(
+    ("scope", "order", "admission", "eviction"),
+    [
+        ("layer", "resident", "always", "lru"),
+        ("layer", "id", "always", "lcp"),
+        ("global", "resident", "always", "lfu"),
+        ("global", "id", "always", "lru"),
+        ("global", "resident", "always", "random"),
+        ("layer", "resident", "best", "belady"),
+        ("global", "resident", "best", "belady"),
+        ("global", "resident", "best", "lcp"),
+        ("global", "resident", "always", "fmoe"),
+    ],
+)
+def test_whatever_is_predicted(
+    segments: int, ahead: str, scope: str, order: str, admission: str, eviction: str
+) -> None:
+    way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
+    prefetch = "proximity" if eviction == "fmoe" else "score"
+    happened: Counter[str] = Counter()
+    for share, staging in BUDGETS:
+        for window, failures in ((None, 0.0), (None, 0.02), (1, 0.01)):
+            seed = f"{share} {window} {failures}"
+            ran = soak(seed, segments, share, staging, prefetch=prefetch, window=window, failures=failures, **way)
+            happened += ran.happened
+    assert happened["joined"] and happened["cancelled"], "prefetches were in flight when their layers' routers ran"
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_however_a_layer_runs(order: str, preemption: str, transfer: str, ahead: str, segments: int) -> None:
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
+    happened: Counter[str] = Counter()
+    for share, staging in BUDGETS:
+        for scope, window, failures in (("layer", None, 0.0), ("global", 3, 0.02)):
+            named = way | {"scope": scope, "window": window}
+            happened += soak(f"{share} {scope}", segments, share, staging, failures=failures, **named).happened
+    is_late = preemption == "late"
+    assert bool(happened["requested"]) == (order == "id" and not is_late)
+    if transfer == "asynchronous":
+        assert happened["joined"] and happened["cancelled"]
+        assert bool(happened["promoted"]) == bool(happened["cancelled late"]) == is_late
+
+
+@pytest.mark.parametrize(("ahead", "segments"), [("cache", 1), ("ring", 4)])
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+def test_whatever_a_filter_lets_through(order: str, preemption: str, ahead: str, segments: int) -> None:
+    """Its times are random."""
+    happened: Counter[str] = Counter()
+    way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead, "num_iterations": 40}
+    for share, staging in ((0.1, 1), (0.5, 3)):
+        for scope, failures in (("layer", 0.0), ("global", 0.002)):
+            named = way | {"scope": scope, "failures": failures, "has_filter": True}
+            happened += soak(f"{share} {scope}", segments, share, staging, **named).happened
+    assert happened["let"] and happened["refused"]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize(
+    ("eviction", "admission"), [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]
+)
+def test_whatever_quotas_layers_get(segments: int, ahead: str, eviction: str, admission: str) -> None:
+    happened: Counter[str] = Counter()
+    way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
+    for share in (0.35, 0.6, 0.9):
+        for failures in (0.0, 0.02):
+            seed = f"{share} {failures}"
+            happened += soak(seed, segments, share, failures=failures, num_iterations=10, **way).happened
+    assert happened["there"] and (ahead == "ring" or (happened["in flight"] and happened["on the way"]))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize(("eviction", "admission"), [("lcp", "always"), ("random", "always"), ("lcp", "best")])
+def test_whatever_is_kept_of_experts(segments: int, ahead: str, eviction: str, admission: str) -> None:
+    happened: Counter[str] = Counter()
+    way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
+    for share, staging in BUDGETS:
+        for failures in (0.0, 0.02):
+            seed = f"{share} {failures}"
+            happened += soak(seed, segments, share, staging, allocation=moepic, failures=failures, **way).happened
+    assert happened["in flight"] and happened["on the way"] and happened["there"]
+    assert bool(happened["tops"]) == (segments > 1)
+    assert bool(happened["staged"]) == (segments > 1 or ahead == "ring")
+
+
+@pytest.mark.parametrize(("order", "preemption"), WAYS)
+@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
+def test_however_a_layer_runs_that_keeps_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
+    for share, staging in BUDGETS:
+        for ahead in ("cache", "ring"):
+            way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
+            named = way | {"eviction": "lcp", "allocation": moepic, "plans": True, "num_iterations": 5}
+            ran = soak(f"{share}", 4, share, staging, **named)
+            assert ran.happened["tops"]
+
+
+def moepic(shape: Geometry, dice: random.Random) -> MoEpic:
+    return MoEpic(shape)
+
+
+# -- without predictions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("system", "order", "preemption"), ways())
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_every_control_plane(system: str, segments: int, order: str, preemption: str) -> None:
+    """Random batches, staging slots down to one segment, any order of arrival: checked after every event."""
+    for staging in (1, 3, None):
+        for share in (0.2, 0.6, 1.0):
+            dice = random.Random(f"{staging} {order} {share}")
+            control = scheduler(geometry(3, 8, 2, segments), share, system, staging, order, preemption)
+            for _ in range(12):
+                for layer in range(3):
+                    chosen = dice.sample(range(8), dice.choice([2, 2, 5, 8]))
+                    tokens = [dice.randint(0, 3) for _ in chosen]
+                    flags = [dice.random() < 0.6 for _ in chosen]
+                    drive.run_layer(control, layer, chosen, tokens=tokens, decode=flags, dice=dice, check=True)
+
+
+def fail_after(control: Scheduler, router: RouterRan, num_events: int, dice: random.Random) -> bool:
+    """Run a layer for so many events, then abandon it; False when it came to its end before."""
+    plan = control.begin_layer(router)
+    ready, loading = list(plan.ready), plan.loads + plan.joined
+    for _ in range(num_events):
+        if loading and (not ready or dice.random() < 0.5):
+            span = loading.pop(dice.randrange(len(loading)))
+            control.loaded(span)
+            if dice.random() < 0.3:
+                continue  # arrived, and its computation fails
+        elif ready:
+            span = ready.pop(dice.randrange(len(ready)))
+        else:
+            break
+        following = control.computed([span])
+        if following is not None:
+            ready += following.ready
+            loading += following.loads + following.joined
+    control.abandon()
+    control.check()
+    return bool(ready or loading)
+
+
+@pytest.mark.parametrize(("system", "order", "preemption"), ways())
+def test_any_layer_may_fail_at_any_event(system: str, order: str, preemption: str) -> None:
+    """What is left passes every check, and the next layers run."""
+    small, large = LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(10, 3, 4, 32, 3, 2)
+    failures = 0
+    for segments in (1, 2, 4):
+        for staging, share in ((1, 0.1), (1, 0.6), (3, 0.5), (None, 0.4), (None, 0.9)):
+            shape = Geometry((small, large, large), segments)
+            control = scheduler(shape, share, system, staging, order, preemption)
+            dice = random.Random(f"{segments} {staging} {share}")
+            for _ in range(40):
+                layer = dice.randrange(3)
+                one = shape.layers[layer]
+                chosen = dice.sample(range(one.num_experts), dice.choice([one.top_k, one.num_experts]))
+                tokens = [dice.randint(0, 3) for _ in chosen]
+                decode = [dice.random() < 0.6 for _ in chosen]
+                failures += fail_after(control, RouterRan(layer, chosen, tokens, decode, 4), dice.randrange(12), dice)
+                drive.run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice, check=True)
+    assert failures > 100
+
+
+# -- bounds and equalities -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, share: float) -> None:
+    shape = geometry(layers=4, experts=8, top_k=2, segments=segments)
+    dice = random.Random(share)
+    routers = [one_token(layer, dice.sample(range(8), 2)) for _ in range(60) for layer in range(4)]
+    loaded, in_time, num_waits = {}, {}, {}
+    for name in ("belady-global", "oracle", "oracle, at once"):
+        system = SYSTEMS[name.partition(",")[0]]
+        future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
+        known = Known(future=future)
+        control = system.scheduler(shape, split_budget(shape, int(shape.nbytes * share)), known)
+        link = InstantLink() if "at once" in name else RandomLink(random.Random(1))
+        predictor = system.predictor(shape, known)
+        prefetcher = None if predictor is None else Prefetcher(control, link, InlineChannel(predictor))
+        for step, router in enumerate(routers):
+            future.step = step
+            run_layer(control, link, router, lambda spans: None, prefetcher, drive.routed(router))
+        total = PhaseCounters()
+        for counters in control.counters:
+            total.add(counters.decode)
+        loaded[name], in_time[name], num_waits[name] = total.loaded_nbytes, total.hits, link.num_waits
+        if prefetcher is not None:
+            assert total.rates()["prediction_accuracy"] == total.rates()["accuracy"] == 1.0
+            assert total.predicted == 60 * 4 * 2 - 2, "all but what the first layer needs"
+            assert link.moved_nbytes(shape) == total.loaded_nbytes
+    assert loaded["belady-global"] <= min(loaded.values())
+    assert num_waits["oracle, at once"] == 0
+    assert in_time["oracle, at once"] > in_time["belady-global"]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("share", [2 / 32, 3 / 32, 0.25, 1.0])
+def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: int) -> None:
+    """At the least budget, too: nothing waits for ever, nothing is evicted, and nothing stays but what is to come."""
+    shape, dice = geometry(layers=4, experts=8, top_k=2, segments=segments), random.Random(0)
+    system = get_system("lru:allocation=none:prediction=counts:ahead=ring")
+    budget = system.budget(shape, split_budget(shape, int(shape.nbytes * share)))
+    assert budget.kept_slots == (0,)
+    control = drive.CheckedScheduler(shape, budget, lambda capacity: drive.LRU(), ahead="ring")
+    link = RandomLink(dice, 0.7)
+    routers = [one_token(layer, dice.sample(range(8), 2)) for _ in range(60) for layer in range(4)]
+    guesses = RandomGuesses(dice, shape, routers)
+    prefetcher = Prefetcher(control, link, InlineChannel(guesses))
+    for step, router in enumerate(routers):
+        guesses.step = step
+        if router.layer == 0:
+            prefetcher.begin_iteration(nothing_seen)
+        run_layer(control, link, router, lambda spans: None, prefetcher, drive.routed(router))
+        coming = {*control.queue.waiting, *control.slots.prefetching}
+        for eid in range(shape.num_experts):
+            held = control.slots.resident[eid] | control.slots.in_flight[eid]
+            assert not held or eid in coming, "nothing stays between layers but what is prefetched"
+    counts = [counters.decode for counters in control.counters]
+    assert sum(one.prefetched_in_time for one in counts), "staging slots are used for what is to come"
+    assert not sum(one.evicted_nbytes for one in counts)
