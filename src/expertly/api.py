@@ -15,19 +15,17 @@ import torch
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
-from expertly.engine.backends import make_backend
 from expertly.engine.compute_threads import ComputeThreads
-from expertly.engine.device_choice import choose_devices
-from expertly.engine.device_loading import make_group
+from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.division import Division, Request, divide
 from expertly.engine.footprint import give_back_unused, keep_few_primitives
+from expertly.engine.group import make_executor
 from expertly.engine.instructions import keep_off_trapped_instructions
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.prediction import Matcher, choose_matcher
 from expertly.engine.prediction_loading import make_prefetching
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.saved_choice import Settings, find_choice
-from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
@@ -82,7 +80,7 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
             parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
         )
         tokenizer = load_tokenizer(store.folder)
-        if targets[0].type == "cpu":
+        if kind_of(targets[0]).runs_on_host:
             give_back_unused()
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
@@ -134,7 +132,7 @@ def _choose(
         raise ConfigError(
             f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
         )
-    if targets[0].type == "cpu":
+    if kind_of(targets[0]).runs_on_host:
         keep_few_primitives()
         keep_off_trapped_instructions()
     choose_kernels(targets[0])  # refused before the model is packed
@@ -159,25 +157,21 @@ def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: Exi
         parts.scheduler(share.geometry, budget, chosen.known, chosen.order)
         for share, budget in zip(chosen.placement.shares, chosen.budgets, strict=True)
     ]
-    if len(targets) > 1:
-        group = make_group(chosen.placement, targets, schedulers, store, dtype, host_memory, make_backend)
-        opened.callback(group.close)
-        return group
-    (scheduler,), (budget,), geometry = schedulers, chosen.budgets, chosen.placement.geometry
     if chosen.options.decisions is not None:
-        header = header_of(parts, geometry, budget, chosen.order, chosen.known.plan)
+        (scheduler,), (budget,) = schedulers, chosen.budgets
+        header = header_of(parts, chosen.placement.geometry, budget, chosen.order, chosen.known.plan)
         file = DecisionsFile(Path(chosen.options.decisions), header)
         opened.callback(file.close)
-        scheduler = record(scheduler, file.write)
-    device = make_backend(targets[0], store, geometry, budget.pool_slots(), dtype, host_memory)
-    opened.callback(device.close)
-    return Shard(str(targets[0]), scheduler, device)
+        schedulers = [record(scheduler, file.write)]
+    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory)
+    opened.callback(executor.close)
+    return executor
 
 
 def _threads_beside_decoders(store: PackedStore, executor: Executor) -> ComputeThreads | None:
     """Where readers decode on the processors that compute."""
     (shard, *others) = executor.shards
-    if store.codec == "none" or others or shard.device.torch_device.type != "cpu":
+    if store.codec == "none" or others or not kind_of(shard.device.torch_device).runs_on_host:
         return None
     return ComputeThreads(shard.geometry, shard.scheduler.budget.memory_nbytes)
 

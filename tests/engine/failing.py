@@ -50,7 +50,7 @@ class InterruptAt:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        is_ours = "/expertly/engine/" in name or "/expertly/control/" in name or "/expertly/policies/" in name
+        is_ours = "/expertly/engine/" in name or "/expertly/scheduler/" in name or "/expertly/policies/" in name
         return self._line if is_ours else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.engine import device_loading
+from expertly.engine import cpu
 from expertly.engine.memory import kv_cache_nbytes, working_nbytes
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
@@ -220,14 +220,14 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
     cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
     config = json.loads((case.folder / "config.json").read_text())
     free = dense + cache + working_nbytes(config, 100, 4) + expert_nbytes // 2
-    monkeypatch.setattr(device_loading, "available_nbytes", lambda device: free)
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
         stats = expertly.stats(model).as_dict()
         assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
         assert "50.0% of the experts" in stats["memory_reason"] and "KV cache of 100 tokens" in stats["memory_reason"]
         assert generate(model, case.prompts) == case.tokens
         assert_streamed(model)
-    monkeypatch.setattr(device_loading, "available_nbytes", lambda device: 1 << 20)
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: 1 << 20)
     with pytest.raises(BudgetError, match=r"the least that works is .* memory auto: .* are free"):
         expertly.load(store, memory="auto", device="cpu")
     with pytest.raises(ConfigError, match="context=0"):

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import expertly
-from expertly import api
 from expertly.api import handle
 from expertly.core.errors import ConfigError, TransferError
-from expertly.engine.tiered import CudaDevice
 from expertly.model.packing import pack
 from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import planes_name
@@ -20,7 +18,7 @@ from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines
 from tests.engine.observe import loaded, prediction
-from tests.engine.test_tiered import LateStreams
+from tests.engine.streams import put_in_place
 from tests.families import HIDDEN_SIZE, generate
 from tests.weights import put_beside
 
@@ -91,14 +89,7 @@ def test_several_devices_decode_each_its_own(planes: Case) -> None:
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[CudaDevice] = []
-
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *host: Any) -> CudaDevice:
-        half = geometry.nbytes // 2
-        made.append(CudaDevice(device, LateStreams(), store, geometry, slots, dtype, half))
-        return made[0]
-
-    monkeypatch.setattr(api, "make_backend", make_backend)
+    made = put_in_place(monkeypatch, 50)
     with loaded(planes.store, memory="50%", segments=segments) as model:
         for _ in range(2):
             assert generate(model, planes.prompts) == planes.tokens

@@ -76,7 +76,7 @@ def test_a_layer_on_the_references_inputs(
 
 def scatter(model: Any) -> None:
     """Reverse the places of loose slots: an expert's segments never lie side by side again."""
-    for pool in handle(model).engine.scheduler.residency.pools:
+    for pool in handle(model).engine.scheduler.slots.pools:
         take, loose = pool.take, pool._loose
         pool.take_frame = lambda: None  # type: ignore[method-assign]
 

@@ -16,8 +16,8 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.engine import workers
-from expertly.engine.workers import Workers
+from expertly.engine import group as groups
+from expertly.engine.group import Workers
 from expertly.store.packed import experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
@@ -195,7 +195,7 @@ def test_unloading_where_transfer_threads_have_ended(cases: Cases) -> None:
 def test_a_device_whose_thread_has_ended_says_so_and_can_be_unloaded(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(groups, "_LOOK_EVERY_S", 0.05)
     case = cases["qwen3_moe"]
     model, _ = expertly.load(str(case.store), devices=TWO, memory="60%")
     assert generate(model, case.prompts) == case.tokens

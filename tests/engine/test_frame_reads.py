@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import pytest
 
 from expertly.core.errors import TransferError
 from expertly.core.messages import Span
-from expertly.engine import frame_reads
+from expertly.engine import reading
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.frames import LAYERS, FrameBench, write_store
+from tests.engine.test_transfer import soak
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,13 +101,13 @@ def test_readers_share_an_expert_and_decode_at_the_same_time(make: MakeBench, mo
         together.wait(20)
         decode(*args)
 
-    monkeypatch.setattr(frame_reads, "MIN_DECODE_NBYTES", 1)
+    monkeypatch.setattr(reading, "MIN_DECODE_NBYTES", 1)
     monkeypatch.setattr(FrameDecoder, "decode", meet)
     make().load([Span(0, 2, 0, 1, 0)])
 
 
 def test_what_no_scratch_would_hold_is_cut_at_frames(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_reads, "MAX_SCRATCH_NBYTES", 4096)  # so one frame and its pages
+    monkeypatch.setattr(reading, "MAX_SCRATCH_NBYTES", 4096)  # so one frame and its pages
     reads = Reads(monkeypatch)
     bench = make()
     bench.load(bench.spans())
@@ -146,47 +146,14 @@ def test_a_damaged_frame_is_told_and_never_decoded(own: PackedStore, make: MakeB
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_soak(segments: int, make: MakeBench) -> None:
-    """Whatever races with what, every span comes once or is withdrawn, with its own bytes."""
-    bench = make(segments)
-    readers, dice = bench.readers, random.Random(segments)
+    bench, dice = make(segments), random.Random(segments)
     spans = bench.spans()
-    in_flight: set[Span] = set()
-    ahead: set[Span] = set()
-    counts = {"arrived": 0, "withdrawn": 0, "drained": 0}
 
-    def arrived(span: Span) -> None:
-        bench.check(span)
-        in_flight.remove(span)
-        ahead.discard(span)
-        counts["arrived"] += 1
-
-    end = time.perf_counter() + 1.0
-    while time.perf_counter() < end:
-        what = dice.random()
-        if what < 0.4:
-            new = [one for one in dice.sample(spans, 3) if one not in in_flight]
-            in_flight.update(new)
-            if dice.random() < 0.5:
-                readers.submit(new)
-            else:
-                ahead.update(new)
-                readers.submit_ahead(new)
-        elif what < 0.55:
-            for one in readers.withdraw(dice.randrange(3)):
-                del bench.slots[one]
-                ahead.remove(one)
-                in_flight.remove(one)
-                counts["withdrawn"] += 1
-        elif what < 0.98:
-            if in_flight:
-                arrived(readers.wait())
+    def is_over(one: Span, has_arrived: bool) -> None:
+        if has_arrived:
+            bench.check(one)
         else:
-            readers.drain()
-            counts["drained"] += 1
-            bench.slots.clear()
-            in_flight.clear()
-            ahead.clear()
-    while in_flight:
-        arrived(readers.wait())
-    assert min(counts.values()) > 5
-    assert readers.stats()["disk_nbytes"] > 0
+            del bench.slots[one]
+
+    counts = soak(bench.readers, dice, lambda: dice.sample(spans, 3), is_over)
+    assert min(counts.values()) > 3 and bench.readers.stats()["disk_nbytes"] > 0

@@ -27,7 +27,7 @@ from expertly.core.errors import (
     ModelUseError,
     StoreError,
 )
-from expertly.engine.frame_reads import make_source
+from expertly.engine.reading import make_source
 from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile

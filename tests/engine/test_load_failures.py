@@ -10,6 +10,8 @@ import pytest
 import expertly
 from expertly import api
 from expertly.core.errors import ConfigError
+from expertly.engine import cpu
+from expertly.engine import group as groups
 from tests.engine.conftest import Cases
 from tests.engine.observe import open_files, reader_threads
 
@@ -20,7 +22,7 @@ def raising(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(api, "record"), (api, "make_backend"), (api, "Device"), (api, "Engine")],
+    [(api, "record"), (cpu.KIND, "make"), (groups, "Shard"), (api, "Engine")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(

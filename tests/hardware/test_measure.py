@@ -78,7 +78,7 @@ def test_a_disk_that_fails_is_an_error_of_ours(scratch: measure.ScratchFile, mon
     def fail(*args, **kwargs):
         raise TransferError("a bad block")
 
-    monkeypatch.setattr("expertly.engine.reads.ExpertFile.read_into", fail)
+    monkeypatch.setattr("expertly.engine.reading.ExpertFile.read_into", fail)
     with pytest.raises(TransferError, match="a bad block"):
         measure.measure_disk(scratch.path, MIB, 2, seconds=0.05)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import expertly
 from expertly import api
-from expertly.engine.tiered import CudaDevice
 from expertly.serve.readings import Readings
-from tests.engine.test_tiered import LateStreams
+from tests.engine.streams import put_in_place
 
 
 def test_host_memory_is_that_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_backend(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, *rest: Any) -> CudaDevice:
-        return CudaDevice(device, LateStreams(), store, geometry, slots, dtype, geometry.nbytes // 2)
-
-    monkeypatch.setattr(api, "make_backend", make_backend)
+    put_in_place(monkeypatch, 50)
     model, tokenizer = expertly.load(memory="25%", dtype="float32", device="cpu", system="lru")
     try:
         readings = Readings(api.handle(model))

@@ -12,9 +12,9 @@ import pytest
 
 import expertly
 from expertly import api
+from expertly.engine import cpu
 from expertly.engine.learned import reuse_models
 from expertly.scheduler.presets import get_system
-from expertly.tuning import player as players
 from expertly.tuning.candidates import Candidate
 from expertly.tuning.deadline import Deadline
 from expertly.tuning.player import EnginePlayer
@@ -79,7 +79,7 @@ def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, wo
 def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learned(
     player: EnginePlayer, workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(players, "available_nbytes", lambda device: 0)
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: 0)
     fmoe, lru = candidate(workload, "fmoe"), candidate(workload, "lru")
     player.play(fmoe, workload.requests[1])
     learned = num_maps(player, fmoe)

@@ -1,22 +1,26 @@
-"""Slots in RAM, filled straight from disk."""
+"""The CPU: slots in RAM, filled straight from disk. `cpu:i` is a logical device with slots and threads of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from typing import Any
 
 import torch
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.numa import MemoryNode
-from expertly.engine.pool import HostPool
-from expertly.engine.reads import ExtentSource
+from expertly.engine.device import Device
+from expertly.engine.memory import available_host_nbytes
+from expertly.engine.numa import MemoryNode, node_of_cpu_device
+from expertly.engine.reading import ExtentSource, HostPool
 from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
 
 
 class CpuDevice:
-    """The device tier is RAM; there is no host tier. See Device."""
+    """Computing is synchronous: when a span has been read it can be used, and afterwards its slots are free."""
 
     def __init__(
         self,
@@ -29,20 +33,12 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.queues_uses = False
         self.node = node
-        self._pool: HostPool | None = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
-        self._readers = readers = Readers(store, geometry, self._buffer, node=node)
+        self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
+        self.rows = self._pool.rows
+        self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)
         self.submit, self.submit_ahead, self.withdraw = readers.submit, readers.submit_ahead, readers.withdraw
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waited_ns = 0
-
-    def _buffer(self, span: Span) -> memoryview:
-        assert self._pool is not None
-        return self._pool.buffer(span.layer, span.slot, span.num_segments)
-
-    def rows(self, layer: int) -> torch.Tensor:
-        """[S * I/P, M, H], see Device."""
-        assert self._pool is not None
-        return self._pool.rows(layer)
 
     def begin(self) -> None:
         """Always possible."""
@@ -54,9 +50,65 @@ class CpuDevice:
         return span
 
     def used(self, span: Span) -> None:
-        """Computing is synchronous here: nothing to remember."""
+        """Nothing to remember."""
 
     def close(self) -> None:
-        """End the readers and let go of the slots."""
         self._readers.close()
-        self._pool = None
+        self._pool.close()
+
+
+class NoHandover:
+    """Nothing is queued: what has been called has been done."""
+
+    def give(self) -> None:
+        """No mark is needed."""
+
+    def take(self, mark: None, device: torch.device) -> None:
+        """Nothing to wait for."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Nothing reads it later."""
+
+
+class _Cpu:
+    runs_on_host = True
+
+    def check(self, device: torch.device, field: str) -> None:
+        """There is always one."""
+
+    def name(self, device: torch.device) -> None:
+        return None
+
+    def memory_of(self, device: torch.device) -> str:
+        return "cpu"
+
+    def available_nbytes(self, device: torch.device) -> int:
+        return available_host_nbytes()
+
+    def memory_node(self, device: torch.device) -> MemoryNode | None:
+        return None if device.index is None else node_of_cpu_device(device.index)
+
+    def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
+        if host_memory != "auto":
+            raise ConfigError(f"host_memory={host_memory!r}: there is no host tier behind {device}; accepted: auto")
+        return 0
+
+    def make(
+        self,
+        device: torch.device,
+        store: ExtentSource,
+        geometry: Geometry,
+        slots_per_class: list[int],
+        dtype: torch.dtype,
+        host_nbytes: int,
+    ) -> Device:
+        return CpuDevice(store, geometry, slots_per_class, dtype, self.memory_node(device))
+
+    def handover(self, home: torch.device) -> NoHandover:
+        return NoHandover()
+
+    def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+KIND = _Cpu()

@@ -1,18 +1,543 @@
-"""CUDA: a copy stream, events, and page-locked host memory. The only file of the engine that uses torch.cuda."""
+"""CUDA: slots on an accelerator, filled from host memory over a copy stream, which is filled from disk.
+
+The only file of the engine that uses torch.cuda. All but CudaStreams and CudaHandover runs on any Streams, so without
+an accelerator, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from expertly.core.errors import ConfigError
+from expertly.core.errors import BudgetError, ConfigError, ModelUseError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
+from expertly.core.resources import parse_memory
+from expertly.engine.device import Device
+from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
+from expertly.engine.numa import MemoryNode, node_of_pci_device
+from expertly.engine.reading import ExtentSource, HostPool, layer_rows
+from expertly.engine.transfer import Readers
+from expertly.policies.eviction.simple import LRU
+from expertly.scheduler.budget import class_segment_nbytes, split_budget
+from expertly.scheduler.cache import Partition
+from expertly.scheduler.slots import SlotTable
+
+# -- the device ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A device span under way: the host spans it still waits for, and the mark behind its last copy."""
+
+    span: Span
+    is_prefetch: bool = False
+    was_read: bool = False  # from disk, for this transfer
+    waits_for: dict[Span, None] = field(default_factory=dict)
+    mark: Any = None
+
+
+class CudaDevice:
+    """disk -> host tier -> device. A `Streams` makes it CUDA.
+
+    Disk and copy stream each serve loads first. A copy that is queued cannot be recalled: one prefetched segment is on
+    the stream at a time, and only behind kernels and loads that have run, so that a load finds one segment before it at
+    most. Prefetches move on when `poll` or `wait` is called.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        store: ExtentSource,
+        geometry: Geometry,
+        slots_per_class: list[int],
+        dtype: torch.dtype,
+        host_nbytes: int,
+        node: MemoryNode | None = None,
+    ) -> None:
+        """`host_nbytes`: pinned RAM."""
+        self.torch_device = device
+        self.queues_uses = True
+        self.node = node
+        self._waited_ns = 0
+        self._streams = streams
+        self._geometry = geometry
+        sizes = class_segment_nbytes(geometry)
+        flats = [
+            torch.empty(num_slots * nbytes, dtype=torch.uint8, device=device)
+            for num_slots, nbytes in zip(slots_per_class, sizes, strict=True)
+        ]
+        self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
+        self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
+        self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
+        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node)
+        self._unpin: list[Callable[[], None]] = []
+        try:
+            for memory in self.tier.pool.regions:
+                self._unpin.append(streams.register(memory))
+        except BaseException:  # the readers run already, and hold all of the memory
+            self.close()
+            raise
+        self._waiting: dict[Span, _Transfer] = {}  # by host span being read
+        self._copying: deque[_Transfer] = deque()  # loads whose last copy is queued
+        self._backlog: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
+        self._load_mark: Any = None  # behind the last copy of a load
+        self._prefetches: deque[_Transfer] = deque()  # not asked of the host tier, or it had no room
+        self._in_host: deque[_Transfer] = deque()  # prefetches that the host tier has, and may yet evict for a load
+        self._prefetch_copy: _Transfer | None = None  # the one on the stream
+        self._copied_nbytes = 0
+        self._hit_nbytes = 0
+
+    def rows(self, layer: int) -> torch.Tensor:
+        return self._rows[layer]
+
+    def begin(self) -> None:
+        if self._streams.is_capturing():
+            raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        """Copy what the host has at once; the rest when it has been read."""
+        self._backlog.extend([_Transfer(span) for span in spans])
+        self._start()
+
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            assert span.num_segments == 1, "a load never waits for more than a segment"
+            self._prefetches.append(_Transfer(span, is_prefetch=True))
+        self._begin_prefetches()
+
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        """What is neither being read nor copied has not begun."""
+
+        def is_meant(transfer: _Transfer) -> bool:
+            return transfer.span.layer == layer and (experts is None or transfer.span.expert in experts)
+
+        cancelled: list[Span] = []
+        for queue in (self._in_host, self._prefetches):
+            cancelled += [transfer.span for transfer in queue if is_meant(transfer)]
+            left = [transfer for transfer in queue if not is_meant(transfer)]
+            queue.clear()
+            queue.extend(left)
+        cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.withdraw(layer, experts)]
+        for transfer in self._waiting.values():
+            if is_meant(transfer):
+                transfer.is_prefetch = False
+        if self._prefetch_copy is not None and is_meant(self._prefetch_copy):
+            self._promote_copy()
+        return cancelled
+
+    def poll(self) -> Span | None:
+        while self._waiting and (host_span := self.tier.readers.poll()) is not None:
+            self._read(host_span)
+        span = None
+        if self._copying and self._streams.is_past(self._copying[0].mark):
+            span = self._take()
+        elif self._prefetch_copy is not None and self._streams.is_past(self._prefetch_copy.mark):
+            self._streams.hold_compute(self._prefetch_copy.mark)
+            span, self._prefetch_copy = self._prefetch_copy.span, None
+        self._begin_prefetches()
+        return span
+
+    def wait(self) -> Span:
+        """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
+        start = time.perf_counter_ns()
+        while not self._copying:
+            is_awaited = bool(self._backlog) or not all(transfer.is_prefetch for transfer in self._waiting.values())
+            if not is_awaited and self._promote_next():
+                continue
+            if self._waiting:
+                self._read(self.tier.readers.wait())
+            else:
+                self._start()
+        span = self._take()
+        self._begin_prefetches()
+        self._waited_ns += time.perf_counter_ns() - start
+        return span
+
+    def used(self, span: Span) -> None:
+        mark = self._streams.mark_compute()
+        uses = self._last_use[self._geometry.size_classes[span.layer]]
+        uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
+
+    def drain(self) -> None:
+        for queue in (self._copying, self._backlog, self._prefetches, self._in_host):
+            queue.clear()
+        self._waiting.clear()
+        self._prefetch_copy = self._load_mark = None
+        self.tier.abandon()
+        self._streams.synchronize()
+        self._busy.clear()
+        self.tier.check()  # an interrupt in the middle of a decision shows here
+
+    @property
+    def waited_ns(self) -> int:
+        """Of the host, and while the compute stream was held for copies."""
+        self._waited_ns += self._streams.stall_ns()
+        return self._waited_ns
+
+    def stats(self) -> dict[str, int]:
+        """What its readers moved, bytes of weights served from host memory, and bytes copied to the device."""
+        return {
+            **self.tier.readers.stats(),
+            "host_hit_nbytes": self._hit_nbytes,
+            "copied_nbytes": self._copied_nbytes,
+        }
+
+    def close(self) -> None:
+        if self._rows:
+            self.tier.readers.close()
+            self._streams.synchronize()
+            for undo in self._unpin:
+                undo()
+            self._unpin, self._rows = [], []
+            self.tier.pool.close()
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin what waits for room in the host tier."""
+        while self._backlog:
+            request = self.tier.request(self._backlog[0].span)
+            if request is None:
+                if not self._recall():
+                    return
+                continue
+            transfer = self._backlog.popleft()
+            found, reads = request
+            for host_span in found:
+                self._copy(transfer, host_span)
+                if not transfer.was_read:
+                    self._hit_nbytes += self._nbytes(host_span)
+            transfer.waits_for = dict.fromkeys(reads)
+            self._waiting.update(dict.fromkeys(reads, transfer))
+            if not reads:
+                self._copying.append(transfer)
+
+    def _recall(self) -> bool:
+        """Take the host tier's room back from prefetches whose reads have not begun; whether there was any."""
+        recalled = [self._waiting.pop(host_span) for host_span in self.tier.withdraw()]
+        for transfer in reversed(recalled):
+            transfer.waits_for.clear()
+            self._prefetches.appendleft(transfer)
+        return bool(recalled)
+
+    def _read(self, host_span: Span) -> None:
+        self.tier.arrived(host_span)
+        transfer = self._waiting.pop(host_span)
+        del transfer.waits_for[host_span]
+        if transfer.is_prefetch:
+            self._in_host.append(transfer)
+        else:
+            self._copy(transfer, host_span)
+            if not transfer.waits_for:
+                self._copying.append(transfer)
+        self._start()
+
+    # -- prefetches ----------------------------------------------------------------------------------------------------
+
+    def _begin_prefetches(self) -> None:
+        """Ask the host tier for prefetches, and copy a segment of one if the stream is free."""
+        if self._prefetches and not self._backlog:
+            spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._in_host}
+            while self._prefetches:
+                request = self.tier.request(self._prefetches[0].span, True, spared)
+                if request is None:
+                    break
+                transfer, (_, reads) = self._prefetches.popleft(), request
+                if reads:
+                    transfer.was_read = True
+                    transfer.waits_for = dict.fromkeys(reads)
+                    self._waiting.update(dict.fromkeys(reads, transfer))
+                else:
+                    spared.add(self._geometry.expert_id(transfer.span.layer, transfer.span.expert))
+                    self._in_host.append(transfer)
+        if self._in_host and self._prefetch_copy is None and self._is_stream_free():
+            self._begin_copy()
+
+    def _begin_copy(self) -> None:
+        """Queue the next copy of a prefetch, unless kernels still read the slots it goes to."""
+        while self._in_host:
+            transfer = self._in_host[0]
+            found = self.tier.find(transfer.span)
+            if not found:  # a load has taken its room
+                transfer.was_read = False
+                self._prefetches.appendleft(self._in_host.popleft())
+                continue
+            if all(self._streams.is_past(mark) for mark in self._uses_of(transfer.span)):
+                self._prefetch_copy = self._in_host.popleft()
+                for host_span in found:
+                    self._copy(transfer, host_span)
+                    if not transfer.was_read:
+                        self._hit_nbytes += self._nbytes(host_span)
+            return
+
+    def _is_stream_free(self) -> bool:
+        """No load is queued on the copy stream or being copied."""
+        if self._load_mark is not None and self._streams.is_past(self._load_mark):
+            self._load_mark = None
+        return self._load_mark is None
+
+    def _promote_copy(self) -> None:
+        """Somebody waits for the prefetch that is on the stream."""
+        transfer = self._prefetch_copy
+        assert transfer is not None
+        self._prefetch_copy = None
+        self._copying.appendleft(transfer)  # it was queued before all loads that have not run
+        if self._load_mark is None:
+            self._load_mark = transfer.mark
+
+    def _promote_next(self) -> bool:
+        """Go on with the next prefetch as with a load; False where it is being read."""
+        if self._prefetch_copy is not None:
+            self._promote_copy()
+            return True
+        queue = self._in_host or (None if self._waiting else self._prefetches)
+        if not queue:
+            return False
+        self._backlog.append(queue.popleft())
+        self._backlog[-1].is_prefetch = False
+        self._start()
+        return True
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def _copy(self, transfer: _Transfer, source: Span) -> None:
+        """Queue the copy of a host span into its part of the device span, after the last use of those slots."""
+        layer, span = source.layer, transfer.span
+        neurons = self._geometry.neurons_per_segment(layer)
+        slot = span.slot + source.segment - span.segment
+        uses = self._last_use[self._geometry.size_classes[layer]]
+        slots = range(slot, slot + source.num_segments)
+        after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
+        target = self._rows[layer][slot * neurons : (slot + source.num_segments) * neurons]
+        rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
+        self._streams.copy(target, rows, after)
+        self._copied_nbytes += self._nbytes(source)
+        transfer.mark = self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
+        if not transfer.is_prefetch:
+            self._load_mark = transfer.mark
+
+    def _uses_of(self, span: Span) -> list[Any]:
+        """Marks behind the kernels that read the span's slots last."""
+        uses = self._last_use[self._geometry.size_classes[span.layer]]
+        return [uses[slot] for slot in range(span.slot, span.slot + span.num_segments) if slot in uses]
+
+    def _nbytes(self, span: Span) -> int:
+        return span.num_segments * self._geometry.segment_nbytes(span.layer)
+
+    def _take(self) -> Span:
+        transfer = self._copying.popleft()
+        self._streams.hold_compute(transfer.mark)
+        return transfer.span
+
+    def _is_busy(self, eid: int) -> bool:
+        mark = self._busy.get(eid)
+        if mark is None:
+            return False
+        if self._streams.is_past(mark):
+            del self._busy[eid]
+            return False
+        return True
+
+    def _wait_idle(self) -> None:
+        self._streams.synchronize()
+        self._busy.clear()
+
+
+# -- the RAM behind it ---------------------------------------------------------------------------------------------
+
+
+class HostTier:
+    """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots.
+
+    `is_busy(expert id)` says that a copy out of the expert's host slots may still be running: it is not evicted.
+    `wait_idle()` makes no expert busy.
+    """
+
+    def __init__(
+        self,
+        store: ExtentSource,
+        geometry: Geometry,
+        memory_nbytes: int,
+        dtype: torch.dtype,
+        is_busy: Callable[[int], bool],
+        wait_idle: Callable[[], None],
+        node: MemoryNode | None = None,
+    ) -> None:
+        try:
+            slots = split_budget(geometry, memory_nbytes).pool_slots()
+        except BudgetError as error:
+            raise BudgetError(f"host_{error}") from None
+        self._slot_nbytes = class_segment_nbytes(geometry)
+        self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
+        """Of all its slots."""
+        self._geometry = geometry
+        self._slots = SlotTable(geometry, slots)
+        self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
+        self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
+        self.readers = Readers(store, geometry, self.pool.buffer, node=node)
+        self._is_busy, self._wait_idle = is_busy, wait_idle
+        self._loading: dict[Span, None] = {}
+
+    def request(
+        self, wanted: Span, is_prefetch: bool = False, spared: Container[int] = ()
+    ) -> tuple[list[Span], list[Span]] | None:
+        """(host spans that are here, host spans now to be read) of a device span; None: no room until reads end.
+
+        `is_prefetch`: read behind all others, and have room only where nothing must be waited for and no expert of
+        `spared` (ids) goes.
+        """
+        geometry, slots = self._geometry, self._slots
+        eid, mask = self._segments(wanted)
+        cache = self._caches[geometry.size_classes[wanted.layer]]
+        here, missing = mask & slots.resident[eid], mask & ~slots.resident[eid]
+        assert not missing & slots.in_flight[eid], "a device span is asked for once"
+        if missing:
+            if not self._make_room(cache, missing.bit_count(), eid, is_prefetch, spared):
+                return None
+            cache.keep(eid, missing)
+        cache.policy.used([eid], [1], 1)
+        found = slots.spans(eid, here) if here else []
+        reads = slots.allocate(eid, missing, slots.awaited) if missing else []
+        self._loading.update(dict.fromkeys(reads))
+        (self.readers.submit_ahead if is_prefetch else self.readers.submit)(reads)
+        return found, reads
+
+    def find(self, wanted: Span) -> list[Span]:
+        """The host spans of a device span that is here; none where a part of it is not."""
+        eid, mask = self._segments(wanted)
+        if self._slots.resident[eid] & mask != mask:
+            return []
+        return self._slots.spans(eid, mask)
+
+    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
+        """Give up prefetched host spans of this layer, or of these experts of it, or all, that no reader has begun."""
+        cancelled = self.readers.withdraw(layer, experts)
+        for span in cancelled:
+            del self._loading[span]
+            self._release(span)
+        return cancelled
+
+    def arrived(self, span: Span) -> None:
+        """A host span has been read."""
+        del self._loading[span]
+        eid, mask = self._segments(span)
+        self._slots.arrived(eid, mask, self._slots.awaited)
+
+    def abandon(self) -> None:
+        """Nothing is being read any more; what had not arrived is absent again."""
+        self.readers.drain()
+        for span in self._loading:
+            self._release(span)
+        self._loading.clear()
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Of the segments that are here. Any thread may ask."""
+        geometry = self._geometry
+        return sum(
+            mask.bit_count() * self._slot_nbytes[geometry.size_classes[geometry.layer_of_expert(eid)]]
+            for eid, mask in enumerate(self._slots.resident)
+        )
+
+    def check(self) -> None:
+        """Slots, masks and budget agree."""
+        slots = self._slots
+        slots.check()
+        kept: dict[int, int] = {}
+        for cache in self._caches:
+            assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
+            kept.update(cache.kept)
+        loading = [0] * self._geometry.num_experts
+        for span in self._loading:
+            eid, mask = self._segments(span)
+            loading[eid] |= mask
+        assert loading == slots.in_flight
+        held = [here | coming for here, coming in zip(slots.resident, slots.in_flight, strict=True)]
+        assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
+
+    def _segments(self, span: Span) -> tuple[int, int]:
+        """The expert id and the mask of its segments."""
+        eid = self._geometry.expert_id(span.layer, span.expert)
+        return eid, ((1 << span.num_segments) - 1) << span.segment
+
+    def _release(self, span: Span) -> None:
+        eid, mask = self._segments(span)
+        self._caches[self._geometry.size_classes[span.layer]].drop(eid, mask)
+        self._slots.release(eid, mask)
+
+    def _make_room(
+        self, cache: Partition, num_segments: int, wanted: int, is_prefetch: bool, spared: Container[int]
+    ) -> bool:
+        short = num_segments - cache.room
+        if short <= 0:
+            return True
+        victims = cache.evict(short, _Protected(wanted, self._slots, lambda e: e in spared or self._is_busy(e)))
+        if victims is None:
+            if is_prefetch or self._loading:
+                return False
+            self._wait_idle()
+            victims = cache.evict(short, _Protected(wanted, self._slots, lambda eid: False))
+        assert victims is not None, "the host tier holds at least one token's experts"
+        for eid, mask in victims:
+            self._slots.release(eid, mask)
+        return True
+
+
+class _Protected:
+    """The experts that may not be evicted now, as a container."""
+
+    def __init__(self, wanted: int, slots: SlotTable, is_busy: Callable[[int], bool]) -> None:
+        self._wanted, self._slots, self._is_busy = wanted, slots, is_busy
+
+    def __contains__(self, eid: object) -> bool:
+        assert isinstance(eid, int)
+        return eid == self._wanted or bool(self._slots.in_flight[eid]) or self._is_busy(eid)
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+class Streams(Protocol):
+    """One stream that computes and one that copies. Marks are events: `Any`, made and read only here."""
+
+    def is_capturing(self) -> bool:
+        """Whether what is queued on the compute stream is recorded instead of run."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
+        """Queue a copy on the copy stream, after these marks of the compute stream."""
+
+    def mark_copy(self) -> Any:
+        """A mark behind everything queued on the copy stream."""
+
+    def mark_compute(self) -> Any:
+        """A mark behind everything queued on the compute stream."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether everything before the mark has run. Does not wait."""
+
+    def hold_compute(self, mark: Any) -> None:
+        """The compute stream goes on only when the mark is past. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on both streams."""
+
+    def stall_ns(self) -> int:
+        """Time the compute stream was held, of holds that have ended since the last call."""
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Pin host memory for copies; call the result to undo."""
 
 
 class CudaStreams:
-    """See device_streams.Streams. No call but `synchronize` makes the host wait."""
+    """No call but `synchronize` makes the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -21,7 +546,6 @@ class CudaStreams:
         self._spare: list[Any] = []
 
     def is_capturing(self) -> bool:
-        """A CUDA graph is being made."""
         return torch.cuda.is_current_stream_capturing()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
@@ -32,15 +556,12 @@ class CudaStreams:
             target.copy_(source, non_blocking=True)
 
     def mark_copy(self) -> Any:
-        """An event on the copy stream."""
         return self._copy_stream.record_event()
 
     def mark_compute(self) -> Any:
-        """An event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def is_past(self, mark: Any) -> bool:
-        """Ask the event."""
         return bool(mark.query())
 
     def hold_compute(self, mark: Any) -> None:
@@ -55,12 +576,10 @@ class CudaStreams:
         self._holds.append((before, after))
 
     def synchronize(self) -> None:
-        """Wait for the copy stream and the current stream."""
         self._copy_stream.synchronize()
         torch.cuda.current_stream(self._device).synchronize()
 
     def stall_ns(self) -> int:
-        """Sum the holds that have ended."""
         total = 0
         while self._holds and self._holds[0][1].query():
             before, after = self._holds.popleft()
@@ -84,13 +603,12 @@ class CudaStreams:
 
 
 class CudaHandover:
-    """See device_group.Handover; `home` is the first device. Which stream is current is each thread's own."""
+    """`home` is the first device. Which stream is current is each thread's own."""
 
     def __init__(self, home: torch.device) -> None:
         self._home = home
 
     def give(self) -> Any:
-        """An event on this thread's stream of the first device."""
         return torch.cuda.current_stream(self._home).record_event()
 
     def take(self, mark: Any, device: torch.device) -> None:
@@ -103,14 +621,64 @@ class CudaHandover:
         tensor.record_stream(torch.cuda.current_stream(self._home))
 
 
-def pci_address(device: torch.device) -> str | None:
-    """As sysfs spells it: domain:bus:device.function; None where torch does not say."""
-    found: Any = torch.cuda.get_device_properties(device)
-    domain, bus, number = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    return None if None in (domain, bus, number) else f"{domain:04x}:{bus:02x}:{number:02x}.0"
+# -- the kind --------------------------------------------------------------------------------------------------------
 
 
-def available_device_nbytes(device: torch.device) -> int:
-    """Device memory that is free now, what torch caches and does not use included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+class _Cuda:
+    runs_on_host = False
+
+    def check(self, device: torch.device, field: str) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != device.type:
+            why = "this machine (or this torch) has no CUDA device"
+            raise ConfigError(f"{field}={str(device)!r}: {why}; accepted: cpu")
+        count = torch.accelerator.device_count()
+        if device.index is not None and device.index >= count:
+            accepted = ", ".join(f"cuda:{i}" for i in range(count))
+            raise ConfigError(f"{field}={str(device)!r}: there is no such device; accepted: {accepted}")
+
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def memory_of(self, device: torch.device) -> str:
+        return str(device)
+
+    def available_nbytes(self, device: torch.device) -> int:
+        """What is free now, what torch caches and does not use included."""
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def memory_node(self, device: torch.device) -> MemoryNode | None:
+        """By the PCI address, as sysfs spells it: domain:bus:device.function; None where torch does not say."""
+        found: Any = torch.cuda.get_device_properties(device)
+        domain, bus, number = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        if None in (domain, bus, number):
+            return None
+        return node_of_pci_device(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+
+    def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
+        nbytes = parse_memory(host_memory, expert_nbytes)
+        if nbytes is None:
+            nbytes = max(0, min(expert_nbytes, available_host_nbytes() - WORKING_NBYTES))
+        return nbytes
+
+    def make(
+        self,
+        device: torch.device,
+        store: ExtentSource,
+        geometry: Geometry,
+        slots_per_class: list[int],
+        dtype: torch.dtype,
+        host_nbytes: int,
+    ) -> Device:
+        node, streams = self.memory_node(device), CudaStreams(device)
+        return CudaDevice(device, streams, store, geometry, slots_per_class, dtype, host_nbytes, node)
+
+    def handover(self, home: torch.device) -> CudaHandover:
+        return CudaHandover(home)
+
+    def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        return torch.Stream(device)
+
+
+KIND = _Cuda()

@@ -10,7 +10,8 @@ import torch
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
-from expertly.engine.device_loading import choose_amounts, shares_of, split_over
+from expertly.engine.device import kind_of
+from expertly.engine.group import choose_amounts, shares_of, split_over
 from expertly.engine.memory import WORKING_NBYTES, kv_cache_nbytes, working_nbytes
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.system import System
@@ -84,7 +85,7 @@ def _amounts(
         tokens = context or DEFAULT_CONTEXT
         itemsize = geometries[0].layers[0].itemsize
         cache = kv_cache_nbytes(store.config, tokens, itemsize)
-        is_host = targets[0].type == "cpu"
+        is_host = kind_of(targets[0]).runs_on_host
         working = working_nbytes(store.config, tokens, itemsize) if is_host else WORKING_NBYTES
         return choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens, working)
     over = f" over {len(targets)} devices" if len(targets) > 1 else ""

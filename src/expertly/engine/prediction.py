@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import IterationInfo, Routed
 from expertly.engine.collector import Collector
+from expertly.engine.device import kind_of
 from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, SavedState
 from expertly.engine.matcher import ThreadChannel
 from expertly.engine.runtime import Executor
@@ -135,6 +136,5 @@ def _thread_of(device: torch.device) -> Iterator[None]:
     """Where the matcher thread runs: what it is told was computed when it was told, so it need not wait for what the
     model has queued since.
     """
-    stream: Any = contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
-    with torch.inference_mode(), stream:
+    with torch.inference_mode(), kind_of(device).beside(device):
         yield

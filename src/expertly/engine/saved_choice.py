@@ -12,10 +12,10 @@ import torch
 
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.engine.choices import Choice, Machine, read_choices
+from expertly.engine.device import kind_of
 from expertly.engine.division import Request, divide
 from expertly.engine.learned import AUTO, find_weights
 from expertly.hardware.machine import cpu_name
-from expertly.hardware.measure_cuda import device_name
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system
 from expertly.store.cache import entry_folder, learned_beside
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 def this_machine(device: torch.device) -> Machine:
     """The one that a model runs on."""
     cpu = cpu_name() or "unknown"
-    name = device_name(device) if device.type == "cuda" else cpu
+    name = kind_of(device).name(device) or cpu
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(device.type, name, cpu, num_cpus, torch.get_num_threads())
 

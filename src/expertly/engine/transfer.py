@@ -1,11 +1,11 @@
-"""Reader threads: from the packed store into slots, several reads in flight, demands first."""
+"""Reader threads: from the packed store into slots, several reads in flight, loads before prefetches."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.frame_reads import make_source
 from expertly.engine.numa import MemoryNode
-from expertly.engine.reads import ExtentSource, Load, Moved, Read
+from expertly.engine.reading import ExtentSource, Moved, Read, make_source
 
 NUM_READERS = 4
 """Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
@@ -29,8 +28,8 @@ class _Ticket:
     """One span under way."""
 
     span: Span
-    load: Load
-    is_ahead: bool
+    disk_nbytes: int
+    is_prefetch: bool
     reads_left: int
     error: Exception | None = None
 
@@ -43,8 +42,8 @@ class _Job(NamedTuple):
 class Readers:
     """Submit spans, then take them back as they arrive, in any order. One caller thread.
 
-    What is submitted ahead begins only while no demand is queued or being read. One span of it is under way at a time,
-    or as many small ones as there are readers: that is all a demand may find before it (fMoE, section 4.5).
+    A prefetch begins only while no load is queued or being read. One prefetched span is under way at a time, or as many
+    small ones as there are readers: a load finds no more than that before it (fMoE, section 4.5).
 
     The caller's thread takes no lock: an interrupt could come between taking and giving it back, and stop the readers.
     A reader that ends, whatever ended it, is told of by `poll` and `wait`, and replaced by `drain`.
@@ -58,22 +57,23 @@ class Readers:
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
     ) -> None:
+        """`buffer_of` gives the bytes of a span's slots; `node`: where the threads run."""
         self._source = make_source(store, geometry, num_readers)
         self._buffer_of = buffer_of
         self._num_readers = num_readers
         self._node = node
-        self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # of what has begun
+        self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # begun; None ends a reader
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
         self._ended_by: BaseException | None = None  # what ended a reader
-        self._ahead: deque[list[_Job]] = deque()  # spans not begun; whoever removes one has it
+        self._prefetches: deque[list[_Job]] = deque()  # spans not begun; whoever removes one has it
         self._lock = threading.Lock()  # of the readers
-        self._num_demanded = 0  # spans; written by the caller
-        self._num_served = 0  # of these, read; written by the readers
-        self._num_ahead_reads = 0  # begun and not ended; written by the readers
+        self._num_loads = 0  # spans; written by the caller
+        self._num_loads_read = 0  # of these; written by the readers
+        self._num_prefetch_reads = 0  # begun and not ended; written by the readers
         self.num_in_flight = 0
-        """Spans submitted and neither taken back nor withdrawn."""
+        """Spans submitted and neither taken back nor cancelled."""
         self.asked_nbytes = 0
-        """Asked of the disk, for all spans submitted and not withdrawn or dropped before they were begun."""
+        """Asked of the disk, for all spans submitted and not cancelled or dropped before they were begun."""
         self.buffered_nbytes = 0
         """What was read through the page cache."""
         self.decoded_nbytes = 0
@@ -82,52 +82,56 @@ class Readers:
         """Processor time that this took, of all readers."""
         self._threads = [self._start(i) for i in range(num_readers)]
 
-    def submit(self, spans: Iterable[Span]) -> None:
+    def submit(self, spans: Sequence[Span]) -> None:
         """Start reading; large spans are cut over the readers, small ones travel together."""
-        spans = list(spans)
-        self._num_demanded += len(spans)  # from here on nothing else begins
+        self._num_loads += len(spans)  # from here on no prefetch begins
         batch: list[_Job] = []
         batch_nbytes = 0
         for span in spans:
             self.num_in_flight += 1
-            jobs = self._make(span, False)
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._jobs.put([job])
+            buffer = self._buffer_of(span)
+            reads, disk_nbytes = self._source.reads(span, buffer)
+            self.asked_nbytes += disk_nbytes
+            ticket = _Ticket(span, disk_nbytes, False, len(reads))
+            if len(reads) > 1:
+                for read in reads:
+                    self._jobs.put([_Job(ticket, read)])
                 continue
-            batch += jobs
-            batch_nbytes += jobs[0].ticket.load.nbytes
+            batch.append(_Job(ticket, reads[0]))
+            batch_nbytes += len(buffer)
             if batch_nbytes >= self._source.batch_nbytes:
                 self._jobs.put(batch)
                 batch, batch_nbytes = [], 0
         if batch:
             self._jobs.put(batch)
 
-    def submit_ahead(self, spans: Iterable[Span]) -> None:
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
         """Read these, in this order, while no span of `submit` is queued or being read."""
         for span in spans:
             self.num_in_flight += 1
-            self._ahead.append(self._make(span, True))
-        if self._num_demanded == self._num_served:  # else whoever serves the last demand looks for more, after this
+            reads, disk_nbytes = self._source.reads(span, self._buffer_of(span))
+            self.asked_nbytes += disk_nbytes
+            ticket = _Ticket(span, disk_nbytes, True, len(reads))
+            self._prefetches.append([_Job(ticket, read) for read in reads])
+        if self._num_loads == self._num_loads_read:  # else whoever reads the last load looks for more, after this
             self._jobs.put([])
 
     def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
-        """Take back what was submitted ahead of this layer, or of these experts of it, or of any, and not begun: it
-        will not come.
+        """Cancel prefetches of this layer, or of these experts of it, or all, that have not begun: they will not come.
+        Returns them.
         """
-        gone: list[Span] = []
-        for jobs in list(self._ahead):
-            ticket = jobs[0].ticket
-            is_of_layer = layer is None or ticket.span.layer == layer
-            if is_of_layer and (experts is None or ticket.span.expert in experts):
+        cancelled: list[Span] = []
+        for jobs in list(self._prefetches):
+            span = jobs[0].ticket.span
+            if (layer is None or span.layer == layer) and (experts is None or span.expert in experts):
                 try:
-                    self._ahead.remove(jobs)
+                    self._prefetches.remove(jobs)
                 except ValueError:  # a reader was faster
                     continue
-                gone.append(ticket.span)
+                cancelled.append(span)
                 self.num_in_flight -= 1
-                self.asked_nbytes -= ticket.load.disk_nbytes
-        return gone
+                self.asked_nbytes -= jobs[0].ticket.disk_nbytes
+        return cancelled
 
     def poll(self) -> Span | None:
         """A span that has arrived, or None. Raises what its read raised."""
@@ -149,8 +153,8 @@ class Readers:
                     self._done.put(None)
 
     def drain(self) -> None:
-        """Drop what was submitted ahead and has not been begun, and wait for the rest; results and errors are dropped,
-        and readers that have ended are started again.
+        """Cancel all prefetches that have not begun, and wait for the rest; results and errors are dropped, and readers
+        that have ended are started again.
 
         Counts nothing: an interrupt may have come between a count and what it counts. One that comes now leaves reads
         under way; drain again.
@@ -161,24 +165,7 @@ class Readers:
                 pass
         while not self._done.empty():
             self._done.get()
-        self.num_in_flight = self._num_demanded = self._num_served = self._num_ahead_reads = 0
-
-    def _gather(self) -> bool:
-        """Wait until all readers have done every job before this; False where one had ended, and must be replaced."""
-        self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
-        all_there = threading.Event()
-        gate = threading.Barrier(len(self._threads), action=all_there.set)  # a reader waits at it until all have come
-        try:
-            for _ in self._threads:
-                self._jobs.put(gate)
-            while not all_there.wait(_LOOK_EVERY_S):
-                if not all(thread.is_alive() for thread in self._threads):
-                    gate.abort()
-                    return False
-        except BaseException:
-            gate.abort()  # else the readers that are there would wait for ever
-            raise
-        return True
+        self.num_in_flight = self._num_loads = self._num_loads_read = self._num_prefetch_reads = 0
 
     def stats(self) -> dict[str, int]:
         """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
@@ -210,45 +197,53 @@ class Readers:
             raise ticket.error
         return ticket.span
 
-    def _make(self, span: Span, is_ahead: bool) -> list[_Job]:
-        load = self._source.load(span, self._buffer_of(span))
-        ticket = _Ticket(span, load, is_ahead, len(load.reads))
-        self.asked_nbytes += load.disk_nbytes
-        return [_Job(ticket, read) for read in load.reads]
+    def _gather(self) -> bool:
+        """Wait until all readers have done every job before this; False where one had ended, and must be replaced."""
+        self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
+        all_there = threading.Event()
+        gate = threading.Barrier(len(self._threads), action=all_there.set)  # a reader waits at it until all have come
+        try:
+            for _ in self._threads:
+                self._jobs.put(gate)
+            while not all_there.wait(_LOOK_EVERY_S):
+                if not all(thread.is_alive() for thread in self._threads):
+                    gate.abort()
+                    return False
+        except BaseException:
+            gate.abort()  # else the readers that are there would wait for ever
+            raise
+        return True
 
     def _start(self, number: int) -> threading.Thread:
         thread = threading.Thread(target=self._run, name=f"expertly-reader-{number}", daemon=True)
         thread.start()
         return thread
 
-    # -- in the readers ----------------------------------------------------------------------------------------
+    # -- in the readers ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             if self._node is not None:
                 self._node.pin_thread()
-            self._serve()
+            scratch = self._source.scratch()
+            while (jobs := self._jobs.get()) is not None:
+                if isinstance(jobs, threading.Barrier):
+                    with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
+                        jobs.wait()
+                    continue
+                for job in jobs:
+                    self._run_one(job, scratch)
+                if self._prefetches:
+                    self._begin_prefetches()
         except BaseException as error:  # a thread's entry: the waiter raises it
             self._ended_by = error
             self._done.put(None)
 
-    def _serve(self) -> None:
-        worker = self._source.worker()
-        while (jobs := self._jobs.get()) is not None:
-            if isinstance(jobs, threading.Barrier):
-                with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
-                    jobs.wait()
-                continue
-            for job in jobs:
-                self._run_one(job, worker)
-            if self._ahead:
-                self._begin_ahead()
-
-    def _run_one(self, job: _Job, worker: Any) -> None:
+    def _run_one(self, job: _Job, scratch: Any) -> None:
         error: Exception | None = None
         moved = Moved(0)
         try:
-            moved = job.read.run(worker)
+            moved = job.read.run(scratch)
         except Exception as e:  # a thread's entry: whatever it is, the waiter raises it
             error = e
         ticket = job.ticket
@@ -259,24 +254,24 @@ class Readers:
             ticket.error = ticket.error or error
             ticket.reads_left -= 1
             is_last = not ticket.reads_left
-            if ticket.is_ahead:
-                self._num_ahead_reads -= 1
+            if ticket.is_prefetch:
+                self._num_prefetch_reads -= 1
             elif is_last:
-                self._num_served += 1
+                self._num_loads_read += 1
         if is_last:
             self._done.put(ticket)
 
-    def _begin_ahead(self) -> None:
-        """Begin what may begin; what has begun goes before demands that come later, so that it ends soon."""
+    def _begin_prefetches(self) -> None:
+        """Begin what may begin. What has begun goes before loads that come later, so that it ends soon."""
         with self._lock:
-            while self._ahead and self._num_demanded == self._num_served:
+            while self._prefetches and self._num_loads == self._num_loads_read:
                 try:
-                    jobs = self._ahead[0]
-                    if self._num_ahead_reads and self._num_ahead_reads + len(jobs) > self._num_readers:
+                    jobs = self._prefetches[0]
+                    if self._num_prefetch_reads and self._num_prefetch_reads + len(jobs) > self._num_readers:
                         return
-                    self._ahead.remove(jobs)
-                except (IndexError, ValueError):  # withdrawn meanwhile
+                    self._prefetches.remove(jobs)
+                except (IndexError, ValueError):  # cancelled meanwhile
                     continue
-                self._num_ahead_reads += len(jobs)
+                self._num_prefetch_reads += len(jobs)
                 for job in jobs:
                     self._jobs.put([job])

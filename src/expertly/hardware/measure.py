@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine.reads import MIN_READ_NBYTES
+from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
 from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
 from expertly.native.kernels import choose_kernels

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import parse_memory
-from expertly.engine.backends import available_nbytes
-from expertly.engine.device_choice import choose_devices
+from expertly.engine.device import choose_devices, kind_of
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, Shape, Split, split_total
@@ -97,7 +96,7 @@ def _split(wishes: Wishes, shape: Shape, pages: int | None) -> tuple[str | int, 
         return wishes.memory, Split(shape.dense, shape.cache_nbytes(pages), shape.working(pages), 0, pages)
     if len(targets) > 1:
         raise ConfigError(f"--total-memory with --devices {wishes.devices}: accepted: --memory, for the experts of all")
-    free = available_nbytes(targets[0])
+    free = kind_of(targets[0]).available_nbytes(targets[0])
     total = parse_memory(wishes.total_memory or "auto", free)
     split = split_total(free if total is None else total, shape, pages)
     if keeps_everything and split.experts < shape.all_experts:

@@ -9,7 +9,7 @@ from typing import Any
 
 from expertly import api
 from expertly.core.errors import ExpertlyError
-from expertly.engine.backends import available_nbytes
+from expertly.engine.device import kind_of
 from expertly.engine.learned import reuse_models
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.playing import Played, feed
@@ -91,7 +91,7 @@ class EnginePlayer:
         needed = candidate.budget_nbytes + store.dense_nbytes + BESIDE_NBYTES
         if device.type != "cpu" and available_host_nbytes() < store.experts_nbytes:
             return False
-        return available_nbytes(device) > needed
+        return kind_of(device).available_nbytes(device) > needed
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._models))

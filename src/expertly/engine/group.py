@@ -1,0 +1,448 @@
+"""Several devices as one: experts are placed by hash, hidden states go to where they are, what comes back is gathered
+(MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from expertly.core.errors import BudgetError, EngineClosedError, TransferError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Phase
+from expertly.core.observation import Began, Routed
+from expertly.core.placement import Placement, Share
+from expertly.engine.compute import Dispatch
+from expertly.engine.device import Handover, kind_of
+from expertly.engine.memory import WORKING_NBYTES, choose_budget
+from expertly.engine.reading import ExtentSource
+from expertly.engine.runtime import Executor
+from expertly.engine.shard import Shard
+from expertly.scheduler.budget import Budget, least_nbytes, split_budget
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.observations import Channel, Seen
+from expertly.scheduler.scheduler import Scheduler
+from expertly.store.frames import FrameIndex
+
+_LOOK_EVERY_S = 1.0
+"""Whoever waits for threads looks so often whether they still run."""
+
+
+# -- making the devices of a model -----------------------------------------------------------------------------------
+
+
+def make_executor(
+    placement: Placement,
+    targets: Sequence[torch.device],
+    schedulers: Sequence[Scheduler],
+    store: ExtentSource,
+    dtype: torch.dtype,
+    host_memory: str | int,
+) -> Executor:
+    """One device, or several as one. `host_memory`: RAM for experts behind all of them together."""
+    geometry, kind = placement.geometry, kind_of(targets[0])
+    host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
+    if len(targets) == 1:
+        (target,), (scheduler,) = targets, schedulers
+        slots = scheduler.budget.pool_slots()
+        device = kind.make(target, store, geometry, slots, dtype, host_nbytes)
+        try:
+            return Shard(str(target), scheduler, device)
+        except BaseException:
+            device.close()
+            raise
+    amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
+    shards: list[Shard] = []
+    try:
+        for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
+            slots = scheduler.budget.pool_slots()
+            device = kind.make(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
+            shards.append(Shard(str(target), scheduler, device))
+        return ShardGroup(placement, shards, kind.handover(targets[0]))
+    except BaseException:
+        for shard in shards:
+            shard.close()
+        raise
+
+
+class StoreOfShare:
+    """The experts of one device, by their numbers there, in the files of the whole store."""
+
+    def __init__(self, store: ExtentSource, share: Share) -> None:
+        self._store = store
+        self._share = share
+
+    def layer_extent(self, layer: int) -> tuple[Path, int]:
+        return self._store.layer_extent(layer)
+
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        return self._store.expert_in_file(layer, self._share.experts[layer][expert])
+
+    def frame_index(self, layer: int) -> FrameIndex | None:
+        return self._store.frame_index(layer)
+
+
+def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
+    """An amount divided over devices in proportion to their experts; what is left over goes to nobody."""
+    total = sum(one.nbytes for one in geometries)
+    return [nbytes * one.nbytes // total for one in geometries]
+
+
+def split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
+    """The slots of each device from its amount; `ring`: the staging slots of each. Raises BudgetError naming the least
+    that all need together.
+    """
+    if len(geometries) == 1:
+        return [split_budget(geometries[0], amounts[0], ring)]
+    least = [least_nbytes(one, ring) if ring is None or ring > 0 else 0 for one in geometries]
+    if any(amount < need for amount, need in zip(amounts, least, strict=True)):
+        total = sum(one.nbytes for one in geometries)
+        enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
+        raise BudgetError(
+            f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the rings through which each streams "
+            f"its experts; the least that works is {enough} bytes"
+        )
+    return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
+
+
+def choose_amounts(
+    targets: Sequence[torch.device],
+    geometries: Sequence[Geometry],
+    dense_nbytes: int,
+    cache_nbytes: int,
+    context: int,
+    working_nbytes: int = WORKING_NBYTES,
+) -> tuple[list[int], str]:
+    """What each device can give to experts, and why: of the memory that is free, which logical devices share; the first
+    device also holds the dense part and the KV cache. `working_nbytes`: what a forward pass takes beside these.
+    """
+    amounts = [0] * len(targets)
+    reasons = []
+    owners = [kind_of(target).memory_of(target) for target in targets]
+    for owner in dict.fromkeys(owners):
+        here = [number for number, one in enumerate(owners) if one == owner]
+        target, of_experts = targets[here[0]], [geometries[number] for number in here]
+        dense, cache, tokens = (dense_nbytes, cache_nbytes, context) if 0 in here else (0, 0, 0)
+        available, expert_nbytes = kind_of(target).available_nbytes(target), sum(one.nbytes for one in of_experts)
+        chosen = choose_budget(available, expert_nbytes, dense, cache, tokens, working_nbytes)
+        for number, amount in zip(here, shares_of(chosen.nbytes, of_experts), strict=True):
+            amounts[number] = amount
+        reasons.append(chosen.reason)
+    if len(targets) == 1:
+        return amounts, reasons[0]
+    whys = [reason.removeprefix("memory auto: ") for reason in reasons]
+    told = [f"{owner}: {why}" for owner, why in zip(dict.fromkeys(owners), whys, strict=True)]
+    return amounts, f"memory auto over {len(targets)} devices: {'; '.join(told)}"
+
+
+# -- running them ----------------------------------------------------------------------------------------------------
+
+
+class _Ran(NamedTuple):
+    """What a device has made of its part of a layer, on the first device and behind `mark`."""
+
+    outputs: torch.Tensor
+    mark: Any
+    stall_ns: int
+    end_ns: int
+
+
+class ShardGroup:
+    """The Executor of several devices. Each has a thread, which does all that its scheduler and device are asked for
+    while the model runs; a layer ends when all devices have ended theirs, however they did.
+
+    The time a layer waits for transfers is that of the device that ended last.
+    """
+
+    def __init__(self, placement: Placement, shards: Sequence[Shard], handover: Handover) -> None:
+        self.placement = placement
+        self.geometry = placement.geometry
+        self.shards = shards
+        self._handover = handover
+        self._times = [LayerCounters() for _ in placement.geometry.layers]  # only times are counted here
+        self._workers = Workers([f"expertly-device-{number}" for number in range(len(shards))])
+
+    @property
+    def num_late(self) -> int:
+        return sum(shard.num_late for shard in self.shards)
+
+    def bind(self, modules: Sequence[nn.Module]) -> None:
+        for shard, share in zip(self.shards, self.placement.shares, strict=True):
+            shard.bind(modules, share.experts)
+
+    def predict_from(self, channel: Channel) -> None:
+        for shard, own in zip(self.shards, SharedChannel(channel, self.placement).of_shards, strict=True):
+            shard.predict_from(own)
+
+    def preload(self, layer: int) -> None:
+        self._run([partial(shard.preload, layer) for shard in self.shards])
+
+    def begin(self) -> None:
+        for shard in self.shards:  # asked of the streams of the thread that runs the model
+            shard.begin()
+
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        self._run([partial(shard.begin_iteration, began, layers) for shard in self.shards])
+
+    def end_iteration(self, ok: bool) -> None:
+        for shard in self.shards:
+            shard.end_iteration(ok)
+
+    def run_layer(
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+    ) -> tuple[torch.Tensor, int]:
+        parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
+        mark, both = self._handover.give(), zip(self.shards, parts, strict=True)
+        ran = self._run([partial(self._run_part, shard, part, hidden, routed, mark) for shard, part in both])
+        outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=ran[0].outputs.dtype, device=hidden.device)
+        if not work.covers_all_rows:
+            outputs.zero_()
+        for part, one in zip(parts, ran, strict=True):
+            self._handover.take(one.mark, hidden.device)
+            self._handover.keep(one.outputs)
+            outputs.index_copy_(0, part.rows, one.outputs)
+        return outputs, max(ran, key=lambda one: one.end_ns).stall_ns
+
+    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
+        counters = self._times[layer].of(phase)
+        counters.stall_ns += stall_ns
+        counters.expert_ns += expert_ns
+
+    def layer_counters(self, layer: int) -> LayerCounters:
+        total = LayerCounters()
+        for phase in Phase:
+            one, times = total.of(phase), self._times[layer].of(phase)
+            for shard in self.shards:
+                one.add(shard.layer_counters(layer).of(phase))
+            one.stall_ns, one.expert_ns = times.stall_ns, times.expert_ns
+        return total
+
+    def abandon(self, is_in_doubt: bool) -> None:
+        """Comes after what the threads are still doing for a pass that was interrupted."""
+        self._run([partial(shard.abandon, is_in_doubt) for shard in self.shards])
+
+    def close(self) -> None:
+        self._workers.close()
+        for shard in self.shards:
+            shard.close()
+
+    def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one call on each device's thread; raise what failed first, when all have ended."""
+        results, failure = self._workers.run(calls)
+        if failure is None:
+            return results
+        if isinstance(failure.error, TransferError | OSError):
+            raise TransferError(f"{self.shards[failure.thread].name}: {failure.error}") from failure.error
+        raise failure.error
+
+    def _run_part(
+        self, shard: Shard, part: Part, hidden: torch.Tensor, routed: Callable[[], Routed] | None, mark: Any
+    ) -> _Ran:
+        """In the device's thread: its part of a layer."""
+        start = time.perf_counter_ns()
+        target, router = shard.device.torch_device, part.work.router
+        self._handover.take(mark, target)
+        outputs, stall_ns = shard.run_layer(part.to(target), hidden.to(target, non_blocking=True), routed)
+        outputs = outputs.to(hidden.device, non_blocking=True)
+        end = time.perf_counter_ns()
+        phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
+        shard.note_times(router.layer, phase, stall_ns, end - start)
+        return _Ran(outputs, self._handover.give(), stall_ns, end)
+
+
+@dataclass(slots=True)
+class Part:
+    """What one device has to do of a layer: its outputs have only its own rows, side by side."""
+
+    work: Dispatch
+    rows: torch.Tensor  # [n] where they go in the outputs of the layer
+
+    def to(self, device: torch.device) -> Dispatch:
+        """With its rows on the device that reads them; the host does not wait."""
+        if self.work.places is None:
+            return self.work
+        rows = self.rows.to(device, non_blocking=True)
+        return replace(self.work, rows={expert: rows[place] for expert, place in self.work.places.items()})
+
+
+def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
+    """The part of the experts of `share`, with their numbers there; `device` is where the outputs are gathered."""
+    router = share.router(work.router)
+    held = share.experts[router.layer]
+    if work.positions is not None:
+        where = [work.positions[held[number]] for number in router.experts]
+        positions = {number: i for i, number in enumerate(router.experts)}
+        part = Dispatch(router, work.top_k, len(where), True, None, positions)
+        return Part(part, torch.tensor(where, dtype=torch.int64, device=device))
+    assert work.rows is not None
+    rows = [work.rows[held[number]] for number in router.experts]
+    places, end = {}, 0
+    for number, some in zip(router.experts, rows, strict=True):
+        places[number] = slice(end, end + len(some))
+        end += len(some)
+    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    return Part(Dispatch(router, work.top_k, end, True, {}, None, places), every)
+
+
+# -- one observation queue for all of them ---------------------------------------------------------------------------
+
+
+class SharedChannel:
+    """A Channel for each device of a placement, by number in `of_shards`. Each may have a thread of its own.
+
+    What the devices say that a pass shows is the same; whoever says it first publishes it, and what predicting inline
+    takes the others wait for. Each prediction is cut to the experts of each device.
+    """
+
+    def __init__(self, channel: Channel, placement: Placement) -> None:
+        self.of_shards = [_ShardChannel(self, share) for share in placement.shares]
+        self._channel = channel
+        self._lock = threading.RLock()  # re-entrant: a garbage collection may close what predicts
+        self._num_begun = self._num_ended = 0
+        self._step = -1  # of the last router that was published
+
+    def begin_iteration(self, number: int, step: int, began: Callable[[], Began]) -> None:
+        """The device's iteration `number`, from 1, begins."""
+        with self._lock:
+            if number > self._num_begun:
+                self._num_begun, self._step = number, step
+                self._channel.begin_iteration(step, began)
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        with self._lock:
+            if step > self._step:
+                self._step = step
+                self._channel.router_ran(step, routed)
+
+    def end_iteration(self, ok: bool) -> None:
+        with self._lock:
+            if self._num_ended < self._num_begun:
+                self._num_ended = self._num_begun
+                self._channel.end_iteration(ok)
+
+    def share_out(self) -> None:
+        """Hand what is ready to all devices."""
+        with self._lock:
+            while (seen := self._channel.take()) is not None:
+                for one in self.of_shards:
+                    one.ready.append(Seen(seen.step, one.share.prediction(seen.prediction)))
+
+
+class _ShardChannel:
+    """A device hears nothing of a step before it has come there itself, however far others are: so a run can be
+    repeated exactly where its predictions can.
+    """
+
+    def __init__(self, shared: SharedChannel, share: Share) -> None:
+        self.share = share
+        self.ready: deque[Seen] = deque()
+        self._shared = shared
+        self._num_begun = 0
+        self._step = -1
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        self._num_begun += 1
+        self._step = step
+        self._shared.begin_iteration(self._num_begun, step, began)
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        self._step = step
+        self._shared.router_ran(step, routed)
+
+    def end_iteration(self, ok: bool) -> None:
+        self._shared.end_iteration(ok)
+
+    def take(self) -> Seen | None:
+        self._shared.share_out()
+        if self.ready and self.ready[0].step <= self._step:
+            return self.ready.popleft()
+        return None
+
+
+# -- their threads ---------------------------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """What a thread's call raised."""
+
+    thread: int
+    error: BaseException
+
+
+class _Call(NamedTuple):
+    function: Callable[[], Any]
+    number: int
+    done: SimpleQueue[tuple[int, Any, BaseException | None]]
+
+
+class Workers:
+    """A thread a name. Calls given to one run in order. Used by one thread at a time.
+
+    An interrupt may come while the caller waits: what it has given runs on, and what it gives next comes after it.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in names]
+        self._threads = [
+            threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
+            for name, queue in zip(names, self._queues, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> tuple[list[Any], Failure | None]:
+        """Run one call on each thread, all at once, and wait until all have ended: their results, and the failure that
+        came first. Raises EngineClosedError where a thread has ended.
+        """
+        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        calls = [_Call(function, number, done) for number, function in enumerate(functions)]
+        deque(map(SimpleQueue.put, self._queues, calls), maxlen=0)  # in one step: an interrupt gives to all or to none
+        results: list[Any] = [None] * len(calls)
+        first: Failure | None = None
+        for _ in calls:
+            number, results[number], error = self._next(done)
+            if error is not None and first is None:
+                first = Failure(number, error)
+        return results, first
+
+    def close(self) -> None:
+        """End the threads, when they have done what they were given. Idempotent."""
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a garbage collection in the thread itself
+                thread.join()
+
+    def _next(self, done: SimpleQueue[Any]) -> Any:
+        while True:
+            try:
+                return done.get(timeout=_LOOK_EVERY_S)
+            except Empty:
+                for thread in self._threads:
+                    if not thread.is_alive() and done.empty():
+                        raise EngineClosedError(
+                            f"the thread {thread.name} has ended, so its device cannot run; call expertly.load again"
+                        ) from None
+
+
+def _serve(queue: SimpleQueue[_Call | None]) -> None:
+    with torch.inference_mode():
+        while (call := queue.get()) is not None:
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = call.function()
+            except BaseException as e:  # a thread's entry: whoever waits raises it
+                error = e
+            call.done.put((call.number, result, error))
+            del call, result, error  # nothing is held on to while nothing is to be done

@@ -1,0 +1,299 @@
+"""Reading experts: which bytes of a store fill a span's slots, stored as they are or compressed, and the slots in RAM.
+
+A span is cut into reads, so that several reader threads (`transfer.Readers`) work on a large one. A compressed expert
+is a row of frames; a read takes the pages that its frames lie in from disk, and decodes them into the slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from expertly.core.geometry import PAGE_NBYTES, Geometry
+from expertly.core.messages import Span
+from expertly.engine.numa import MemoryNode
+from expertly.store.frames import FrameDecoder, FrameIndex, padded
+from expertly.store.reader import ExpertFile
+
+MIN_READ_NBYTES = 1 << 20
+"""A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
+
+MIN_DECODE_NBYTES = 256 << 10
+"""The same of compressed experts, in bytes of weights: decoding takes longer, so more readers share it."""
+
+MAX_SCRATCH_NBYTES = 2 << 20
+"""A read of compressed bytes takes no more from disk, unless a single frame is longer."""
+
+
+class ExtentSource(Protocol):
+    """What reading needs of a PackedStore."""
+
+    def layer_extent(self, layer: int) -> tuple[Path, int]:
+        """The file of a layer's experts and the offset of the first of them in it."""
+
+    def expert_in_file(self, layer: int, expert: int) -> int:
+        """The place of an expert in that file, from 0, where its number here is `expert`."""
+
+    def frame_index(self, layer: int) -> FrameIndex | None:
+        """Where the layer's frames lie, by the experts' places in the file; None where they are stored as they are."""
+
+
+class Moved(NamedTuple):
+    """What one read did."""
+
+    buffered_nbytes: int  # read through the page cache
+    decoded_nbytes: int = 0
+    decode_ns: int = 0  # processor time
+
+
+class Read(Protocol):
+    """A part of a span, brought into its slots by one reader."""
+
+    def run(self, scratch: Any) -> Moved:
+        """`scratch`: what `Source.scratch` made for this reader. Raises TransferError."""
+
+
+class Source(Protocol):
+    """Where the bytes of spans come from. Used by the thread that submits, but for `scratch`."""
+
+    batch_nbytes: int
+    """Spans of one read go to a reader together, up to so many bytes of weights."""
+
+    def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
+        """The reads that fill `buffer`, all of the span's slots; and the bytes that they ask of the disk."""
+
+    def scratch(self) -> Any:
+        """What a reader thread needs of its own."""
+
+    def close(self) -> None:
+        """Close files. Idempotent."""
+
+
+def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
+    """By how the store's experts are stored. Raises StoreError where a file cannot be opened; none is left open."""
+    files: list[ExpertFile] = []
+    with contextlib.ExitStack() as undo:
+        for layer in range(geometry.num_layers):
+            files.append(ExpertFile(store.layer_extent(layer)[0]))
+            undo.callback(files[-1].close)
+        undo.pop_all()
+    if store.frame_index(0) is None:
+        return PlainSource(files, store, geometry, num_readers)
+    return FrameSource(files, store, geometry, num_readers)
+
+
+# -- experts stored as they are --------------------------------------------------------------------------------------
+
+
+class PlainSource:
+    """A read goes straight from the file into the slots."""
+
+    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+        self.batch_nbytes = MIN_READ_NBYTES
+        self._files = files
+        self._offsets = []  # of each expert in its layer's file
+        for layer, shape in enumerate(geometry.layers):
+            begin = store.layer_extent(layer)[1]
+            places = (store.expert_in_file(layer, expert) for expert in range(shape.num_experts))
+            self._offsets.append([begin + place * shape.expert_nbytes for place in places])
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+        self._num_readers = num_readers
+
+    def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
+        layer, nbytes = span.layer, len(buffer)
+        file = self._files[layer]
+        offset = self._offsets[layer][span.expert] + span.segment * self._segment_nbytes[layer]
+        if nbytes <= MIN_READ_NBYTES:
+            return (_PlainRead(file, offset, buffer),), nbytes
+        size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
+        starts = range(0, nbytes, size)
+        return [_PlainRead(file, offset + start, buffer[start : start + size]) for start in starts], nbytes
+
+    def scratch(self) -> None:
+        """A read into the slots needs none."""
+
+    def close(self) -> None:
+        _close(self._files)
+
+
+@dataclass(slots=True, eq=False)
+class _PlainRead:
+    file: ExpertFile
+    offset: int
+    buffer: memoryview
+
+    def run(self, scratch: None) -> Moved:
+        is_direct = self.file.read_into(self.offset, [self.buffer])
+        return Moved(0 if is_direct else len(self.buffer))
+
+
+def _close(files: list[ExpertFile]) -> None:
+    for file in files:
+        file.close()
+    files.clear()
+
+
+# -- compressed experts ----------------------------------------------------------------------------------------------
+
+
+class FrameSource:
+    """Each read is one direct read of some frames' pages, then the decoding of these frames, one by one: readers that
+    read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring segments share one.
+    """
+
+    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+        self.batch_nbytes = MIN_DECODE_NBYTES
+        self._files = files
+        self._indexes: list[FrameIndex] = []
+        for layer in range(geometry.num_layers):
+            index = store.frame_index(layer)
+            assert index is not None, "all layers of a store have one codec"
+            self._indexes.append(index)
+        self._store = store
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+        self._num_readers = num_readers
+        longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # pages of one frame
+        self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, longest)
+
+    def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
+        """One read for each reader, but of no fewer bytes of weights than are worth it, nor more than scratch holds."""
+        layer, index = span.layer, self._indexes[span.layer]
+        place, size = self._store.expert_in_file(layer, span.expert), index.frame_nbytes
+        begin = span.segment * self._segment_nbytes[layer]
+        end = begin + len(buffer)
+        frame, last = begin // size, -(-end // size)
+        most = max(-(-(last - frame) // self._num_readers), MIN_DECODE_NBYTES // size, 1)
+        reads: list[Read] = []
+        disk_nbytes = 0
+        while frame < last:
+            count = min(most, last - frame)
+            while (pages := _pages(index, place, frame, count))[1] > self._scratch_nbytes and count > 1:
+                count //= 2
+            first = max(begin, frame * size)
+            out = buffer[first - begin : (frame + count) * size - begin]
+            reads.append(_FrameRead(self._files[layer], index, place, frame, count, *pages, first, out))
+            disk_nbytes += pages[1]
+            frame += count
+        return reads, disk_nbytes
+
+    def scratch(self) -> _Scratch:
+        return _Scratch(self._scratch_nbytes)
+
+    def close(self) -> None:
+        _close(self._files)
+
+
+class _Scratch:
+    """A reader's decoder, and page-aligned memory for what it reads, made when it is first needed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.decoder = FrameDecoder()
+        self._nbytes = nbytes
+        self._memory = memoryview(b"")
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Good until the next call."""
+        if not self._memory:
+            self._memory = memoryview(mmap.mmap(-1, self._nbytes))
+        return self._memory[:nbytes]
+
+
+@dataclass(slots=True, eq=False)
+class _FrameRead:
+    """Consecutive frames of one expert, and the bytes of its weights that are wanted of them."""
+
+    file: ExpertFile
+    index: FrameIndex
+    expert: int  # its place in the file
+    first: int
+    count: int
+    offset: int  # of the pages that the frames lie in
+    disk_nbytes: int  # of these pages
+    first_byte: int  # of the expert's weights: the first that is wanted, in the first frame
+    out: memoryview
+
+    def run(self, scratch: _Scratch) -> Moved:
+        pages = scratch.memory(self.disk_nbytes)
+        is_direct = self.file.read_into(self.offset, [pages])
+        start_ns = time.thread_time_ns()
+        index, size, done = self.index, self.index.frame_nbytes, 0
+        for frame in range(self.first, self.first + self.count):
+            offset, nbytes = index.extent(self.expert, frame)
+            offset -= self.offset
+            skip = max(0, self.first_byte - frame * size)
+            out = self.out[done : done + size - skip]
+            scratch.decoder.decode(index, self.expert, frame, pages[offset : offset + nbytes], out, skip)
+            done += len(out)
+        decode_ns = time.thread_time_ns() - start_ns
+        return Moved(0 if is_direct else len(pages), self.count * size, decode_ns)
+
+
+def _pages(index: FrameIndex, expert: int, first: int, count: int) -> tuple[int, int]:
+    """Offset and bytes of the pages that these frames lie in."""
+    offset, nbytes = index.extent(expert, first, count)
+    begin = offset // PAGE_NBYTES * PAGE_NBYTES
+    return begin, padded(offset + nbytes) - begin
+
+
+# -- slots in RAM ----------------------------------------------------------------------------------------------------
+
+
+class HostPool:
+    """Slots in RAM, one region a size class, as bytes (for reads from disk) and as tensors (for computing).
+
+    Pages are taken by the process when they are first written, so a pool costs what has been loaded; from `node`, where
+    one is given. The memory is given back when nothing refers to it.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        slots_per_class: Sequence[int],
+        segment_nbytes: Sequence[int],
+        dtype: torch.dtype,
+        node: MemoryNode | None = None,
+    ) -> None:
+        self.regions: list[torch.Tensor] = []
+        """The memory as bytes, one region a size class."""
+        memory: list[memoryview] = []
+        for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True):
+            region = mmap.mmap(-1, max(num_slots * nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                region.madvise(mmap.MADV_HUGEPAGE)
+            flat = torch.frombuffer(region, dtype=torch.uint8, count=num_slots * nbytes or mmap.PAGESIZE)
+            if node is not None:
+                node.bind(flat.data_ptr(), len(region))
+            memory.append(memoryview(region))
+            self.regions.append(flat)
+        self._slots = [(memory[c], segment_nbytes[c]) for c in geometry.size_classes]
+        used = [num_slots * nbytes for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True)]
+        self._rows = [
+            layer_rows(self.regions[c][: used[c]], geometry, layer, dtype)
+            for layer, c in enumerate(geometry.size_classes)
+        ]
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P)."""
+        return self._rows[layer]
+
+    def buffer(self, span: Span) -> memoryview:
+        """The bytes of a span's slots."""
+        memory, nbytes = self._slots[span.layer]
+        return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self.regions, self._slots, self._rows = [], [], []
+
+
+def layer_rows(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    """A size class's bytes seen as rows of `layer`, [S * I/P, M, H]."""
+    shape = geometry.layers[layer]
+    return flat.view(dtype).view(-1, shape.num_matrices, shape.hidden_size)

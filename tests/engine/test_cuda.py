@@ -1,0 +1,362 @@
+"""disk -> host tier -> device, with a device that is RAM: the logic of an accelerator, run for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.api import handle
+from expertly.core.errors import ConfigError, TransferError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Span
+from expertly.engine import reading
+from expertly.engine.cuda import CudaDevice
+from expertly.engine.reading import MIN_READ_NBYTES
+from expertly.scheduler.budget import split_budget
+from expertly.store.packed import PackedStore
+from tests.engine.conftest import Cases
+from tests.engine.disk import Disk
+from tests.engine.observe import loaded, open_files, reader_threads
+from tests.engine.streams import LateStreams, ManualStreams, put_in_place
+from tests.families import generate
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_share", [100, 50, 9])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_tokens_are_the_reference_at_every_host_budget(
+    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, made = cases["mixtral"], put_in_place(monkeypatch, host_share)
+    with loaded(case.store, memory="25%", segments=segments) as model:
+        assert generate(model, case.prompts) == case.tokens
+        made[0].tier.check()
+        moved, stats = made[0].stats(), expertly.stats(model).as_dict()
+        assert moved["copied_nbytes"] == stats["bytes_loaded"]
+        assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
+        assert moved["disk_nbytes"] > 0
+        if host_share == 100:
+            assert moved["disk_nbytes"] <= stats["expert_bytes"], "the host tier reads an expert once"
+            assert moved["host_hit_nbytes"] > 0
+
+
+@pytest.mark.parametrize("host_share", [100, 40])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_prefetching_changes_no_token(
+    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, _ = cases["mixtral"], put_in_place(monkeypatch, host_share)
+    with loaded(case.store, memory="50%", segments=segments, system="fmoe", matcher="inline") as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        scheduler = handle(model).engine.scheduler
+        assert sum(counters.decode.prefetched for counters in scheduler.counters) > 0
+        scheduler.check()
+
+
+def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[tuple[torch.Tensor, list[Any]]] = []
+
+    class NotingStreams(LateStreams):
+        def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
+            copies.append((target, after))
+            super().copy(target, source, after)
+
+    streams, case, num_reused = NotingStreams(), cases["mixtral"], 0
+    put_in_place(monkeypatch, make=lambda: streams)
+    with loaded(case.store, memory="25%", segments=4) as model:
+        device = handle(model).engine.device
+        base, nbytes = device.rows(0).data_ptr(), handle(model).store.geometry(4).segment_nbytes(0)
+        last_use: dict[int, int] = {}  # slot -> the last kernels that read it and have not been waited for
+        submit, mark_used = device.submit, device.used
+
+        def check() -> None:
+            nonlocal num_reused
+            for target, after in copies:
+                slot = (target.data_ptr() - base) // nbytes
+                for overwritten in range(slot, slot + target.nbytes // nbytes):
+                    if overwritten in last_use:
+                        num_reused += 1
+                        waited_for = max((mark.number for mark in after), default=0)
+                        assert waited_for >= last_use.pop(overwritten), "the copy does not wait for a reader"
+            copies.clear()
+
+        def used(span: Span) -> None:
+            check()  # the copies queued before this use
+            mark_used(span)
+            last_use.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), streams.num_kernels))
+
+        def submit_and_check(spans: Sequence[Span]) -> None:
+            submit(spans)
+            check()
+
+        monkeypatch.setattr(device, "used", used)
+        monkeypatch.setattr(device, "submit", submit_and_check)
+        assert generate(model, case.prompts) == case.tokens
+        assert num_reused > 50
+
+
+def test_memory_that_cannot_be_pinned_leaves_nothing_behind(cases: Cases) -> None:
+    class Unpinnable(LateStreams):
+        def register(self, memory: torch.Tensor) -> Callable[[], None]:
+            raise ConfigError("host_memory: cannot be page-locked")
+
+    store = PackedStore.open(cases["qwen3_moe"].store)
+    geometry = store.geometry()
+    slots = split_budget(geometry, geometry.nbytes).pool_slots()
+    threads = len(reader_threads())
+    with pytest.raises(ConfigError, match="page-locked"):
+        CudaDevice(torch.device("cpu"), Unpinnable(), store, geometry, slots, torch.float32, geometry.nbytes)
+    assert len(reader_threads()) == threads and open_files(store.folder) == []
+
+
+# -- prefetches beside loads, story by story: disk and streams get on when they are told to --------------------------
+
+NUM_EXPERTS = 8
+
+
+class Bench:
+    """A device of 3 layers of 8 experts, one segment each, whose host tier has room for `num_host` of all of them."""
+
+    def __init__(self, num_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        nbytes = 4 * MIN_READ_NBYTES  # one prefetched span occupies all readers
+        shape = Geometry((LayerGeometry(NUM_EXPERTS, 1, 2048, nbytes // 4096, 2, 1),) * 3)
+        self.disk, self.streams = Disk(shape), ManualStreams()
+        monkeypatch.setattr(reading, "ExpertFile", self.disk.open)
+        host_nbytes = num_host * nbytes
+        self.device = CudaDevice(torch.device("cpu"), self.streams, self.disk, shape, [32], torch.uint8, host_nbytes)
+        self.poll, self.tier = self.device.poll, self.device.tier
+
+    def arrived(self, count: int) -> None:
+        """Wait until the readers have handed over so many more spans, and let the device see them."""
+        for _ in range(count):
+            self.device._read(self.tier.readers.wait())
+        self.device._begin_prefetches()
+
+    def in_host(self, *spans: Span) -> None:
+        """Bring these into the host tier, and to the device."""
+        self.disk.let_all_end()
+        self.device.submit(spans)
+        self.wait(len(spans))
+        self.disk.hold()
+        self.disk.begun.clear()
+
+    def check(self, span: Span | None) -> Span:
+        assert span is not None
+        rows = self.device.rows(span.layer)
+        neurons = self.disk.geometry.neurons_per_segment(span.layer)
+        assert bytes(rows[span.slot * neurons : (span.slot + 1) * neurons].numpy()) == self.disk.content(span)
+        return span
+
+    def wait(self, count: int) -> set[Span]:
+        return {self.check(self.device.wait()) for _ in range(count)}
+
+    def after_a_copy(self) -> Span:
+        """One more copy runs: what arrives."""
+        self.streams.let(1)
+        return self.check(self.poll())
+
+
+MakeBench = Callable[[int], Bench]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
+    made: list[Bench] = []
+
+    def make(num_host: int) -> Bench:
+        made.append(Bench(num_host, monkeypatch))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.disk.let_all_end()
+        bench.device.drain()
+        bench.device.close()
+
+
+def span(expert: int, layer: int = 0, slot: int | None = None) -> Span:
+    return Span(layer, expert, 0, 1, layer * NUM_EXPERTS + expert if slot is None else slot)
+
+
+def again(expert: int) -> Span:
+    """The same expert into another slot."""
+    return span(expert, 0, 24 + expert)
+
+
+def test_one_prefetch_is_on_the_stream_and_none_beside_a_load(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(*[span(i) for i in range(5)])
+    bench.device.submit_ahead([again(0), again(1), again(2)])
+    assert len(bench.streams.queue) == 1 and bench.poll() is None
+    bench.device.submit([again(3)])
+    assert len(bench.streams.queue) == 2, "the load is right behind it"
+    assert bench.after_a_copy() == again(0)
+    assert len(bench.streams.queue) == 1, "frozen while the load moves"
+    assert bench.after_a_copy() == again(3)
+    assert len(bench.streams.queue) == 1 and bench.poll() is None, "it goes on"
+    assert [bench.after_a_copy(), bench.after_a_copy()] == [again(1), again(2)]
+    assert not bench.streams.queue and bench.poll() is None
+    assert bench.device.stats()["host_hit_nbytes"] == 4 * 4 * MIN_READ_NBYTES
+
+
+def test_a_load_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> None:
+    """`wait` hands a span out when its copy is queued; prefetches wait until it has been made."""
+    bench = make(24)
+    bench.in_host(*[span(i) for i in range(4)])
+    bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
+    bench.device.submit([again(0)])
+    bench.device.submit_ahead([again(1)])
+    assert bench.device.wait() == again(0)
+    assert bench.poll() is None and len(bench.streams.queue) == 1
+    del bench.streams.hold_compute
+    bench.streams.let(1)
+    assert bench.poll() is None and len(bench.streams.queue) == 1
+    assert bench.after_a_copy() == again(1)
+
+
+def test_a_prefetch_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(span(0), span(1))
+    bench.device.used(span(1))
+    target = span(0, slot=span(1).slot)
+    bench.device.submit_ahead([target])
+    assert not bench.streams.queue, "a kernel reads the slot"
+    bench.device.submit([again(0)])
+    assert bench.wait(1) == {again(0)}, "a load does not wait for that kernel"
+    bench.streams.num_over = bench.streams.num_kernels
+    assert bench.poll() is None and len(bench.streams.queue) == 1
+    assert bench.after_a_copy() == target
+
+
+def test_what_is_neither_read_nor_copied_is_cancelled_wherever_it_waits(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(span(0), span(1))
+    bench.device.submit_ahead([again(0), again(1), span(2), span(3), span(4, layer=1)])
+    assert len(bench.streams.queue) == 1
+    bench.disk.until_begun(4)  # 2 is being read, 3 is not
+    assert bench.device.withdraw(0) == [again(1), span(3)]
+    bench.device.submit([span(3)])  # the layer needs it, and waits for 0 and 2, too
+    assert bench.wait(1) == {again(0)}
+    bench.disk.let_all_end()
+    assert bench.wait(2) == {span(2), span(3)}
+    bench.arrived(1)
+    assert bench.after_a_copy() == span(4, layer=1)
+    assert bench.disk.begun == [(0, 2)] * 4 + [(0, 3)] * 4 + [(1, 4)] * 4
+    bench.tier.check()
+    moved = bench.device.stats()
+    assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
+
+
+def test_the_spans_of_one_expert_are_cancelled_alone_wherever_they_wait(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(span(0), span(1))
+    bench.device.submit_ahead([again(0), again(1), span(2), span(3), span(4)])
+    bench.disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
+    assert bench.device.withdraw(0, [1, 2, 4]) == [again(1), span(4)]
+    bench.disk.let_all_end()
+    assert bench.wait(1) == {span(2)}, "it is a load now, and goes before the others"
+    bench.arrived(1)
+    for expected in (again(0), span(3)):
+        bench.streams.let(len(bench.streams.queue))
+        assert bench.check(bench.poll()) == expected
+    assert bench.poll() is None and not bench.streams.queue
+    bench.tier.check()
+
+
+def test_a_begun_read_of_the_running_layer_is_copied_as_a_load_is(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(span(0))
+    bench.device.submit_ahead([span(2)])
+    bench.disk.until_begun(4)
+    assert bench.device.withdraw(0) == []
+    bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
+    bench.device.submit([again(0)])  # is on the stream, and stays there
+    assert bench.device.wait() == again(0)
+    bench.disk.let_all_end()
+    bench.arrived(1)
+    assert len(bench.streams.queue) == 2, "its copy is queued though a load moves"
+    assert bench.device.wait() == span(2)
+
+
+def test_a_load_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBench) -> None:
+    bench = make(3)
+    prefetched, needed = [span(i, layer=1) for i in range(3)], [span(i) for i in range(3)]
+    bench.device.submit_ahead(prefetched)
+    bench.disk.until_begun(4)
+    bench.device.submit(needed)
+    bench.disk.let_end(*[(1, 0)] * 4)
+    assert bench.disk.until_begun(8)[4:] == [(0, 0)] * 4
+    bench.disk.let_all_end()
+    seen = bench.wait(3)
+    assert seen == set(needed), "loads first"
+    for _ in range(2000):
+        bench.streams.synchronize()
+        if (arrived := bench.poll()) is not None:
+            seen.add(bench.check(arrived))
+        elif bench.device._waiting:
+            bench.arrived(1)
+    assert seen == {*prefetched, *needed}, "and the prefetches come all the same"
+    bench.tier.check()
+
+
+def test_what_a_load_evicts_from_the_host_before_it_is_copied_is_read_again(make: MakeBench) -> None:
+    bench = make(3)
+    bench.in_host(span(0), span(1), span(2))
+    bench.streams.num_copies += 1  # something occupies the stream
+    bench.device._load_mark = bench.streams.mark_copy()
+    bench.device.submit_ahead([again(0)])
+    assert not bench.streams.queue
+    bench.streams.num_copies -= 1
+    bench.disk.let_all_end()
+    others = [span(i, layer=1) for i in range(3)]
+    bench.device.submit(others)
+    assert [bench.check(bench.device.wait()) for _ in others] == others
+    seen = None
+    for _ in range(1000):
+        bench.streams.synchronize()
+        if bench.device._waiting:
+            bench.arrived(1)
+        seen = seen or bench.poll()
+    assert bench.check(seen) == again(0)
+    assert bench.disk.begun.count((0, 0)) == 4, "in four parts"
+    bench.tier.check()
+
+
+def test_prefetches_evict_neither_each_other_from_the_host_nor_what_is_being_copied(make: MakeBench) -> None:
+    bench = make(3)
+    bench.in_host(span(0), span(1), span(2))
+    prefetched = [again(0), again(1), again(2), span(5), span(6)]
+    bench.device.submit_ahead(prefetched)
+    assert len(bench.streams.queue) == 1, "one is copied, two wait for the stream, two for room"
+    assert all(bench.tier.find(again(i)) for i in range(3)) and not bench.disk.begun
+    bench.disk.let_all_end()
+    assert bench.wait(5) == set(prefetched), "waiting ends where only prefetches are in flight"
+    bench.tier.check()
+
+
+def test_a_failed_prefetch_is_raised_and_drain_forgets_the_rest(make: MakeBench) -> None:
+    bench = make(24)
+    bench.in_host(span(0), span(1))
+    bench.disk.let_all_end()
+    bench.disk.fails = lambda layer, expert: expert == 5
+    bench.device.submit_ahead([again(0), again(1), span(5), span(6)])
+    with pytest.raises(TransferError, match="expert 5"):
+        for _ in range(4):
+            bench.device.wait()
+    bench.device.drain()
+    assert bench.poll() is None and not bench.streams.queue and bench.device.withdraw(0) == []
+    bench.tier.check()
+    bench.disk.fails = lambda layer, expert: False
+    bench.device.submit([span(5)])
+    assert bench.wait(1) == {span(5)}

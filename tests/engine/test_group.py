@@ -1,0 +1,509 @@
+"""Several logical devices: the tokens of the unmodified model, experts apart, threads side by side; memory divided."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import expertly
+from expertly.api import handle
+from expertly.core.errors import BudgetError, ConfigError, EngineClosedError
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Routed
+from expertly.core.placement import Placement
+from expertly.engine import cpu, cuda
+from expertly.engine.device import choose_devices
+from expertly.engine.group import ShardGroup, SharedChannel, choose_amounts
+from expertly.policies.predictor import Predictor
+from expertly.scheduler.observations import InlineChannel
+from expertly.store.reader import ExpertFile
+from tests.engine import predictors
+from tests.engine.conftest import Cases
+from tests.engine.observe import counts, loaded, open_files, reader_threads
+from tests.engine.predictors import Diary, Everything
+from tests.engine.streams import put_in_place
+from tests.engine.test_batching import run_batch
+from tests.families import generate, load_reference, logits_of, make_prompts
+
+pytestmark = pytest.mark.timeout(120)
+
+TWO, THREE = "cpu:0,cpu:1", ["cpu:0", "cpu:1", "cpu:2"]
+ONE_OR_MORE: tuple[dict[str, Any], ...] = ({"device": "cpu"}, {"devices": TWO}, {"devices": THREE})
+
+
+def group_of(model: Any) -> ShardGroup:
+    group = handle(model).engine.executor
+    assert isinstance(group, ShardGroup)
+    return group
+
+
+def of_devices(model: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = expertly.stats(model).as_dict()["devices"]
+    return found
+
+
+def owners_of_files(model: Any) -> dict[int, int]:
+    """Identity of an open file -> the device whose threads read it."""
+    shards: list[Any] = list(group_of(model).shards)
+    return {id(file): number for number, one in enumerate(shards) for file in one.device._readers._source._files}
+
+
+# -- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("devices", [TWO, THREE])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "switch_transformers", "granitemoe"])
+def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    for system, memory in (("lru", "60%"), ("on-demand", "100%")):
+        with loaded(case.store, devices=devices, segments=segments, system=system, memory=memory) as model:
+            assert generate(model, case.prompts) == case.tokens, system
+            torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+            stats = expertly.stats(model).as_dict()
+            assert all(one["bytes_loaded"] > 0 for one in stats["devices"])
+            assert stats["bytes_loaded"] == stats["bytes_disk"]
+            if memory == "100%":
+                assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded once, by one device"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "fmoe",
+        "moe-infinity",
+        "lru:prediction=lookahead:distance=2",
+        "lru:prediction=lookahead:transfer=synchronous",
+        "lcp:prediction=popularity:ahead=ring",
+        "static",
+        "resident",
+    ],
+)
+def test_every_kind_of_system_is_lossless(system: str, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    for matcher in ("auto", "inline") if "prediction" in system or system == "fmoe" else ("auto",):
+        memory = "100%" if system == "resident" else "60%"
+        with loaded(case.store, devices=TWO, system=system, memory=memory, matcher=matcher, segments=4) as model:
+            for _ in range(2):
+                assert generate(model, case.prompts) == case.tokens
+
+
+@pytest.mark.parametrize("order", ["resident", "id"])
+def test_one_staging_slot_on_each(order: str, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, memory="100%") as model:
+        segment = expertly.stats(model).as_dict()["expert_bytes"] // (24 * 4)
+    with loaded(case.store, devices=TWO, memory=2 * segment, ring=1, segments=4, order=order) as model:
+        assert generate(model, case.prompts) == case.tokens
+        assert [one["memory_bytes"] for one in of_devices(model)] == [segment, segment]
+
+
+def test_bfloat16_is_bit_for_bit_the_one_device(cases: Cases) -> None:
+    """The same products in the same order: which device computes them changes nothing."""
+    case, found = cases["qwen3_moe"], []
+    for where in ONE_OR_MORE[:2]:
+        with loaded(case.folder, dtype="bfloat16", memory="60%", **where) as model:
+            found.append(logits_of(model, case.prompts))
+    assert torch.equal(*found)
+
+
+def test_continuous_batching_and_inference_mode(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
+    expected = [generate(load_reference(case.folder), [prompt], 6)[0] for prompt in prompts]
+    with loaded(case.store, devices=TWO, system="fmoe", memory="60%", segments=4) as model:
+        for _ in range(2):
+            assert run_batch(model, prompts) == expected
+        with torch.inference_mode():
+            torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_counts_are_those_of_the_routing_whatever_the_devices(cases: Cases) -> None:
+    """What is needed is split, none of it is lost or counted twice; without evictions the hits are the same."""
+    case, found = cases["qwen3_moe"], []
+    for where in ONE_OR_MORE:
+        with loaded(case.store, memory="100%", **where) as model:
+            generate(model, case.prompts)
+            phases = expertly.stats(model).as_dict()["phases"]
+            found.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
+            per_device = [[one[phase]["hits"] for phase in phases] for one in of_devices(model)]
+            assert [sum(column) for column in zip(*per_device, strict=True)] == [counts(model, p)[0] for p in phases]
+    assert found[0] == found[1] == found[2]
+
+
+def test_accelerators_copy_what_they_load(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of an accelerator, with copies that happen as late as they may."""
+    case, made = cases["mixtral"], put_in_place(monkeypatch)
+    with loaded(case.store, devices=TWO, memory="60%", system="fmoe", segments=4) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        assert len(made) == 2 and all(one.stats()["copied_nbytes"] > 0 for one in made)
+        assert expertly.stats(model).as_dict()["bytes_copied"] == sum(one.stats()["copied_nbytes"] for one in made)
+
+
+# -- experts and threads apart ---------------------------------------------------------------------------------------
+
+
+def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each device's threads read from the files are its experts; together they are all that was needed."""
+    case, original = cases["qwen3_moe"], ExpertFile.read_into
+    with loaded(case.store, devices=TWO, memory="60%") as model:
+        placement, owners = group_of(model).placement, owners_of_files(model)
+        extents = [handle(model).store.layer_extent(layer) for layer in range(3)]
+        nbytes = placement.geometry.layers[0].expert_nbytes
+        seen = []
+
+        def noting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
+            seen.append((owners[id(file)], file.path, offset))
+            return original(file, offset, buffers)
+
+        monkeypatch.setattr(ExpertFile, "read_into", noting)
+        assert generate(model, case.prompts) == case.tokens
+        read: list[set[tuple[int, int]]] = [set(), set()]
+        for device, path, offset in seen:
+            layer = next(i for i, (file, _) in enumerate(extents) if file == path)
+            read[device].add((layer, (offset - extents[layer][1]) // nbytes))
+        assert read[0] and read[1] and not read[0] & read[1]
+        for device, of_device in enumerate(read):
+            assert {placement.device_of(layer, expert) for layer, expert in of_device} == {device}
+        moved = [one["bytes_disk"] for one in of_devices(model)]
+        assert all(moved) and sum(moved) == expertly.stats(model).as_dict()["bytes_loaded"]
+        assert [one["experts"] for one in of_devices(model)] == [12, 12]
+
+
+def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's reads of one device are under way while the other's are."""
+    case, original = cases["qwen3_moe"], ExpertFile.read_into
+    with loaded(case.store, devices=TWO, memory="60%") as model:
+        owners = owners_of_files(model)
+        lock, running, together = threading.Lock(), [0, 0], [0]
+
+        def slow(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
+            number = owners[id(file)]
+            with lock:
+                running[number] += 1
+                together[0] += min(running) > 0
+            time.sleep(0.01)
+            try:
+                return original(file, offset, buffers)
+            finally:
+                with lock:
+                    running[number] -= 1
+
+        monkeypatch.setattr(ExpertFile, "read_into", slow)
+        assert generate(model, case.prompts, 6) == [tokens[:6] for tokens in case.tokens]
+        assert together[0] > 10
+        stats = expertly.stats(model).as_dict()
+        stalls = [sum(one[phase]["stall_s"] for phase in ("prefill", "decode")) for one in stats["devices"]]
+        assert 0 < stats["stall_s"] < sum(stalls), "the model waits for the device that ends last, not for each in turn"
+
+
+# -- predictions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matcher", ["thread", "inline"])
+def test_predictions_are_split_and_prefetched_on_both(
+    matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, system = cases["qwen3_moe"], predictors.put(monkeypatch, Everything)
+    with loaded(case.store, devices=TWO, system=system, matcher=matcher, memory="60%", segments=2) as model:
+        for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
+            assert generate(model, case.prompts) == case.tokens
+            devices = of_devices(model)
+            decode = expertly.stats(model).as_dict()["phases"]["decode"]
+            if decode["prefetched_needed"] and all(one["decode"]["prefetched"] for one in devices):
+                break
+        assert all(one["decode"]["prefetched"] > 0 and one["decode"]["predicted"] > 0 for one in devices)
+        assert decode["predicted"] == sum(one["decode"]["predicted"] for one in devices)
+        assert decode["prefetched_needed"] > 0 and decode["recall"] == 1.0, "everything was named on one of them"
+        assert decode["similarity_correlation_trajectory"] is None, "a part of a prediction has no confidence"
+
+
+def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
+    """Inline predictions are the same, so what they named and what was needed of it is, too."""
+    case, found = cases["qwen3_moe"], []
+    for where in ONE_OR_MORE[:2]:
+        settings = {"system": "lru:prediction=lookahead:distance=2", "matcher": "inline", "memory": "60%"}
+        with loaded(case.store, **settings, **where) as model:
+            generate(model, case.prompts)
+            stats = expertly.stats(model).as_dict()
+            assert stats["prediction"]["predictions_late"] == 0
+            decode = stats["phases"]["decode"]
+            found.append([decode[name] for name in ("predicted", "predicted_needed", "predicted_of")])
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, diary = cases["qwen3_moe"], Diary("experts", "embedding")
+    system = predictors.put(monkeypatch, lambda geometry: diary)
+    with loaded(case.store, devices=THREE, system=system, matcher="inline", memory="100%") as model:
+        generate(model, case.prompts, 5)
+        assert len(diary.began) == len(diary.ends) == 5
+        assert [[one.layer for one in routed] for routed in diary.routed] == [[0, 1, 2]] * 5
+        assert all(max(one.demand.experts) > 2 for one in diary.routed[0]), "experts by their numbers in the model"
+
+
+def test_inline_runs_are_the_same_again(cases: Cases) -> None:
+    case, found = cases["qwen3_moe"], []
+    for _ in range(3):
+        with loaded(case.store, devices=TWO, system="fmoe", matcher="inline", memory="60%") as model:
+            for _ in range(2):
+                generate(model, case.prompts)
+            found.append([one[phase]["predicted"] for one in of_devices(model) for phase in ("prefill", "decode")])
+            assert expertly.stats(model).as_dict()["prediction"]["predictions_late"] == 0
+    assert found[0] == found[1] == found[2] and sum(found[0]) > 0
+
+
+# -- one observation queue for all -----------------------------------------------------------------------------------
+
+SHAPE = Geometry((LayerGeometry(6, 2, 8, 4, 3, 2),) * 3)
+
+
+class Counting(Predictor):
+    """Says of the next layer that it needs all experts, in order; notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self.told.append("begin")
+        return [self._of(0)]
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        self.told.append(f"router {routed.layer}")
+        return [self._of(routed.layer + 1)] if routed.layer < 2 else []
+
+    def end_iteration(self, ok: bool) -> None:
+        self.told.append(f"end {ok}")
+
+    def _of(self, layer: int) -> Prediction:
+        return Prediction(layer, list(range(6)), [1 - e / 10 for e in range(6)], 1)
+
+
+@pytest.fixture
+def predictor() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def shared(predictor: Counting) -> SharedChannel:
+    return SharedChannel(InlineChannel(predictor), Placement(SHAPE, 2))
+
+
+def shown(layer: int) -> Any:
+    return lambda: Routed(RouterRan(layer, [0], [1], [True], 1))
+
+
+def start() -> Began:
+    return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+
+
+def test_whoever_comes_first_publishes(shared: SharedChannel, predictor: Counting) -> None:
+    first, second = shared.of_shards
+    for base in (0, 3):
+        for one in (second, first):
+            one.begin_iteration(base - 1, start)
+        for layer in range(3):
+            for one in (first, second) if layer % 2 else (second, first):
+                one.router_ran(base + layer, shown(layer))
+        first.end_iteration(True)
+        second.end_iteration(True)
+    assert predictor.told == ["begin", "router 0", "router 1", "router 2", "end True"] * 2
+
+
+def test_a_device_hears_of_its_experts_and_of_no_step_before_it_has_come_there(shared: SharedChannel) -> None:
+    """One device is already at layer 0's router while the other has yet to see what came before."""
+    fast, slow = shared.of_shards
+    for one in (fast, slow):
+        one.begin_iteration(-1, start)
+    fast.router_ran(0, shown(0))
+    heard = [fast.take(), fast.take(), fast.take()]
+    assert [None if seen is None else seen.step for seen in heard] == [-1, 0, None]
+    before = slow.take()
+    assert before is not None and before.step == -1 and heard[0] is not None
+    held = [share.experts[0] for share in Placement(SHAPE, 2).shares]
+    named = [held[number][e] for number, one in enumerate((heard[0], before)) for e in one.prediction.experts]
+    assert sorted(named) == list(range(6))
+    assert slow.take() is None, "of step 0 it hears when it is there"
+    slow.router_ran(0, shown(0))
+    after = slow.take()
+    assert after is not None and (after.step, after.prediction.layer) == (0, 1)
+
+
+def test_an_end_is_told_once_and_a_failed_beginning_has_none(shared: SharedChannel, predictor: Counting) -> None:
+    def fails() -> Began:
+        raise NotImplementedError
+
+    first, second = shared.of_shards
+    with pytest.raises(NotImplementedError):
+        first.begin_iteration(-1, fails)
+    second.begin_iteration(-1, start)
+    for one in (first, second):
+        one.begin_iteration(2, start)
+    for one in (second, first):
+        one.end_iteration(False)
+    assert predictor.told == ["begin", "end False"]
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_unload_ends_all_threads_and_files(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    assert not reader_threads()
+    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO, system="fmoe", maps="off")
+    names = sorted(thread.name for thread in reader_threads())
+    assert [name for name in names if "device" in name] == ["expertly-device-0", "expertly-device-1"]
+    assert len([name for name in names if "reader" in name]) == 8
+    generate(model, case.prompts)
+    before = of_devices(model)
+    for _ in range(2):
+        expertly.unload(model)
+        assert not reader_threads() and not open_files(case.store)
+    with pytest.raises(EngineClosedError, match=r"unloaded"):
+        generate(model, case.prompts)
+    assert of_devices(model) == before, "the counters stay to be read"
+
+
+def test_a_model_that_is_dropped_ends_its_threads(cases: Cases) -> None:
+    case = cases["gpt_oss"]
+    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO)
+    generate(model, case.prompts)
+    del model
+    gc.collect()
+    assert not reader_threads() and not open_files(case.store)
+
+
+def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    original = cpu.KIND.make
+
+    def make(*args: Any) -> Any:
+        if made:
+            raise ConfigError("no second one")
+        made.append(original(*args))
+        return made[0]
+
+    monkeypatch.setattr(cpu.KIND, "make", make)
+    with pytest.raises(ConfigError, match="no second one"):
+        expertly.load(str(cases["qwen3_moe"].store), memory="60%", devices=TWO)
+    assert made and not reader_threads() and not open_files(cases["qwen3_moe"].store)
+
+
+def test_statistics_are_json(cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store, devices=TWO, memory="60%", system="fmoe") as model:
+        generate(model, cases["qwen3_moe"].prompts)
+        stats = expertly.stats(model).as_dict()
+        assert json.loads(json.dumps(stats, allow_nan=False)) == stats
+        for phase in ("prefill", "decode"):
+            total = sum(layer[phase]["stall_s"] for layer in stats["layers"])
+            assert stats["phases"][phase]["stall_s"] == pytest.approx(total)
+            assert stats["phases"][phase]["stall_s"] <= stats["phases"][phase]["experts_s"]
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["100%", "75%", "50%"])
+def test_memory_is_divided_in_proportion_to_experts(memory: str, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, devices=THREE, memory=memory, segments=4) as model:
+        stats = expertly.stats(model).as_dict()
+        for name in ("memory_bytes", "kept_bytes", "ring_bytes"):
+            assert stats[name] == sum(one[name] for one in stats["devices"])
+        assert stats["memory_bytes"] <= stats["expert_bytes"] * int(memory[:-1]) // 100
+        assert stats["memory_reason"] == f"memory {memory} over 3 devices"
+        for one in stats["devices"]:
+            share = stats["expert_bytes"] * one["experts"] // 24
+            assert one["memory_bytes"] <= share * int(memory[:-1]) // 100
+            assert one["resident_bytes"] <= one["memory_bytes"]
+
+
+def test_too_little_memory_names_the_least_that_works(cases: Cases) -> None:
+    store = str(cases["qwen3_moe"].store)
+    named = r"memory=\d+ bytes over 2 devices.*the least that works is \d+ bytes"
+    with pytest.raises(BudgetError, match=named) as caught:
+        expertly.load(store, memory="10%", devices=TWO)
+    least = int(str(caught.value).split("the least that works is ")[1].split()[0])
+    with pytest.raises(BudgetError):
+        expertly.load(store, memory=least - 1, devices=TWO)
+    with loaded(store, memory=least, devices=TWO) as model:
+        assert generate(model, cases["qwen3_moe"].prompts) == cases["qwen3_moe"].tokens
+    with pytest.raises(BudgetError, match="ring=0: must be at least 1 segment"):
+        expertly.load(store, memory="60%", ring=0, devices=TWO)
+
+
+def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logical devices share the machine's memory; the dense part is on the first only."""
+    store = cases["qwen3_moe"].store
+    with loaded(store) as model:
+        whole, geometry = expertly.stats(model).as_dict()["expert_bytes"], handle(model).engine.executor.geometry
+    free = (600 << 20) + (4 << 20) + whole * 3 // 4
+    for kind in (cpu.KIND, cuda.KIND):
+        monkeypatch.setattr(kind, "available_nbytes", lambda target: free)
+    with loaded(store, devices=TWO, memory="auto", context=8) as model:
+        stats = expertly.stats(model).as_dict()
+        assert stats["memory_reason"].startswith("memory auto over 2 devices: cpu: ")
+        assert stats["memory_bytes"] <= whole
+    targets = [torch.device("cuda:0"), torch.device("cuda:1")]
+    amounts, reason = choose_amounts(targets, [geometry] * 2, 1 << 20, 1 << 20, 8)
+    assert amounts == [whole, whole] and "cuda:0: " in reason and "; cuda:1: " in reason
+    monkeypatch.setattr(cuda.KIND, "available_nbytes", lambda target: (600 << 20) + (target.index + 1) * 30_000)
+    amounts, _ = choose_amounts(targets, [geometry] * 2, 10_000, 5_000, 8)
+    assert amounts == [15_000, 60_000], "each its own, the first after the dense part and the cache"
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
+
+BAD = {
+    "both": ({"device": "cpu", "devices": TWO}, r"device='cpu' and devices='cpu:0,cpu:1': accepted: one of the two"),
+    "none": ({"devices": []}, r"devices=\[\]: accepted: cpu:0,cpu:1"),
+    "unknown": ({"devices": "cpu:0,abacus"}, r"devices='abacus': unknown; accepted: cpu, cuda"),
+    "empty": ({"devices": "cpu:0,"}, r"devices='': unknown; accepted: cpu, cuda"),
+    "no backend": ({"devices": "meta"}, r"devices='meta': no backend for it; accepted: cpu"),
+    "no number": ({"devices": "cpu,cpu:1"}, r"devices='cpu': which one\? accepted: cpu:N, as in cpu:0,cpu:1"),
+    "too many": ({"devices": [f"cpu:{i}" for i in range(9)]}, r"devices: 9 of them.*only 8 experts; accepted: 1 to 8"),
+    "decisions": ({"devices": TWO, "decisions": "x.jsonl"}, r"decisions='x.jsonl': 2 devices decide apart; accepted"),
+    "host memory": ({"devices": TWO, "host_memory": "1GiB"}, r"host_memory='1GiB': there is no host tier"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_devices_that_cannot_be_are_an_error(what: str, cases: Cases) -> None:
+    arguments, message = BAD[what]
+    with pytest.raises(ConfigError, match=message):
+        expertly.load(str(cases["qwen3_moe"].store), memory="60%", **arguments)  # type: ignore[arg-type]
+    assert not reader_threads() and not os.path.exists("x.jsonl")
+
+
+def test_one_of_several_is_one(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, devices=["cpu"]) as model:
+        assert generate(model, case.prompts) == case.tokens
+        assert [one["device"] for one in of_devices(model)] == ["cpu"]
+        assert not [thread for thread in reader_threads() if "device" in thread.name]
+
+
+def test_devices_of_two_kinds_or_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert choose_devices(None, "cuda:0, cuda:1") == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert choose_devices(None, "cuda:0,cuda:0") == [torch.device("cuda:0")] * 2, "for tests on one"
+    assert choose_devices(None, None) == [torch.device("cuda")]
+    with pytest.raises(ConfigError, match=r"devices='cuda:0,cpu:0': accepted: devices of one kind"):
+        choose_devices(None, "cuda:0,cpu:0")
+    with pytest.raises(ConfigError, match=r"devices='cuda:2': there is no such device; accepted: cuda:0, cuda:1"):
+        choose_devices(None, "cuda:0,cuda:2")
+    with pytest.raises(ConfigError, match=r"device='cuda:9': there is no such device"):
+        choose_devices("cuda:9", None)

@@ -1,0 +1,170 @@
+"""The engine's transports under a scheduler that prefetches and whose every answer is checked: every byte computed with
+is the expert's own, whatever is predicted, cancelled, joined or fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
+
+from expertly.core.errors import TransferError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
+from expertly.core.observation import Routed
+from expertly.engine import reading
+from expertly.engine.cpu import CpuDevice
+from expertly.engine.cuda import CudaDevice
+from expertly.engine.device import Device
+from expertly.policies.eviction.simple import LRU
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.observations import InlineChannel
+from expertly.testing.made_up import ListFuture
+from tests.engine.disk import Disk
+from tests.engine.streams import Mark, RandomStreams
+
+pytestmark = pytest.mark.timeout(120)
+
+RUNS = [
+    (0.4, "resident", "early"),
+    (0.6, "resident", "early"),
+    (0.6, "id", "early"),
+    (0.5, "resident", "late"),
+    (0.6, "id", "late"),
+]
+
+
+class WatchedDevice(CudaDevice):
+    """Asserts what a copy finds before it on the stream."""
+
+    _streams: RandomStreams
+
+    def watch(self) -> WatchedDevice:
+        self.loads: list[Mark] = []
+        self.prefetches: list[Mark] = []
+        return self
+
+    def _copy(self, transfer: Any, source: Span) -> None:
+        streams = self._streams
+        before = [mark for mark in self.prefetches if not streams.has_run(mark)]
+        assert len(before) <= 1, "one prefetched segment is on the stream at a time"
+        if transfer.is_prefetch:
+            assert not before and all(map(streams.has_run, self.loads)), "nothing begins beside a load"
+            assert all(map(streams.has_run, self._uses_of(transfer.span))), "it would wait for kernels"
+        super()._copy(transfer, source)
+        (self.prefetches if transfer.is_prefetch else self.loads).append(transfer.mark)
+
+
+def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Device:
+    if kind == "cpu":
+        return CpuDevice(disk, shape, slots, torch.bfloat16)
+    nbytes = shape.nbytes if kind == "cuda" else int(shape.nbytes * 0.45)
+    device = torch.device("cpu")
+    return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, nbytes).watch()
+
+
+class Counted:
+    """A PrefetchTransport that counts what goes through it."""
+
+    def __init__(self, device: Device, happened: Counter[str]) -> None:
+        self.submit, self.poll, self.wait = device.submit, device.poll, device.wait
+        self._device, self._happened = device, happened
+
+    def submit_ahead(self, spans: Sequence[Span]) -> None:
+        self._happened["prefetched"] += len(spans)
+        self._device.submit_ahead(spans)
+
+    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        cancelled = self._device.withdraw(layer, experts)
+        assert all(span.layer == layer and (experts is None or span.expert in experts) for span in cancelled)
+        self._happened["cancelled"] += len(cancelled)
+        return cancelled
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.04])
+@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "cuda with little host memory"])
+def test_whatever_is_predicted_every_byte_is_right(
+    kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: Counter[str] = Counter()
+    for share, order, preemption in RUNS:
+        way = {"order": order, "preemption": preemption, "ahead": ahead}
+        happened += soak(kind, segments, share, failures, way, monkeypatch)
+    assert happened["prefetched"] > 50 and happened["cancelled"] > 5
+    assert bool(happened["failed"]) == bool(failures)
+
+
+def soak(
+    kind: str,
+    segments: int,
+    share: float,
+    failures: float,
+    way: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Counter[str]:
+    seed = f"{share} {way['order']} {way['preemption']}"
+    dice, bad_luck, happened = random.Random(seed), random.Random(seed), Counter[str]()
+    shape = Geometry(LAYERS, segments)
+    routers = random_routers(dice, 20)
+    future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
+    budget = split_budget(shape, int(shape.nbytes * share))
+    control = CheckedScheduler(shape, budget, lambda capacity: LRU(), future=future, **way)
+    disk = Disk(shape, random.Random(seed))
+    disk.fails = lambda layer, expert: bad_luck.random() < failures
+    monkeypatch.setattr(reading, "ExpertFile", disk.open)
+    device = make(kind, disk, shape, budget.pool_slots(), dice)
+    transport, guesses = Counted(device, happened), RandomGuesses(dice, shape, routers)
+    prefetcher = Prefetcher(control, transport, InlineChannel(guesses))
+
+    def compute(spans: Sequence[Span]) -> None:
+        for span in spans:
+            neurons = shape.neurons_per_segment(span.layer)
+            rows = device.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
+            assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
+            device.used(span)
+
+    for step, router in enumerate(routers):
+        future.step = guesses.step = step
+        try:
+            if router.layer == 0:
+                prefetcher.begin_iteration(nothing_seen)
+            run_layer(control, transport, router, compute, prefetcher, partial(Routed, router))
+        except TransferError:
+            happened["failed"] += 1
+            device.drain()
+            control.abandon()
+        control.check()
+    control.counts_agree()
+    if not failures:
+        loaded = sum(phase.loaded_nbytes for one in control.counters for phase in (one.decode, one.prefill))
+        moved = device.stats()
+        if kind == "cpu":
+            assert moved["disk_nbytes"] == loaded
+        else:
+            assert loaded - in_flight_nbytes(control) <= moved["copied_nbytes"] <= loaded
+    device.drain()
+    control.abandon()
+    assert device.poll() is None
+    assert disk.num_ended == len(disk.begun), "nothing is being read any more"
+    if not failures:
+        assert device.stats()["disk_nbytes"] == device.stats()["buffered_nbytes"], "what was dropped was not read"
+    device.close()
+    return happened
+
+
+def in_flight_nbytes(control: CheckedScheduler) -> int:
+    shape = control.geometry
+    return sum(
+        mask.bit_count() * shape.segment_nbytes(shape.layer_of_expert(eid))
+        for eid, mask in enumerate(control.slots.in_flight)
+    )
