@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scheduler.checked import CheckedScheduler
-from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
@@ -30,6 +28,8 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
 from tests.engine.streams import Mark, RandomStreams
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
 
 pytestmark = pytest.mark.timeout(120)
 
