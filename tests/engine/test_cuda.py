@@ -197,7 +197,7 @@ def again(expert: int) -> Span:
 def test_one_prefetch_is_on_the_stream_and_none_beside_a_load(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(*[span(i) for i in range(5)])
-    bench.device.submit_ahead([again(0), again(1), again(2)])
+    bench.device.prefetch([again(0), again(1), again(2)])
     assert len(bench.streams.queue) == 1 and bench.poll() is None
     bench.device.submit([again(3)])
     assert len(bench.streams.queue) == 2, "the load is right behind it"
@@ -216,7 +216,7 @@ def test_a_load_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> No
     bench.in_host(*[span(i) for i in range(4)])
     bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
     bench.device.submit([again(0)])
-    bench.device.submit_ahead([again(1)])
+    bench.device.prefetch([again(1)])
     assert bench.device.wait() == again(0)
     assert bench.poll() is None and len(bench.streams.queue) == 1
     del bench.streams.hold_compute
@@ -230,7 +230,7 @@ def test_a_prefetch_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -
     bench.in_host(span(0), span(1))
     bench.device.used(span(1))
     target = span(0, slot=span(1).slot)
-    bench.device.submit_ahead([target])
+    bench.device.prefetch([target])
     assert not bench.streams.queue, "a kernel reads the slot"
     bench.device.submit([again(0)])
     assert bench.wait(1) == {again(0)}, "a load does not wait for that kernel"
@@ -242,10 +242,10 @@ def test_a_prefetch_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -
 def test_what_is_neither_read_nor_copied_is_cancelled_wherever_it_waits(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(span(0), span(1))
-    bench.device.submit_ahead([again(0), again(1), span(2), span(3), span(4, layer=1)])
+    bench.device.prefetch([again(0), again(1), span(2), span(3), span(4, layer=1)])
     assert len(bench.streams.queue) == 1
     bench.disk.until_begun(4)  # 2 is being read, 3 is not
-    assert bench.device.withdraw(0) == [again(1), span(3)]
+    assert bench.device.cancel(0) == [again(1), span(3)]
     bench.device.submit([span(3)])  # the layer needs it, and waits for 0 and 2, too
     assert bench.wait(1) == {again(0)}
     bench.disk.let_all_end()
@@ -261,9 +261,9 @@ def test_what_is_neither_read_nor_copied_is_cancelled_wherever_it_waits(make: Ma
 def test_the_spans_of_one_expert_are_cancelled_alone_wherever_they_wait(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(span(0), span(1))
-    bench.device.submit_ahead([again(0), again(1), span(2), span(3), span(4)])
+    bench.device.prefetch([again(0), again(1), span(2), span(3), span(4)])
     bench.disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
-    assert bench.device.withdraw(0, [1, 2, 4]) == [again(1), span(4)]
+    assert bench.device.cancel(0, [1, 2, 4]) == [again(1), span(4)]
     bench.disk.let_all_end()
     assert bench.wait(1) == {span(2)}, "it is a load now, and goes before the others"
     bench.arrived(1)
@@ -277,9 +277,9 @@ def test_the_spans_of_one_expert_are_cancelled_alone_wherever_they_wait(make: Ma
 def test_a_begun_read_of_the_running_layer_is_copied_as_a_load_is(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(span(0))
-    bench.device.submit_ahead([span(2)])
+    bench.device.prefetch([span(2)])
     bench.disk.until_begun(4)
-    assert bench.device.withdraw(0) == []
+    assert bench.device.cancel(0) == []
     bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
     bench.device.submit([again(0)])  # is on the stream, and stays there
     assert bench.device.wait() == again(0)
@@ -292,7 +292,7 @@ def test_a_begun_read_of_the_running_layer_is_copied_as_a_load_is(make: MakeBenc
 def test_a_load_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBench) -> None:
     bench = make(3)
     prefetched, needed = [span(i, layer=1) for i in range(3)], [span(i) for i in range(3)]
-    bench.device.submit_ahead(prefetched)
+    bench.device.prefetch(prefetched)
     bench.disk.until_begun(4)
     bench.device.submit(needed)
     bench.disk.let_end(*[(1, 0)] * 4)
@@ -315,7 +315,7 @@ def test_what_a_load_evicts_from_the_host_before_it_is_copied_is_read_again(make
     bench.in_host(span(0), span(1), span(2))
     bench.streams.num_copies += 1  # something occupies the stream
     bench.device._load_mark = bench.streams.mark_copy()
-    bench.device.submit_ahead([again(0)])
+    bench.device.prefetch([again(0)])
     assert not bench.streams.queue
     bench.streams.num_copies -= 1
     bench.disk.let_all_end()
@@ -337,7 +337,7 @@ def test_prefetches_evict_neither_each_other_from_the_host_nor_what_is_being_cop
     bench = make(3)
     bench.in_host(span(0), span(1), span(2))
     prefetched = [again(0), again(1), again(2), span(5), span(6)]
-    bench.device.submit_ahead(prefetched)
+    bench.device.prefetch(prefetched)
     assert len(bench.streams.queue) == 1, "one is copied, two wait for the stream, two for room"
     assert all(bench.tier.find(again(i)) for i in range(3)) and not bench.disk.begun
     bench.disk.let_all_end()
@@ -350,12 +350,12 @@ def test_a_failed_prefetch_is_raised_and_drain_forgets_the_rest(make: MakeBench)
     bench.in_host(span(0), span(1))
     bench.disk.let_all_end()
     bench.disk.fails = lambda layer, expert: expert == 5
-    bench.device.submit_ahead([again(0), again(1), span(5), span(6)])
+    bench.device.prefetch([again(0), again(1), span(5), span(6)])
     with pytest.raises(TransferError, match="expert 5"):
         for _ in range(4):
             bench.device.wait()
     bench.device.drain()
-    assert bench.poll() is None and not bench.streams.queue and bench.device.withdraw(0) == []
+    assert bench.poll() is None and not bench.streams.queue and bench.device.cancel(0) == []
     bench.tier.check()
     bench.disk.fails = lambda layer, expert: False
     bench.device.submit([span(5)])

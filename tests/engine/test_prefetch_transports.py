@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scheduler.checked import CheckedScheduler
-from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
@@ -30,6 +28,8 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.testing.made_up import ListFuture
 from tests.engine.disk import Disk
 from tests.engine.streams import Mark, RandomStreams
+from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,12 +78,12 @@ class Counted:
         self.submit, self.poll, self.wait = device.submit, device.poll, device.wait
         self._device, self._happened = device, happened
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         self._happened["prefetched"] += len(spans)
-        self._device.submit_ahead(spans)
+        self._device.prefetch(spans)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        cancelled = self._device.withdraw(layer, experts)
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+        cancelled = self._device.cancel(layer, experts)
         assert all(span.layer == layer and (experts is None or span.expert in experts) for span in cancelled)
         self._happened["cancelled"] += len(cancelled)
         return cancelled

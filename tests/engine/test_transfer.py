@@ -89,10 +89,10 @@ def soak(
                 readers.submit(spans)
             else:
                 prefetched.update(spans)
-                readers.submit_ahead(spans)
+                readers.prefetch(spans)
         elif what < 0.55:
             layer = dice.randrange(3)
-            for one in readers.withdraw(layer):
+            for one in readers.cancel(layer):
                 assert one in prefetched and one.layer == layer
                 end(one, "cancelled")
         elif what < 0.9 and in_flight:
@@ -113,7 +113,7 @@ def soak(
 
 def test_a_large_prefetch_goes_alone_and_a_load_comes_right_after_it(make: MakeBench) -> None:
     bench = make(LARGE)
-    bench.readers.submit_ahead([span(1), span(2), span(3)])
+    bench.readers.prefetch([span(1), span(2), span(3)])
     assert bench.disk.until_begun(4) == [(0, 1)] * 4, "cut over the four readers; the next one waits"
     bench.readers.submit([span(9)])
     bench.disk.let_end(*[(0, 1)] * 4)
@@ -131,7 +131,7 @@ def test_a_large_prefetch_goes_alone_and_a_load_comes_right_after_it(make: MakeB
 
 def test_what_has_begun_ends_before_the_loads(make: MakeBench) -> None:
     bench = make(3 * MIN_READ_NBYTES, num_readers=2)  # two parts each
-    bench.readers.submit_ahead([span(1), span(2)])
+    bench.readers.prefetch([span(1), span(2)])
     bench.disk.until_begun(2)
     bench.readers.submit([span(8), span(9)])
     bench.disk.let_all_end()
@@ -143,7 +143,7 @@ def test_what_has_begun_ends_before_the_loads(make: MakeBench) -> None:
 
 def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> None:
     bench = make(SMALL)
-    bench.readers.submit_ahead([span(i) for i in range(8)])
+    bench.readers.prefetch([span(i) for i in range(8)])
     assert sorted(bench.disk.until_begun(4)) == [(0, i) for i in range(4)]
     bench.disk.let_end((0, 2))
     assert bench.disk.until_begun(5)[4:] == [(0, 4)], "in the order in which they were submitted"
@@ -162,12 +162,12 @@ def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> Non
 def test_cancelled_is_what_no_reader_has_begun_of_the_layer_and_may_be_loaded(make: MakeBench) -> None:
     bench = make(LARGE)
     readers = bench.readers
-    readers.submit_ahead([span(1), span(2, layer=1), span(3), span(4), span(5, layer=1)])
+    readers.prefetch([span(1), span(2, layer=1), span(3), span(4), span(5, layer=1)])
     bench.disk.until_begun(4)
     assert readers.asked_nbytes == 5 * LARGE
-    assert readers.withdraw(0, [1, 3, 5]) == [span(3)], "1 is under way, and 5 is another layer's"
-    assert readers.withdraw(0) == [span(4)]
-    assert readers.withdraw(0) == []
+    assert readers.cancel(0, [1, 3, 5]) == [span(3)], "1 is under way, and 5 is another layer's"
+    assert readers.cancel(0) == [span(4)]
+    assert readers.cancel(0) == []
     assert readers.num_in_flight == 3 and readers.asked_nbytes == 3 * LARGE
     readers.submit([span(4)])
     bench.disk.let_all_end()
@@ -182,7 +182,7 @@ def test_a_failed_read_is_raised_and_the_others_come(make: MakeBench) -> None:
     bench.disk.fails = lambda layer, expert: expert in (1, 9)
     bench.readers.submit([span(9)])
     bench.disk.until_begun(1)
-    bench.readers.submit_ahead([span(0), span(1), span(2)])
+    bench.readers.prefetch([span(0), span(1), span(2)])
     bench.readers.submit([span(3)])
     bench.disk.let_all_end()
     seen: list[int] = []
@@ -192,13 +192,13 @@ def test_a_failed_read_is_raised_and_the_others_come(make: MakeBench) -> None:
         except TransferError as error:
             seen.append(-int(str(error).split("expert ")[1].split()[0]))
     assert sorted(seen) == [-9, -1, 0, 2, 3]
-    bench.readers.submit_ahead([span(5)])
+    bench.readers.prefetch([span(5)])
     assert bench.wait(1) == [span(5)], "the readers live on"
 
 
 def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     bench = make(LARGE)
-    bench.readers.submit_ahead([span(i) for i in range(40)])
+    bench.readers.prefetch([span(i) for i in range(40)])
     bench.disk.until_begun(4)
     bench.readers.submit([span(50)])
     threading.Timer(0.05, bench.disk.let_all_end).start()
@@ -207,7 +207,7 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     assert bench.disk.num_ended == len(bench.disk.begun), "nothing is being read any more"
     assert bench.readers.num_in_flight == 0 and bench.readers.poll() is None
     assert bench.readers.asked_nbytes == 2 * LARGE
-    bench.readers.submit_ahead([span(3)])
+    bench.readers.prefetch([span(3)])
     bench.readers.submit([span(4)])
     assert {one.expert for one in bench.wait(2)} == {3, 4}, "and it goes on"
 
@@ -215,7 +215,7 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
 def test_close_ends_with_work_queued(make: MakeBench) -> None:
     bench = make(SMALL)
     before = threading.active_count()
-    bench.readers.submit_ahead([span(i) for i in range(40)])
+    bench.readers.prefetch([span(i) for i in range(40)])
     bench.disk.until_begun(4)
     bench.readers.submit([span(i) for i in range(40, 50)])
     bench.disk.let_all_end()
@@ -235,7 +235,7 @@ def test_prefetches_behind_loads_start_by_themselves(make: MakeBench) -> None:
         bench.readers.submit([span(expert % 8)])
         if expert % 3:
             time.sleep(random.Random(expert).random() * 2e-4)
-        bench.readers.submit_ahead([span(expert % 8 + 8)])
+        bench.readers.prefetch([span(expert % 8 + 8)])
         bench.wait(2)
 
 
@@ -245,9 +245,9 @@ def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: M
     readers = bench.readers
 
     def use() -> None:
-        readers.submit_ahead([span(1), span(2, layer=1), span(3)])
+        readers.prefetch([span(1), span(2, layer=1), span(3)])
         readers.submit([span(4), span(5)])
-        readers.withdraw(0)
+        readers.cancel(0)
         while readers.num_in_flight:
             readers.wait()
 
@@ -273,7 +273,7 @@ def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: M
         finally:
             sys.settrace(None)
         readers.drain()
-        readers.submit_ahead([span(6)])
+        readers.prefetch([span(6)])
         readers.submit([span(7)])
         assert {one.expert for one in bench.wait(2)} == {6, 7}, f"line {at}"
     assert at > 50

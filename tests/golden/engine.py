@@ -47,7 +47,7 @@ def make_transfers_instant(model: Any) -> None:
     from expertly.api import handle
 
     device: Any = handle(model).engine.device
-    submit, submit_ahead, wait = device.submit, device.submit_ahead, device.wait
+    submit, prefetch, wait = device.submit, device.prefetch, device.wait
     arrived: deque[Any] = deque()
 
     def finish(ask: Callable[[list[Any]], None], pieces: Iterable[Any]) -> None:
@@ -58,7 +58,7 @@ def make_transfers_instant(model: Any) -> None:
         arrived.extend(asked)
 
     device.submit = partial(finish, submit)
-    device.submit_ahead = partial(finish, submit_ahead)
+    device.prefetch = partial(finish, prefetch)
     device.poll = lambda: arrived.popleft() if arrived else None
     device.wait = arrived.popleft
 

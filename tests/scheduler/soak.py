@@ -57,12 +57,12 @@ class RandomLink:
         self.submitted += spans
         self.demands += spans
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         assert all(span.num_segments == 1 for span in spans), "a load never waits for more than a segment"
         self.submitted += spans
         self.ahead += spans
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         gone = [one for one in self.ahead if one.layer == layer and (experts is None or one.expert in experts)]
         self.ahead = [span for span in self.ahead if span not in gone]
         self.cancelled += gone

@@ -56,13 +56,13 @@ class SlowLink:
         self.queues[True] += spans
         self._begin()
 
-    def submit_ahead(self, spans: Any) -> None:
+    def prefetch(self, spans: Any) -> None:
         self._begin()
         self.queues[False] += spans
         self.num_ahead += len(spans)
         self._begin()
 
-    def withdraw(self, layer: int, experts: Any = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Any = None) -> list[Span]:
         self._begin()
         gone = [one for one in self.queues[False] if one.layer == layer and (experts is None or one.expert in experts)]
         self.queues[False] = [one for one in self.queues[False] if one not in gone]

@@ -102,7 +102,7 @@ def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> N
     spans = control.prefetch()
     assert sum(span.num_segments for span in spans) == 4, "the second expert would leave none"
     link = RandomLink(random.Random(0))
-    link.submit_ahead(spans)
+    link.prefetch(spans)
     computed: list[Span] = []
     control.predict(Prediction(0, [2], [0.9], 2))
     assert control.prefetch() == [], "of a layer that is not next, an expert's worth stays free"

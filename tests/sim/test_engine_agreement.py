@@ -82,7 +82,7 @@ def counted(counters: list[LayerCounters], names: tuple[str, ...] = COUNTED) -> 
 
 def make_instant(backend: Any) -> None:
     """Let a backend's reads take no time for who looks at it: what is asked for is there when it has been asked for."""
-    submit, submit_ahead, wait = backend.submit, backend.submit_ahead, backend.wait
+    submit, prefetch, wait = backend.submit, backend.prefetch, backend.wait
     arrived: deque[Span] = deque()
 
     def finish(ask: Callable[[list[Span]], None], spans: Iterable[Span]) -> None:
@@ -93,7 +93,7 @@ def make_instant(backend: Any) -> None:
         arrived.extend(asked)
 
     backend.submit = partial(finish, submit)
-    backend.submit_ahead = partial(finish, submit_ahead)
+    backend.prefetch = partial(finish, prefetch)
     backend.poll = lambda: arrived.popleft() if arrived else None
     backend.wait = arrived.popleft
 

@@ -93,7 +93,7 @@ def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:
 
 def test_demands_go_before_what_is_loaded_ahead_but_never_stop_it() -> None:
     clock, link, watch = make()
-    link.submit_ahead([span(0), span(1), span(2)])
+    link.prefetch([span(0), span(1), span(2)])
     clock.now_ns = 10  # 0 is on the link until 50
     link.submit([span(3), span(4)])
     assert [link.wait().expert for _ in range(5)] == [0, 3, 4, 1, 2]
@@ -103,26 +103,26 @@ def test_demands_go_before_what_is_loaded_ahead_but_never_stop_it() -> None:
 
 def test_of_a_demand_and_a_guess_submitted_at_once_the_demand_goes_first() -> None:
     _, link, _ = make()
-    link.submit_ahead([span(0)])
+    link.prefetch([span(0)])
     link.submit([span(1)])
     assert [link.wait().expert for _ in range(2)] == [1, 0]
 
 
 def test_withdrawn_is_what_has_not_begun_of_the_layer() -> None:
     clock, link, _ = make()
-    link.submit_ahead([span(0), span(1, layer=1), span(2), span(3)])
+    link.prefetch([span(0), span(1, layer=1), span(2), span(3)])
     clock.now_ns = 8
-    assert link.withdraw(0) == [span(2), span(3)], "0 is under way"
-    assert link.withdraw(0) == []
+    assert link.cancel(0) == [span(2), span(3)], "0 is under way"
+    assert link.cancel(0) == []
     assert [link.wait() for _ in range(2)] == [span(0), span(1, layer=1)]
     assert link.busy_until_ns() == clock.now_ns == 7 + 2 * 43
 
 
 def test_the_spans_of_one_expert_are_withdrawn_alone_and_may_be_demanded() -> None:
     clock, link, _ = make()
-    link.submit_ahead([span(0), span(1), span(2), span(2, layer=1), span(2, segment=1)])
+    link.prefetch([span(0), span(1), span(2), span(2, layer=1), span(2, segment=1)])
     clock.now_ns = 8
-    gone = link.withdraw(0, [0, 2])
+    gone = link.cancel(0, [0, 2])
     assert gone == [span(2), span(2, segment=1)], "0 is under way, and the other 2 is another layer's"
     link.submit(gone)
     assert [link.wait() for _ in range(5)] == [span(0), *gone, span(1), span(2, layer=1)]
@@ -132,7 +132,7 @@ def test_the_spans_of_one_expert_are_withdrawn_alone_and_may_be_demanded() -> No
 def test_busy_until_counts_the_overhead_of_every_span_and_what_has_begun_meanwhile() -> None:
     clock, link, _ = make()
     link.submit([span(e) for e in range(3)])
-    link.submit_ahead([span(3)])
+    link.prefetch([span(3)])
     assert link.busy_until_ns() == 4 * 43, "the latency keeps nobody busy"
     clock.now_ns = 60
     assert link.busy_until_ns() == 7 + 4 * 43
@@ -151,7 +151,7 @@ def test_asking_costs_the_thread_time_while_the_link_begins() -> None:
     clock, link, watch = make(submit_ns=30)
     link.submit([span(0)])
     assert clock.now_ns == 30 and watch.spends == [("ask", 0, 30)]
-    link.submit_ahead([span(2)])
+    link.prefetch([span(2)])
     assert clock.now_ns == 30, "nobody waits for that"
     link.wait()
     assert (clock.now_ns, link.stall_ns) == (50, 20)
@@ -199,10 +199,10 @@ def test_only_the_missing_segments_of_a_span_are_read() -> None:
 
 def test_a_demand_overtakes_guesses_on_the_disk_and_those_not_begun_are_withdrawn() -> None:
     clock, link, _ = with_disk(4)
-    link.submit_ahead([span(4), span(5), span(6, layer=1)])
+    link.prefetch([span(4), span(5), span(6, layer=1)])
     clock.now_ns = 30  # 4 is being read
     link.submit([span(7)])
-    assert link.withdraw(0) == [span(4), span(5)], "4 is not on the link yet"
+    assert link.cancel(0) == [span(4), span(5)], "4 is not on the link yet"
     assert link.wait() == span(7) and clock.now_ns == 20 + 2 * 205 + 7 + 43
     link.submit([span(4)])  # has been read in vain: it is there
     assert link.wait() == span(4) and clock.now_ns == 480 + 50
@@ -284,11 +284,11 @@ def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
 
 def test_withdrawn_is_what_no_reader_has() -> None:
     clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 1))
-    link.submit_ahead([span(2), span(0), span(3), span(3, layer=1)])  # one for each reader
-    link.submit_ahead([span(4), span(1), span(4, layer=1)])
+    link.prefetch([span(2), span(0), span(3), span(3, layer=1)])  # one for each reader
+    link.prefetch([span(4), span(1), span(4, layer=1)])
     clock.now_ns = 8
-    assert set(link.withdraw(0)) == {span(4), span(1)}, "readers have the others"
-    assert link.withdraw(0) == []
+    assert set(link.cancel(0)) == {span(4), span(1)}, "readers have the others"
+    assert link.cancel(0) == []
     begun = [span(2), span(0), span(3), span(3, layer=1), span(4, layer=1)]
     assert {link.wait() for _ in begun} == set(begun)
     assert clock.now_ns == pytest.approx(7 + 23 + 5 * 80, abs=2) and decoder(link).next_ns == NEVER_NS
@@ -296,7 +296,7 @@ def test_withdrawn_is_what_no_reader_has() -> None:
 
 def test_demands_are_read_before_what_is_loaded_ahead() -> None:
     clock, link, _ = make_coded()
-    link.submit_ahead([span(e) for e in range(6)])  # a reader has each of the first four
+    link.prefetch([span(e) for e in range(6)])  # a reader has each of the first four
     clock.now_ns = 10
     link.submit([span(6), span(7)])
     assert [link.wait().expert for _ in range(8)] == [0, 1, 2, 3, 6, 7, 4, 5]
@@ -306,9 +306,9 @@ def test_what_is_loaded_ahead_in_several_parts_begins_alone() -> None:
     """Spans of four parts: the second one waits until the first one is there, and is withdrawn before."""
     geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
     clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
-    link.submit_ahead([span(0), span(1)])
+    link.prefetch([span(0), span(1)])
     clock.now_ns = MIN_JOB_NBYTES * 4  # the first has been read
-    assert link.withdraw(0) == [span(1)]
+    assert link.cancel(0) == [span(1)]
     assert link.wait() == span(0) and decoder(link).next_ns == NEVER_NS
 
 
@@ -390,11 +390,11 @@ def test_spans_arrive_once_in_time_order_and_the_queues_never_overlap(
         free = [(la, e) for la in range(2) for e in range(8) if not any(w[:2] == (la, e) for w in waiting)]
         chosen = dice.sample(free, min(dice.randrange(3), len(free)))
         new = [span(e, la, 0, dice.choice((1, 2)), 10 * number + i) for i, (la, e) in enumerate(chosen)]
-        (link.submit if dice.random() < 0.5 else link.submit_ahead)(new)
+        (link.submit if dice.random() < 0.5 else link.prefetch)(new)
         waiting += new
         clock.now_ns += dice.randrange(90)
         if dice.random() < 0.2:
-            for one in link.withdraw(0):
+            for one in link.cancel(0):
                 waiting.remove(one)
         while (found := link.poll()) is not None:
             waiting.remove(found)

@@ -36,7 +36,7 @@ class CpuDevice:
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
         self.rows = self._pool.rows
         self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)
-        self.submit, self.submit_ahead, self.withdraw = readers.submit, readers.submit_ahead, readers.withdraw
+        self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waited_ns = 0
 

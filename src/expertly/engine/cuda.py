@@ -107,13 +107,13 @@ class CudaDevice:
         self._backlog.extend([_Transfer(span) for span in spans])
         self._start()
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         for span in spans:
             assert span.num_segments == 1, "a load never waits for more than a segment"
             self._prefetches.append(_Transfer(span, is_prefetch=True))
         self._begin_prefetches()
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """What is neither being read nor copied has not begun."""
 
         def is_meant(transfer: _Transfer) -> bool:
@@ -125,7 +125,7 @@ class CudaDevice:
             left = [transfer for transfer in queue if not is_meant(transfer)]
             queue.clear()
             queue.extend(left)
-        cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.withdraw(layer, experts)]
+        cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer, experts)]
         for transfer in self._waiting.values():
             if is_meant(transfer):
                 transfer.is_prefetch = False
@@ -222,7 +222,7 @@ class CudaDevice:
 
     def _recall(self) -> bool:
         """Take the host tier's room back from prefetches whose reads have not begun; whether there was any."""
-        recalled = [self._waiting.pop(host_span) for host_span in self.tier.withdraw()]
+        recalled = [self._waiting.pop(host_span) for host_span in self.tier.cancel()]
         for transfer in reversed(recalled):
             transfer.waits_for.clear()
             self._prefetches.appendleft(transfer)
@@ -407,7 +407,7 @@ class HostTier:
         found = slots.spans(eid, here) if here else []
         reads = slots.allocate(eid, missing, slots.awaited) if missing else []
         self._loading.update(dict.fromkeys(reads))
-        (self.readers.submit_ahead if is_prefetch else self.readers.submit)(reads)
+        (self.readers.prefetch if is_prefetch else self.readers.submit)(reads)
         return found, reads
 
     def find(self, wanted: Span) -> list[Span]:
@@ -417,9 +417,9 @@ class HostTier:
             return []
         return self._slots.spans(eid, mask)
 
-    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
         """Give up prefetched host spans of this layer, or of these experts of it, or all, that no reader has begun."""
-        cancelled = self.readers.withdraw(layer, experts)
+        cancelled = self.readers.cancel(layer, experts)
         for span in cancelled:
             del self._loading[span]
             self._release(span)

@@ -41,12 +41,12 @@ class Device(Protocol):
     def submit(self, spans: Sequence[Span]) -> None:
         """Start loading the spans into their slots, before all prefetches that have not begun."""
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         """Prefetch these, single segments, in this order, when no load waits or moves. They come out of `poll` and
         `wait` like others, and so do their errors.
         """
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Cancel prefetches of `layer`, or of these experts of it, that have not begun: they will not come. Those that
         have are moved like loads from now on. `layer` is about to run, or runs.
         """

@@ -314,7 +314,7 @@ class _ShardChannel:
 # -- their threads ---------------------------------------------------------------------------------------------------
 
 
-class Failure(NamedTuple):
+class CallFailure(NamedTuple):
     """What a thread's call raised."""
 
     thread: int
@@ -342,7 +342,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> tuple[list[Any], Failure | None]:
+    def run(self, functions: Sequence[Callable[[], Any]]) -> tuple[list[Any], CallFailure | None]:
         """Run one call on each thread, all at once, and wait until all have ended: their results, and the failure that
         came first. Raises EngineClosedError where a thread has ended.
         """
@@ -350,11 +350,11 @@ class Workers:
         calls = [_WorkerCall(function, number, done) for number, function in enumerate(functions)]
         deque(map(SimpleQueue.put, self._queues, calls), maxlen=0)  # in one step: an interrupt gives to all or to none
         results: list[Any] = [None] * len(calls)
-        first: Failure | None = None
+        first: CallFailure | None = None
         for _ in calls:
             number, results[number], error = self._next(done)
             if error is not None and first is None:
-                first = Failure(number, error)
+                first = CallFailure(number, error)
         return results, first
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class Readers:
         if batch:
             self._jobs.put(batch)
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         """Read these, in this order, while no span of `submit` is queued or being read."""
         for span in spans:
             self.num_in_flight += 1
@@ -116,7 +116,7 @@ class Readers:
         if self._num_loads == self._num_loads_read:  # else whoever reads the last load looks for more, after this
             self._jobs.put([])
 
-    def withdraw(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
         """Cancel prefetches of this layer, or of these experts of it, or all, that have not begun: they will not come.
         Returns them.
         """
@@ -159,7 +159,7 @@ class Readers:
         Counts nothing: an interrupt may have come between a count and what it counts. One that comes now leaves reads
         under way; drain again.
         """
-        self.withdraw()
+        self.cancel()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             while not self._gather():
                 pass

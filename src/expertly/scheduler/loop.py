@@ -32,11 +32,11 @@ class Transport(Protocol):
 class PrefetchTransport(Transport, Protocol):
     """One that has a second priority, for what nobody waits for yet."""
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         """Bring these, in this order, when no load waits."""
         ...
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Span]:
         """Cancel what was submitted ahead for `layer`, or these experts of it, and not begun; it will not come."""
         ...
 
@@ -183,7 +183,7 @@ class Prefetcher:
         self._take()
         self._step = self._iteration * self._num_layers + layer
         self._tell(Moment.NOW)
-        return () if self._scheduler.finds_late else self._transport.withdraw(layer)
+        return () if self._scheduler.finds_late else self._transport.cancel(layer)
 
     def router_ran(self, routed: Callable[[], Routed] | None) -> None:
         """A router ran and its loads are on their way."""
@@ -196,7 +196,7 @@ class Prefetcher:
         """The layer waits for these: those that were not begun are to be submitted as loads."""
         if not self._scheduler.finds_late:
             return ()
-        cancelled = self._transport.withdraw(joined[0].layer, {span.expert for span in joined})
+        cancelled = self._transport.cancel(joined[0].layer, {span.expert for span in joined})
         if cancelled:
             self._scheduler.promote(cancelled)
         return cancelled
@@ -240,7 +240,7 @@ class Prefetcher:
     def experts_ended(self, layer: int) -> Sequence[Span]:
         """What the layer needed was computed: cancel what was not begun of what it did not need."""
         experts = self._scheduler.cancellable()
-        return self._transport.withdraw(layer, experts) if experts else ()
+        return self._transport.cancel(layer, experts) if experts else ()
 
     def layer_ended(self, transport: Transport) -> None:
         """A layer was computed: take what is ready, prefetch more."""
@@ -254,7 +254,7 @@ class Prefetcher:
         self._tell(Moment.NOW)
         spans = self._scheduler.prefetch()
         if spans:
-            self._transport.submit_ahead(spans)
+            self._transport.prefetch(spans)
 
     def _tell(self, moment: Moment) -> None:
         if self._now is not None:

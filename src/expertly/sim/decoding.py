@@ -127,7 +127,7 @@ class DecodingDisk:
         self._taken = (self._costs.threads - self._costs.threads_beside) / slowdown
         self._find_next()
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget prefetches of this layer, or of these experts of it, that have not begun."""
         spans = [parts[0].whole.span for parts in self._prefetches]
         cancelled = [one for one in spans if one.layer == layer and (experts is None or one.expert in experts)]

@@ -102,15 +102,15 @@ class VirtualLink:
         if self._submit_ns:
             self._spend("ask", self._submit_ns)
 
-    def submit_ahead(self, spans: Sequence[Span]) -> None:
+    def prefetch(self, spans: Sequence[Span]) -> None:
         if spans:
             self._submit(spans, True)
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """What is on its way from the disk to the link has not been begun, unless it is decoded."""
         self._begin_until(self._clock.now_ns)
-        cancelled = self._link.withdraw(layer, experts)
-        return cancelled if self._host is None else cancelled + self._disk.withdraw(layer, experts)
+        cancelled = self._link.cancel(layer, experts)
+        return cancelled if self._host is None else cancelled + self._disk.cancel(layer, experts)
 
     def poll(self) -> Span | None:
         now = self._clock.now_ns
@@ -258,7 +258,7 @@ class TransferQueue:
         self._find_next()
         return span, is_ahead, begin, end
 
-    def withdraw(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget prefetches of this layer, or of these experts of it, that have not begun."""
         kept: list[_Entry] = []
         cancelled: list[_Entry] = []
