@@ -151,7 +151,7 @@ def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tu
     text = "日本語 🙂 schön"
     ids = demo[1].encode(text)
     assert any("\N{REPLACEMENT CHARACTER}" in demo[1].decode([token]) for token in ids)
-    assert b"".join(serving.assembled.service.prompts.span(token)[1] for token in ids).decode() == text
+    assert b"".join(serving.assembled.service.prompts.piece(token)[1] for token in ids).decode() == text
 
 
 def test_penalties_change_what_is_repeated(serving: Serving) -> None:
