@@ -59,60 +59,67 @@ def numbers(*infos: IterationInfo) -> Sequence[list[int]]:
     return [of_rows.of_rows(info).tolist() for info in infos]
 
 
-def test_a_sequence_keeps_its_number_until_the_next_prefill() -> None:
-    found = numbers(batch(2, 3, True), batch(2, 1, False), batch(2, 1, False), batch(1, 4, True), batch(1, 1, False))
-    assert found == [[0, 0, 0, 1, 1, 1], [0, 1], [0, 1], [2, 2, 2, 2], [2]]
-
-
-def test_several_tokens_of_a_sequence_that_decodes_are_one_request() -> None:
-    assert numbers(batch(1, 5, True), batch(1, 4, False), batch(1, 1, False)) == [[0] * 5, [0] * 4, [0]]
-
-
-def test_a_batch_of_another_size_has_new_numbers() -> None:
-    assert numbers(batch(2, 1, True), batch(6, 1, False), batch(6, 1, False)) == [
-        [0, 1],
-        [*range(2, 8)],
-        [*range(2, 8)],
-    ]
-
-
-def test_decoding_that_nobody_began_has_a_number() -> None:
-    assert numbers(batch(1, 1, False), batch(1, 1, False)) == [[0], [0]]
-
-
-def test_side_by_side_sequences_are_known_by_their_positions() -> None:
-    found = numbers(
-        side_by_side((0, 3), (0, 2)),
-        side_by_side((3, 1), (2, 1), (0, 2)),
-        side_by_side((3, 1), (2, 1), num_pads=2),  # the first has ended
-        side_by_side((4, 1), (3, 1), (0, 1)),
-    )
-    assert found == [[0, 0, 0, 1, 1], [0, 1, 2, 2], [1, 2, 2, 2], [1, 2, 3]]
-
-
-def test_the_parts_of_a_prompt_are_one_request() -> None:
-    found = numbers(side_by_side((0, 4)), side_by_side((4, 4), (0, 1)), side_by_side((8, 2), (1, 1)))
-    assert found == [[0] * 4, [0] * 4 + [1], [0, 0, 1]]
-
-
-def test_equal_positions_go_on_in_order() -> None:
-    assert numbers(side_by_side((0, 2), (0, 2)), side_by_side((2, 1), (2, 1))) == [[0, 0, 1, 1], [0, 1]]
-
-
-def test_sequences_without_rows_have_no_number() -> None:
-    empty = side_by_side((0, 2), (0, 0), (0, 1))
-    assert numbers(empty, side_by_side((2, 1), (1, 1))) == [[0, 0, 1], [0, 1]]
-
-
-def test_without_positions_side_by_side_is_a_batch() -> None:
-    found = numbers(
-        side_by_side((0, 2), (0, 1), knows_positions=False), side_by_side((2, 1), (1, 1), knows_positions=False)
-    )
-    assert found == [[0, 0, 1], [0, 1]]
-
-
-def test_without_positions_empty_sequences_have_a_place() -> None:
-    assert numbers(side_by_side((0, 2), (0, 0), (0, 1), knows_positions=False)) == [[0, 0, 2]]
+@pytest.mark.parametrize(
+    ("passes", "expected"),
+    [
+        pytest.param(
+            [batch(2, 3, True), batch(2, 1, False), batch(2, 1, False), batch(1, 4, True), batch(1, 1, False)],
+            [[0, 0, 0, 1, 1, 1], [0, 1], [0, 1], [2, 2, 2, 2], [2]],
+            id="a number until the next prefill",
+        ),
+        pytest.param(
+            [batch(1, 5, True), batch(1, 4, False), batch(1, 1, False)],
+            [[0] * 5, [0] * 4, [0]],
+            id="several tokens decoded at once",
+        ),
+        pytest.param(
+            [batch(2, 1, True), batch(6, 1, False), batch(6, 1, False)],
+            [[0, 1], [*range(2, 8)], [*range(2, 8)]],
+            id="a batch of another size is new",
+        ),
+        pytest.param([batch(1, 1, False)] * 2, [[0], [0]], id="decoding that nobody began"),
+        pytest.param(
+            [
+                side_by_side((0, 3), (0, 2)),
+                side_by_side((3, 1), (2, 1), (0, 2)),
+                side_by_side((3, 1), (2, 1), num_pads=2),  # the first has ended
+                side_by_side((4, 1), (3, 1), (0, 1)),
+            ],
+            [[0, 0, 0, 1, 1], [0, 1, 2, 2], [1, 2, 2, 2], [1, 2, 3]],
+            id="side by side, known by positions",
+        ),
+        pytest.param(
+            [side_by_side((0, 4)), side_by_side((4, 4), (0, 1)), side_by_side((8, 2), (1, 1))],
+            [[0] * 4, [0] * 4 + [1], [0, 0, 1]],
+            id="parts of a prompt",
+        ),
+        pytest.param(
+            [side_by_side((0, 2), (0, 2)), side_by_side((2, 1), (2, 1))],
+            [[0, 0, 1, 1], [0, 1]],
+            id="equal positions go on in order",
+        ),
+        pytest.param(
+            [side_by_side((0, 2), (0, 0), (0, 1)), side_by_side((2, 1), (1, 1))],
+            [[0, 0, 1], [0, 1]],
+            id="sequences without rows have no number",
+        ),
+        pytest.param(
+            [
+                side_by_side((0, 2), (0, 1), knows_positions=False),
+                side_by_side((2, 1), (1, 1), knows_positions=False),
+            ],
+            [[0, 0, 1], [0, 1]],
+            id="without positions, a batch",
+        ),
+        pytest.param(
+            [side_by_side((0, 2), (0, 0), (0, 1), knows_positions=False)],
+            [[0, 0, 2]],
+            id="without positions, empty sequences have a place",
+        ),
+    ],
+)
+def test_rows_have_the_numbers_of_their_requests(passes: list[IterationInfo], expected: list[list[int]]) -> None:
+    assert numbers(*passes) == expected
 
 
 SWITCH = "switch_transformers"

@@ -261,7 +261,7 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # -- the predictor's thread (fMoE, section 4.3) ------------------------------------------------------------------------
 
 
-class ThreadChannel:
+class PredictorThread:
     """A Channel whose predictor has a thread of its own.
 
     Of what is published, `backlog` says what waits and what goes. What predicting raises is raised by the next `take`,
@@ -447,7 +447,7 @@ class Prefetching:
         self.maps = maps
         self.matcher = matcher
         self.collector = collector
-        self._thread: ThreadChannel | None = None
+        self._thread: PredictorThread | None = None
         channel: Channel
         if matcher == "inline":
             channel = InlineChannel(predictor)
@@ -455,7 +455,7 @@ class Prefetching:
             backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.save
             device = executor.shards[0].device.torch_device
-            channel = self._thread = ThreadChannel(
+            channel = self._thread = PredictorThread(
                 predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
         self._executor = executor

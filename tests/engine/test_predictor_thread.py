@@ -16,7 +16,7 @@ import pytest
 
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.engine.observe import ThreadChannel
+from expertly.engine.observe import PredictorThread
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen
 
@@ -91,8 +91,8 @@ def all_ready(channel: Channel) -> list[Seen]:
 
 
 @contextmanager
-def channel_of(predictor: Predictor, max_waiting: int = 1000, **kwargs: Any) -> Iterator[ThreadChannel]:
-    channel = ThreadChannel(predictor, ObservationQueue(max_waiting), **kwargs)
+def channel_of(predictor: Predictor, max_waiting: int = 1000, **kwargs: Any) -> Iterator[PredictorThread]:
+    channel = PredictorThread(predictor, ObservationQueue(max_waiting), **kwargs)
     try:
         yield channel
     finally:
@@ -189,7 +189,7 @@ def test_what_making_an_observation_raises_is_raised_by_take() -> None:
 def test_closing_reads_what_waits_and_ends_the_thread() -> None:
     diary = Diary()
     before = threading.active_count()
-    channel = ThreadChannel(diary, ObservationQueue(1000))
+    channel = PredictorThread(diary, ObservationQueue(1000))
     assert threading.active_count() == before + 1
     for iteration in range(20):
         publish(channel, iteration)
@@ -207,7 +207,7 @@ def test_closing_does_not_wait_for_all_that_a_slow_predictor_has_to_read() -> No
             self.told.append(what)
 
     slow = Slow()
-    channel = ThreadChannel(slow, ObservationQueue(1000))
+    channel = PredictorThread(slow, ObservationQueue(1000))
     for iteration in range(50):
         publish(channel, iteration)
     start = time.perf_counter()
@@ -263,7 +263,7 @@ def test_a_failure_to_save_is_told_like_any_other() -> None:
 
 def test_a_collection_in_the_thread_may_close_it() -> None:
     """The garbage collector runs where it likes: also in the matcher, and there it may unload the model."""
-    holder: list[ThreadChannel] = []
+    holder: list[PredictorThread] = []
     closed: list[bool] = []
     saved: list[int] = []
 
@@ -271,7 +271,7 @@ def test_a_collection_in_the_thread_may_close_it() -> None:
         def _note(self, *what: Any) -> None:
             closed.append(holder[0].close())
 
-    holder.append(ThreadChannel(Unloading(), ObservationQueue(10), save=lambda: saved.append(len(closed))))
+    holder.append(PredictorThread(Unloading(), ObservationQueue(10), save=lambda: saved.append(len(closed))))
     publish(holder[0], 0)
     until(lambda: closed)
     assert closed[0] is False, "it cannot have ended"
@@ -338,7 +338,7 @@ def test_two_threads_soak() -> None:
 
 
 def test_it_ends_though_an_interrupt_left_the_lock_taken() -> None:
-    channel = ThreadChannel(Diary(), ObservationQueue(10))
+    channel = PredictorThread(Diary(), ObservationQueue(10))
     channel._lock.acquire()  # as an interrupt leaves it that comes when it is about to be given back
     assert channel.close()
     assert not channel._thread.is_alive()
