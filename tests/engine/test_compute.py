@@ -78,11 +78,12 @@ def scatter(model: Any) -> None:
     """Reverse the places of loose slots: an expert's segments never lie side by side again."""
     for pool in handle(model).engine.scheduler.slots.pools:
         take, loose = pool.take, pool._loose
-        pool.take_frame = lambda: None  # type: ignore[method-assign]
+        pool.take_block = lambda: None  # type: ignore[method-assign]
 
         def backwards(wanted: int | None, pool: Any = pool, take: Any = take, loose: Any = loose) -> int:
-            while pool._frames:
-                pool._break_frame()
+            while pool._blocks:
+                first = pool._blocks.pop() * pool._size
+                loose.update(dict.fromkeys(range(first, first + pool._size)))
             return int(take(next(reversed(loose))))
 
         pool.take = backwards  # type: ignore[method-assign]
@@ -99,6 +100,7 @@ def watch_spans(model: Any) -> dict[str, int]:
         used(span)
 
     engine.device.used = watch  # type: ignore[method-assign]
+    engine.device.queues_uses = True
     return seen
 
 
@@ -186,13 +188,13 @@ def test_an_input_that_is_a_view(cases: Cases) -> None:
 
 
 def test_a_large_prefill_is_combined_in_cuts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly.engine import engine as engine_module
+    from expertly.engine import runtime
 
     case = cases["qwen3_moe"]
     call = Call(0, torch.randn(50, 32), torch.randint(0, 8, (50, 3)), torch.rand(50, 3))
     with loaded(case.store) as model:
         whole = run(model, call)
-        monkeypatch.setattr(engine_module, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
+        monkeypatch.setattr(runtime, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
         assert torch.equal(run(model, call), whole)
         assert torch.equal(run(model, replace(call, hidden=call.hidden.clone())), whole)
 
