@@ -1,1 +1,1 @@
-"""Executes the control plane's plans with real threads, files, streams and slots. Imports models, control, store."""
+"""Executes the scheduler's plans with threads, files, streams and slots. May import every room below it but `sim`."""

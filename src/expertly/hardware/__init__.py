@@ -1,1 +1,1 @@
-"""What `expertly doctor` measures of a machine."""
+"""What `expertly doctor` measures of a machine, by the engine's own readers; imports `engine` and below."""
