@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.policies.test_observing_predictors import chose, said
+from tests.policies.predictor.test_observing import chose, said
 
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Began, History
