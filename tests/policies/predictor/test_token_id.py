@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.policies.predictor.test_observing import chose, said
 
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Began, History
@@ -13,6 +12,7 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.predictor.token_id import IdCounts
 from expertly.scheduler.presets import get_system
+from tests.policies.predictor.test_observing import chose, said
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=3, experts=6, top_k=2)
