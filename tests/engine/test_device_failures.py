@@ -175,7 +175,7 @@ def test_a_transfer_thread_that_breaks_tells_why(cases: Cases, monkeypatch: pyte
     with loaded(case.store, devices=TWO, memory="60%") as model:
         readers = handle(model).engine.executor.shards[1].device._readers
 
-        def broken(job: Any, worker: Any) -> None:
+        def broken(job: Any) -> None:
             raise RuntimeError("a bug of ours")
 
         readers._run_one = broken

@@ -22,7 +22,6 @@ from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce
 from tests.engine.observe import loaded
-from tests.engine.test_codec import compressed_case
 from tests.families import generate
 
 
@@ -77,11 +76,6 @@ def test_choices_that_are_no_expert_are_dropped_and_said_so() -> None:
 
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return compressed_case(cases["qwen3_moe"], tmp_path_factory.mktemp("planes") / "store")
 
 
 @pytest.fixture(autouse=True)
