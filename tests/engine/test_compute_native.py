@@ -72,8 +72,17 @@ def test_parts_are_calls_of_their_own(cases: Cases, calls: list[int]) -> None:
         assert calls[12:] == [1] * 12 and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3_moe", torch.bfloat16),
+        ("gpt_oss", torch.bfloat16),
+        ("gpt_oss", torch.float16),
+        ("qwen3_moe", torch.float32),
+        ("switch_transformers", torch.float32),
+    ],
+    ids=str,
+)
 def test_outputs_are_torchs(
     family: str, dtype: torch.dtype, cases: Cases, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +121,7 @@ class InFloat32(torch.nn.Module):
         return torch.nn.functional.silu(x.float())
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize(("kernels", "segments"), [("native", 1), ("native", 4), ("torch", 4)])
 def test_activations_are_rounded_to_the_weights_type(
     segments: int, kernels: str, cases: Cases, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
