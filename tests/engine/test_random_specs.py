@@ -1,5 +1,5 @@
-"""Systems of parts taken at random, in memories, staging slots, cuts and devices taken at random: the tokens of the unmodified
-model, and slots that agree, each time.
+"""Systems of parts taken at random, in memories, staging slots, cuts and devices taken at random: the tokens of the
+unmodified model, and slots that agree, each time.
 """
 
 from __future__ import annotations
