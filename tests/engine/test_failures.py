@@ -24,7 +24,7 @@ from expertly import api
 from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError, EngineClosedError, TransferError
-from expertly.engine import cpu
+from expertly.engine import cpu, transfer
 from expertly.engine import group as groups
 from expertly.engine.group import Workers
 from expertly.model.packing import pack
@@ -259,7 +259,10 @@ def end_readers(model: Any, number: int, how_many: int) -> None:
 
 
 @DEVICES
-def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(devices: str, cases: Cases) -> None:
+def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(
+    devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_LOOK_EVERY_S", 0.05)
     case, named = cases["qwen3_moe"], "^a thread" if devices == "cpu" else "^cpu:1: a thread"
     with loaded_on(devices, case.store) as model:
         last = len(handle(model).engine.executor.shards) - 1
@@ -439,11 +442,3 @@ def test_what_was_opened_is_closed_again(
         )
     assert raised.tb is not None and (tmp_path / "made").exists()
     assert open_files(tmp_path) == [] and reader_threads() == []
-
-
-def test_memory_that_a_processor_does_not_have(cases: Cases, tmp_path: Path) -> None:
-    """Found out when the file of decisions has been opened."""
-    arguments: dict[str, Any] = {"memory": "50%", "system": "lru", "device": "cpu", "host_memory": "1GiB"}
-    with pytest.raises(ConfigError, match="host_memory='1GiB'") as raised:
-        expertly.load(str(cases["mixtral"].store), decisions=tmp_path / "made", **arguments)
-    assert raised.tb is not None and open_files(tmp_path) == []

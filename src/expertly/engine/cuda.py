@@ -19,7 +19,7 @@ from expertly.core.errors import BudgetError, ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
-from expertly.engine.device import Device
+from expertly.engine.device import Device, DeviceKind, Handover
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_pci_device
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
@@ -567,7 +567,7 @@ class CudaStreams:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
 
-class CudaHandover:
+class CudaHandover(Handover):
     """`home` is the first device. Which stream is current is each thread's own."""
 
     def __init__(self, home: torch.device) -> None:
@@ -577,9 +577,8 @@ class CudaHandover:
         return torch.cuda.current_stream(self._home).record_event()
 
     def take(self, mark: Any, device: torch.device) -> None:
-        """Both streams wait for the event, whichever device it is of."""
         for one in dict.fromkeys((self._home, device)):
-            torch.cuda.current_stream(one).wait_event(mark)
+            torch.cuda.current_stream(one).wait_event(mark)  # whichever device it is of
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Its memory is used again only behind what this thread's stream has queued until it is freed."""
@@ -589,7 +588,7 @@ class CudaHandover:
 # -- the kind --------------------------------------------------------------------------------------------------------
 
 
-class _Cuda:
+class _Cuda(DeviceKind):
     runs_on_host = False
 
     def check(self, device: torch.device, field: str) -> None:
