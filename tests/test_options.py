@@ -60,11 +60,3 @@ def test_not_asking_for_experts_compressed_in_memory_is_no_error(value: object):
 def test_an_option_that_there_is_not():
     with pytest.raises(TypeError, match="memry"):
         expertly.load(memry="25%")
-
-
-def test_torchs_dtype_runs():
-    model, _ = expertly.load(memory="25%", system="lru", dtype=torch.float32)
-    try:
-        assert model.dtype == torch.float32
-    finally:
-        expertly.unload(model)

@@ -46,20 +46,14 @@ def kernels_of(model: Any) -> dict[str, Any]:
     return told
 
 
-def test_a_tokens_experts_that_are_here_are_one_call(cases: Cases, calls: list[int]) -> None:
-    with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
-        run(model, layer_call(1))
-        assert calls == [3]
-        assert (kernels_of(model)["native"], kernels_of(model)["torch"]) == (3, 0)
-
-
 def test_what_arrives_is_computed_as_it_comes(cases: Cases, calls: list[int]) -> None:
     with loaded(cases["qwen3_moe"].store, memory="100%") as model:
         run(model, layer_call(1))
         assert sum(calls) == 3, "the last ones perhaps together"
         calls.clear()
         run(model, layer_call(1))
-        assert calls == [3]
+        assert calls == [3], "what is here is one call"
+        assert (kernels_of(model)["native"], kernels_of(model)["torch"]) == (6, 0)
 
 
 def test_parts_are_calls_of_their_own(cases: Cases, calls: list[int]) -> None:

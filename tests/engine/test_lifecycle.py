@@ -72,7 +72,7 @@ def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
     with loaded(case.store, segments=4) as model:
 
         def work(i: int) -> None:
-            for _ in range(3):
+            for _ in range(2):
                 found[i].append(generate(model, [case.prompts[i]]))
 
         threads = [threading.Thread(target=work, args=(i,)) for i in found]
@@ -81,7 +81,7 @@ def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
         for thread in threads:
             thread.join()
         assert_streamed(model)
-    assert found == {i: [expected[i]] * 3 for i in found}
+    assert found == {i: [expected[i]] * 2 for i in found}
 
 
 def test_a_deepcopy_shares_slots_and_statistics(cases: Cases) -> None:
