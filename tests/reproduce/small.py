@@ -9,7 +9,7 @@ from expertly.trace.schema import TraceLayer
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(8, 16, 2)
-REQUESTS, PASSES, PROMPT = 24, 64, 6
+REQUESTS, PASSES, PROMPT = 24, 32, 6
 
 
 def full_trace(folder: Path) -> Trace:
