@@ -42,10 +42,7 @@ def feed(model: Any, num_iterations: int) -> None:
 
 
 ALL = [*((name, 1) for name in runnable_systems()), ("lru", 4)]
-CASES = [
-    *((*one, feed, 500) for one in ALL),
-    *((*one, generate, 75) for one in ALL if SYSTEMS[one[0]].prediction != "none"),
-]
+CASES = [(*one, *((feed, 500) if SYSTEMS[one[0]].prediction == "none" else (generate, 100))) for one in ALL]
 
 
 @pytest.mark.parametrize(("system", "segments", "run", "num_iterations"), CASES)
