@@ -47,7 +47,7 @@ def test_tokens_are_the_reference(system: str, segments: int, planes: Case) -> N
         stats = stats_of(model)
         assert stats["codec"]["name"] == "planes" and stats["codec"]["ratio"] < 1
         assert stats["bytes_decoded"] > 0 and stats["decode_s"] > 0
-        if system == "lru":  # others may be loading ahead still
+        if system == "lru":  # others may still be prefetching
             assert stats["bytes_decoded"] >= stats["bytes_loaded"] > 0
         if system == "fmoe":
             assert prediction(model)["failed"] is None
