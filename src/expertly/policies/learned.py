@@ -179,9 +179,10 @@ class Header:
         top_k = self.whole_numbers("top_k", 1, MAX_EXPERTS)
         if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
             self.refuse("shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
-        if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
-            self.refuse("shape", "top_k must be at most num_experts")
-        return ModelShape(num_experts, top_k)
+        try:
+            return ModelShape(num_experts, top_k)
+        except ConfigError as error:
+            self.refuse("shape", str(error))
 
 
 class LearnedState(ABC):
@@ -283,19 +284,12 @@ class LearnedStore(LearnedState):
         """A store of what another has learned, its `state`. Raises StoreError where it is of another kind or model, or
         holds numbers that nobody can have learned.
         """
-        path = Path("what another has learned")
-        for name in self.schema:
-            if name not in arrays and name not in self.optional:
-                raise StoreError(f"{path}: array {name!r}: missing")
         longest = max((len(array) for array in arrays.values() if array.ndim == 1), default=1)
         texts = self.settings() | {"capacity": str(max(1, longest))}
-        header = Header(path, texts, self.shape)
+        header = Header(Path("what another has learned"), texts, self.shape)
         arrays = {name: arrays[name] for name in self.schema if name in arrays}
-        expected = self.layout(header, {name: array.shape for name, array in arrays.items()})
-        for name, array in arrays.items():
-            if array.shape != expected[name]:
-                raise StoreError(f"{path}: array {name!r}: {list(array.shape)!s:.80}; must be {list(expected[name])}")
-        self.check(path, self.shape, arrays)
+        _check_tensors(type(self), header, {name: (self.schema[name], one.shape) for name, one in arrays.items()})
+        self.check(header.path, self.shape, arrays)
         made: Own = self.restored(header, arrays)
         return made
 
@@ -390,16 +384,7 @@ def read_learned(
             raw = header_bytes_of(file, path, StoreError)
             infos = parse_safetensors_header(path, raw, StoreError, nbytes)
             kind, header = _header(path, raw, kinds, identity, shape)
-            expected = kind.layout(header, {name: info.shape for name, info in infos.items()})
-            for name, info in infos.items():
-                if name not in kind.schema:
-                    raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(kind.schema)}")
-                if (info.dtype, info.shape) != (kind.schema[name], expected[name]):
-                    needs = f"{kind.schema[name]} {list(expected[name])}"
-                    raise StoreError(f"{path}: tensor {name!r}: {info.dtype} {list(info.shape)!s:.80}; must be {needs}")
-            for name in kind.schema:
-                if name not in infos and name not in kind.optional:
-                    raise StoreError(f"{path}: tensor {name!r}: missing")
+            _check_tensors(kind, header, {name: (info.dtype, info.shape) for name, info in infos.items()})
             # In file order, which leaves nothing between them.
             arrays: dict[str, Array] = {n: np.empty(i.shape, _NUMPY[i.dtype]) for n, i in infos.items()}
             _read_arrays(file, path, raw, arrays)
@@ -427,6 +412,16 @@ def length_of(header: Header, sizes: Mapping[str, Shape], name: str) -> int:
     if len(sizes.get(name, ())) != 1:
         raise StoreError(f"{header.path}: tensor {name!r}: missing, or not one number each")
     return sizes[name][0]
+
+
+def check_numbers(
+    path: Path, name: str, values: Array, is_right: npt.NDArray[np.bool_], axes: Sequence[str], accepted: str
+) -> None:
+    """Raises StoreError naming the first of `values` that is not right: `axes` say what each dimension counts."""
+    if not is_right.all():
+        place = tuple(int(at) for at in np.unravel_index(int(is_right.argmin()), is_right.shape))
+        where = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=False))
+        raise StoreError(f"{path}: tensor {name!r}: {where}: {values[place]!s:.80}; must be {accepted}")
 
 
 def check_born(path: Path, name: str, born: Array) -> None:
@@ -459,6 +454,21 @@ def _header(
     header = Header(path, {"about": "", **texts})
     header.check(kind, identity, shape)
     return kind, header
+
+
+def _check_tensors(kind: type[LearnedState], header: Header, found: Mapping[str, tuple[str, Shape]]) -> None:
+    """Raises StoreError where arrays of these types and shapes are not those of the header, or one is missing."""
+    path, schema = header.path, kind.schema
+    expected = kind.layout(header, {name: shape for name, (_, shape) in found.items()})
+    for name, (dtype, shape) in found.items():
+        if name not in schema:
+            raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(schema)}")
+        if (dtype, shape) != (schema[name], expected[name]):
+            needs = f"{schema[name]} {list(expected[name])}"
+            raise StoreError(f"{path}: tensor {name!r}: {dtype} {list(shape)!s:.80}; must be {needs}")
+    for name in schema:
+        if name not in found and name not in kind.optional:
+            raise StoreError(f"{path}: tensor {name!r}: missing")
 
 
 def _is_plain(value: object) -> bool:

@@ -40,7 +40,8 @@ def test_counts_that_float32_cannot_count_are_taken_for_the_most_it_can() -> Non
 def test_state_and_back(num: int) -> None:
     collection = filled(num)
     n = collection.num_matrices
-    other = Collection.from_arrays(SHAPE, collection.matrices[:n], collection.born[:n], 20)
+    other = Collection(SHAPE, 20)
+    other.fill(collection.matrices[:n], collection.born[:n])
     for name in ("matrices", "columns", "squares", "inverse_norms", "total"):
         np.testing.assert_array_equal(getattr(other, name), getattr(collection, name), err_msg=name)
     matrix = matrix_of(choices(np.random.default_rng(9), 2))

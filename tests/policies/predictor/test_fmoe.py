@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import combinations
 
 import numpy as np
@@ -17,7 +18,7 @@ from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from expertly.policies.predictor.fmoe import predictor as fmoe_module
 from expertly.policies.predictor.fmoe.predictor import select, select_rows, union
 from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.predictor.naive import cosine, random_scores, top
+from tests.policies.predictor.naive import cosine, random_scores, request_counts, top
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
@@ -331,7 +332,7 @@ def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytes
     assert store.num_maps == 30
     assert (store.maps[:, 20] == prefill.scores[0]).all()
     assert (store.maps[:, 29] == prefill.scores[30]).all()
-    assert store.request_counts(77).sum() == 10 * LAYERS * TOP_K
+    assert request_counts(store, 77).sum() == 10 * LAYERS * TOP_K
     assert predictor.facts()["trajectory_searches"] == 10 * (LAYERS - 2)
 
 
@@ -358,7 +359,7 @@ def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
     large = FMoE(SHAPE, 2, FMoEOptions(capacity=2000))
     large.adopt(given)
     assert (large.learned.num_maps, large.learned.capacity) == (40, 2000)
-    assert run(large, Rows(3, 1)) == run(begun(given.copy()), Rows(3, 1))
+    assert run(large, Rows(3, 1)) == run(begun(deepcopy(given)), Rows(3, 1))
     with pytest.raises(ConfigError, match="another model"):
         large.adopt(MapStore(ModelShape((4,), (1,))))
 

@@ -12,10 +12,10 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.observation import Routed
+from expertly.core.observation import Began, Routed
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.base import Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.base import WidthOptions, best_of_rows
 from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
 from expertly.testing import PREDICTOR_CHECKS, made_up
 from expertly.testing.made_up import SHAPE, ListFuture, some_future
@@ -82,7 +82,7 @@ def test_perfect_names_every_demand_in_reach_once_as_soon_as_it_is(distance: int
 def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> None:
     """An iteration that failed half-way: the next steps in reach are named, the past ones are not."""
     future = some_future(SHAPE, 3)
-    predictor = Perfect(SHAPE, 2, known=Known(future=future))
+    predictor = Perfect.make(SHAPE, Known(future=future), 2)
     router = RouterRan(0, [0], [1], [True], 1)
     assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
     future.step = 7
@@ -123,7 +123,7 @@ def test_wrong_guesses_of_the_modelled_lookahead_are_spread_over_all_others() ->
 
 def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
     future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
-    predictor = ModelledLookahead(geometry(layers=2, experts=3, top_k=1), 1, known=Known(future=future))
+    predictor = ModelledLookahead.make(geometry(layers=2, experts=3, top_k=1), Known(future=future), 1)
     (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]
 
@@ -159,14 +159,24 @@ def test_it_is_the_union_of_every_rows_best(num_rows: int, width: int) -> None:
         assert prediction.probabilities == scores.max(axis=0).tolist()
 
 
-def test_reach() -> None:
-    reach = Reach(geometry(layers=6), 3)
-    assert list(reach.at_begin()) == [0, 1, 2]
-    assert [reach.after(layer) for layer in range(6)] == [3, 4, 5, None, None, None]
-    assert list(Reach(geometry(layers=4), 1 << 30).at_begin()) == [0, 1, 2], "no farther than the layers there are"
-    assert list(Reach(geometry(layers=1), 2).at_begin()) == [0]
+@pytest.mark.parametrize(
+    ("num_layers", "distance", "at_begin", "after"),
+    [(6, 3, [0, 1, 2], {0: 3, 1: 4, 2: 5}), (4, 1 << 30, [0, 1, 2], {0: 3}), (1, 2, [0], {})],
+)
+def test_layers_are_predicted_so_far_ahead_and_the_first_when_a_pass_begins(
+    num_layers: int, distance: int, at_begin: list[int], after: dict[int, int]
+) -> None:
+    index = PREDICTORS["index"].make(geometry(layers=num_layers), Known(), distance)
+    began = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+    assert [one.layer for one in index.begin_iteration(began)] == at_begin
+    routers = [Routed(RouterRan(layer, [0], [1], [True], 1)) for layer in range(num_layers)]
+    assert {routed.layer: one.layer for routed in routers for one in index.router_ran(routed)} == after
+
+
+@pytest.mark.parametrize("name", [name for name in PREDICTORS if "future" not in PREDICTORS[name].needs])
+def test_a_distance_of_no_layer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
-        Reach(geometry(layers=4), 0)
+        PREDICTORS[name].make(SHAPE, Known(), 0)
 
 
 def test_a_width_of_nothing_is_refused() -> None:

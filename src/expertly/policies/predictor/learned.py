@@ -20,7 +20,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Floats, Routed, Want
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape, Shape, length_of
-from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.base import RankingPredictor, WidthOptions
 
 Weights = npt.NDArray[np.floating[Any]]
 
@@ -216,33 +216,25 @@ class Network:
         return logits
 
 
-class Learned(Predictor):
+class Learned(RankingPredictor):
     """After layer l, the best of layer l + distance; after the first layer of a stack, of all layers up to there. Rows
     are looked at one by one, the prediction is the union of what they name. Scores are what the networks make of the
     router's scores.
     """
 
     name = "learned"
-    options = WidthOptions
     needs = ("router_inputs",)
     takes_weights = True
     wants: frozenset[Want] = frozenset({"inputs"})
 
     def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: WidthOptions = WidthOptions(),
-        known: Known = NOTHING,
+        self, geometry: Geometry, distance: int = 1, options: WidthOptions = WidthOptions(), known: Known = NOTHING
     ) -> None:
         """Raises ConfigError where there are no weights, or they are of another model or of other distances."""
-        super().__init__()
-        reach = Reach(geometry, distance)
-        weights = _checked(geometry, known.learned, reach.distance)
-        self._layers = geometry.layers
-        self._width = options.width
+        super().__init__(geometry, distance, options, known)
+        weights = _checked(geometry, known.learned, self._distance)
         self._networks: dict[int, list[tuple[int, Network]]] = {}  # by the layer that is looked at: what is predicted
-        for source, target in pairs(weights.starts, reach.distance):
+        for source, target in pairs(weights.starts, self._distance):
             self._networks.setdefault(source, []).append((target, Network(weights.mlps[source, target])))
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
@@ -262,9 +254,7 @@ class Learned(Predictor):
             scores = network.probabilities(inputs)
             if not np.isfinite(scores).all():
                 continue  # the hidden state is not
-            width = self._width or self._layers[target].top_k
-            prediction = best_of_rows(target, target - routed.layer, scores, width)
-            if prediction is not None:
+            if (prediction := self._best(target, target - routed.layer, scores)) is not None:
                 yield prediction
 
 

@@ -10,8 +10,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.policies.base import PolicyOptions
-from expertly.policies.known import NOTHING, Future, Known
+from expertly.policies.known import Future, Known
 from expertly.policies.predictor.base import Predictor
 
 ACCURACY = {1: 0.905, 8: 0.545}
@@ -32,9 +31,7 @@ class Perfect(Predictor):
     needs = ("future",)
     gives_probabilities = False
 
-    def __init__(
-        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
         super().__init__()
         self._future = _future_of(known, self.name)
         self._reach = min(distance, geometry.num_layers - 1)  # one demand a layer
@@ -63,9 +60,7 @@ class ModelledLookahead(Predictor):
     needs = ("future",)
     gives_probabilities = False
 
-    def __init__(
-        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
         super().__init__()
         self._num_experts = [layer.num_experts for layer in geometry.layers]
         self._future = _future_of(known, self.name)

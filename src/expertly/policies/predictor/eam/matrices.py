@@ -23,6 +23,7 @@ from expertly.policies.learned import (
     ModelShape,
     Shape,
     check_born,
+    check_numbers,
     length_of,
 )
 
@@ -94,23 +95,13 @@ class Collection:
         for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
             self.add(other.matrices[slot])
 
-    @classmethod
-    def from_arrays(
-        cls,
-        shape: ModelShape,
-        matrices: npt.NDArray[Any],
-        born: npt.NDArray[np.int64],
-        capacity: int = DEFAULT_CAPACITY,
-    ) -> Collection:
-        """Of matrices [n, L, E] and born [n], for a capacity that holds them."""
-        collection = cls(shape, capacity)
-        n = len(born)
-        assert n <= capacity
-        for slot in range(n):
-            collection._write(slot, matrices[slot], int(born[slot]))
-        collection.num_matrices = n
-        collection._num_added = int(born.max()) + 1 if n else 0
-        return collection
+    def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
+        """Of an empty one: take these matrices [n, L, E] as they are, and born [n]."""
+        assert not self.num_matrices and len(born) <= self.capacity
+        for slot, (matrix, number) in enumerate(zip(matrices, born.tolist(), strict=True)):
+            self._write(slot, matrix, number)
+        self.num_matrices = len(born)
+        self._num_added = int(born.max(initial=-1)) + 1
 
     def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
         """See LearnedStore."""
@@ -160,21 +151,10 @@ class Matrices(LearnedStore):
     """Of C matrices each, [C] and [C, L, E], tokens that each expert served."""
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
-        self._of(Collection(shape, capacity), Collection(shape, capacity))
-
-    @classmethod
-    def of(cls, prefill: Collection, decode: Collection) -> Matrices:
-        """Of two collections of one shape and capacity."""
-        assert (prefill.shape, prefill.capacity) == (decode.shape, decode.capacity)
-        made = cls.__new__(cls)
-        made._of(prefill, decode)
-        return made
-
-    def _of(self, prefill: Collection, decode: Collection) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.shape = prefill.shape
-        self.capacity = prefill.capacity
-        """Of each collection."""
+        """`capacity`: of each collection."""
+        self.shape = shape
+        self.capacity = capacity
+        self.prefill, self.decode = Collection(shape, capacity), Collection(shape, capacity)
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -229,17 +209,25 @@ class Matrices(LearnedStore):
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        is_expert, axes = (
+            np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None],
+            ("matrix", "layer", "expert"),
+        )
         for phase in _PHASES:
-            _check_phase(path, shape, phase, arrays[phase])
+            one = arrays[phase]
+            is_count = (one >= 0) & (one <= MAX_COUNT)
+            check_numbers(path, phase, one, is_count, axes, f"a count of tokens, from 0 to {MAX_COUNT}")
+            check_numbers(path, phase, one, is_expert | (one == 0), axes, "0: the layer has fewer experts")
+            totals = one.sum(axis=(1, 2))
+            check_numbers(path, phase, totals, totals > 0, axes, "above 0, the tokens that a matrix counts")
             check_born(path, f"{phase}_born", arrays[f"{phase}_born"])
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> Matrices:
-        capacity = int(header.texts["capacity"])
-        made = (
-            Collection.from_arrays(header.shape, arrays[phase], arrays[f"{phase}_born"], capacity) for phase in _PHASES
-        )
-        return cls.of(*made)
+        made = cls(header.shape, int(header.texts["capacity"]))
+        for phase in _PHASES:
+            made.of_phase(phase == "prefill").fill(arrays[phase], arrays[f"{phase}_born"])
+        return made
 
     def digests(self) -> set[bytes]:
         return {digest for phase in (self.prefill, self.decode) for digest in phase.digests()}
@@ -256,22 +244,6 @@ class Matrices(LearnedStore):
                 raise ConfigError("matrices of other layers, experts or top-k: not of one model")
             out.extend(store)
         return out
-
-
-def _check_phase(path: Path, shape: ModelShape, phase: str, matrices: npt.NDArray[Any]) -> None:
-    """Raises StoreError naming the matrix whose numbers nobody can have counted."""
-    is_expert = np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None]
-    is_wrong = ~((matrices >= 0) & (matrices <= np.where(is_expert, MAX_COUNT, 0)))
-    if is_wrong.any():
-        slot, layer, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
-        accepted = f"a count of tokens, from 0 to {MAX_COUNT}"
-        if not is_expert[layer, expert]:
-            accepted = f"0: there are {shape.num_experts[layer]} experts"
-        where = f"matrix {slot}, layer {layer}, expert {expert}: {matrices[slot, layer, expert]}"
-        raise StoreError(f"{path}: tensor {phase!r}: {where}; must be {accepted}")
-    is_empty = ~matrices.any(axis=(1, 2))
-    if is_empty.any():
-        raise StoreError(f"{path}: tensor {phase!r}: matrix {int(np.argmax(is_empty))}: counts no token")
 
 
 class NearestMatrices(NamedTuple):

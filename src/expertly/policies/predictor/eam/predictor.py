@@ -16,7 +16,7 @@ from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_CAPACITY, ModelShape
-from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
+from expertly.policies.predictor.base import Predictor, best_of_rows, distance_in
 from expertly.policies.predictor.eam.matrices import (
     DEFAULT_CAPACITY,
     Collection,
@@ -81,7 +81,7 @@ class EAM(Predictor):
         super().__init__()
         self._options = options
         self._shape = ModelShape.of(geometry)
-        self._reach = Reach(geometry, distance)
+        self._distance = distance_in(geometry, distance)
         self._sizes = np.array(self._shape.num_experts)[:, None]  # [L, 1]
         self._is_expert = np.arange(self._shape.max_experts) < self._sizes  # [L, E]
         self._store = Matrices(self._shape, options.capacity)
@@ -138,7 +138,7 @@ class EAM(Predictor):
         self.work.num_calls += 1
         self.work.read_nbytes += self._is_expert.size * 8 * len(self._pass)
         start = self._layers.start if len(self._layers) else 0
-        return self._predict({layer: layer + 1 for layer in self._reach.at_begin(self._layers)}, start)
+        return self._predict({layer: layer + 1 for layer in self._layers[: self._distance]}, start)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         """Match every request of the pass, and name what the next layers need."""
@@ -152,7 +152,7 @@ class EAM(Predictor):
         self._num_seen += 1
         for sequence in sequences:
             self._observe(sequence, layer, experts if len(sequences) == 1 else experts[sequence.rows])
-        last = min(layer + self._reach.distance, self._layers.stop - 1)
+        last = min(layer + self._distance, self._layers.stop - 1)
         return self._predict({ahead: ahead - layer for ahead in range(layer + 1, last + 1)}, layer)
 
     def end_iteration(self, ok: bool) -> None:

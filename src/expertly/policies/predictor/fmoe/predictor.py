@@ -15,7 +15,7 @@ from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_CAPACITY, ModelShape
-from expertly.policies.predictor.base import Predictor
+from expertly.policies.predictor.base import Predictor, distance_in
 from expertly.policies.predictor.fmoe.search import NearestMaps, Search
 from expertly.policies.predictor.fmoe.store import MapStore
 
@@ -93,22 +93,16 @@ class FMoE(Predictor):
     learns = MapStore
 
     def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: FMoEOptions = FMoEOptions(),
-        known: Known = NOTHING,
+        self, geometry: Geometry, distance: int = 1, options: FMoEOptions = FMoEOptions(), known: Known = NOTHING
     ) -> None:
         super().__init__()
-        if distance < 1:
-            raise ConfigError(f"distance={distance}: must be at least 1")
         self.wants: frozenset[Want] = frozenset(
             ("experts", "scores", "embedding") if options.semantic else ("experts", "scores")
         )
         self._options = options
         self._shape = ModelShape.of(geometry)
         num_layers = self._shape.num_layers
-        self._distance = max(1, min(distance, num_layers - 1))
+        self._distance = distance_in(geometry, distance)
         self._weight = self._distance / num_layers
         self._max_rows = max(1, MAX_SCORES // options.capacity)
         self._pass: _MatchedPass | None = None

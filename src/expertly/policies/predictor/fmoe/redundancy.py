@@ -72,7 +72,6 @@ def place(store: MapStore, incoming: Incoming, semantic: Floats | None, trajecto
         row = placement.fill(row)
         if row < incoming.num_rows:
             row = placement.replace(row)
-    store.count_added(incoming.num_rows)
 
 
 class _Placement:
