@@ -156,8 +156,9 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path, name: str) 
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     used, dice = 8 + len(whole[8 : 8 + length].rstrip()), random.Random(0)
-    places = [8 * byte + dice.randrange(8) for byte in range(used)]  # every byte of the header
-    for place in [*places, *(dice.randrange(8 * used, 8 * len(whole)) for _ in range(200))]:
+    every = 1 if name == "maps" else 7  # byte of the header
+    places = [8 * byte + dice.randrange(8) for byte in range(0, used, every)]
+    for place in [*places, *(dice.randrange(8 * used, 8 * len(whole)) for _ in range(60))]:
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
         path.write_bytes(flipped)
@@ -265,10 +266,10 @@ BAD_TENSORS: dict[str, dict[str, tuple[Any, str]]] = {
         "sum": (setting("maps", (0, 5), 0.75), "map 5, layer 0: 6.0; must be at most 1, the sum"),
         "chosen": (
             setting("chosen", (2, 1, 0), 6),
-            "tensor 'chosen': map 2, layer 1: \\[ *6 .*; must be at most as many experts",
+            "tensor 'chosen': map 2, layer 1: \\[6, .*at most as many experts",
         ),
         "chosen twice": (setting("chosen", (2, 0), [4, 4, 0xFFFF]), "map 2, layer 0: \\[4, 4, 65535\\]"),
-        "too many chosen": (setting("chosen", (2, 0), [4, 5, 6]), "at most 2 of 8 experts"),
+        "too many chosen": (setting("chosen", (2, 0), [4, 5, 6]), "at most as many experts of the layer as it chooses"),
         "born twice": (setting("born", 1, 0), "tensor 'born'"),
         "born before": (setting("born", 1, -4), "tensor 'born'"),
         "long embedding": (setting("embeddings", (4, 0), 30), "tensor 'embeddings': map 4: 30.*; must be of length 1"),
@@ -343,7 +344,7 @@ def test_no_mutation_that_has_the_right_checksum_crashes(tmp_path: Path, name: s
     """Whatever bytes change: the file is refused, or what is loaded can be used and saved."""
     path = saved(tmp_path, KINDS[name]())
     num_loaded = 0
-    for number, changed in enumerate(mutations(path.read_bytes(), 400)):
+    for number, changed in enumerate(mutations(path.read_bytes(), 200)):
         path.write_bytes(changed)
         try:
             found = read_learned(path, type(KINDS[name]()), shape=SHAPE if name == "reuse" else None).learned
@@ -357,12 +358,12 @@ def test_no_mutation_that_has_the_right_checksum_crashes(tmp_path: Path, name: s
                 counts[:, min(found.shape.num_experts) :] = 0
                 found.decode.add(counts)
         elif isinstance(found, ReuseModel):
-            for _ in range(20):
+            for _ in range(5):
                 for layer in range(len(LAYERS)):
                     found.observe(one_token(layer, [1, 2]))
             assert np.isfinite(found.worth()).all()
         save_learned(path, found, IDENTITY)
-    assert 20 < num_loaded < 350
+    assert 10 < num_loaded < 175
 
 
 def spoiled(name: str) -> LearnedState:
@@ -410,12 +411,11 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_killed_save_leaves_a_whole_file_or_none(tmp_path: Path, seed: int) -> None:
+def test_a_killed_save_leaves_a_whole_file_or_none(tmp_path: Path) -> None:
     path = tmp_path / "a.maps"
     stores = [make_store(200 + 300 * number, 1000, seed=number, hidden_size=64) for number in range(3)]
-    dice = random.Random(seed)
-    for _ in range(3):
+    dice = random.Random(0)
+    for _ in range(5):
         child = subprocess.Popen([sys.executable, "-c", SAVE, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"

@@ -421,7 +421,7 @@ def check_numbers(
     if not is_right.all():
         place = tuple(int(at) for at in np.unravel_index(int(is_right.argmin()), is_right.shape))
         where = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=False))
-        raise StoreError(f"{path}: tensor {name!r}: {where}: {values[place]!s:.80}; must be {accepted}")
+        raise StoreError(f"{path}: tensor {name!r}: {where}: {values[place].tolist()!s:.80}; must be {accepted}")
 
 
 def check_born(path: Path, name: str, born: Array) -> None:

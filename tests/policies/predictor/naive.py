@@ -40,6 +40,13 @@ def cosine(left: Floats, right: Floats) -> float:
     return float(left @ right / length) if length else 0.0
 
 
+def cosines(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """`cosine` of each row to each other, [T, n], of whatever dimensions they have."""
+    rows, others = (np.asarray(one, np.float64).reshape(len(one), -1) for one in (rows, others))
+    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(others, axis=1)
+    return np.divide(rows @ others.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+
+
 class NaiveStore:
     """Equation by equation, a map at a time: what `MapStore` holds, in any order."""
 

@@ -18,12 +18,9 @@ def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
     return collection
 
 
-def test_the_papers_capacity() -> None:
-    assert (DEFAULT_CAPACITY, Collection(SHAPE).capacity, Matrices(SHAPE).decode.capacity) == (120, 120, 120)
-
-
-def test_a_request_without_tokens_is_left_out() -> None:
-    collection = Collection(SHAPE, 3)
+def test_the_papers_capacity_and_a_request_without_tokens() -> None:
+    collection = Collection(SHAPE)
+    assert DEFAULT_CAPACITY == collection.capacity == Matrices(SHAPE).decode.capacity == 120
     collection.add(np.zeros((5, 7), np.int64))
     assert (collection.num_matrices, collection.generation) == (0, 0)
 
@@ -84,8 +81,7 @@ def counts_of(row: np.ndarray) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
-@pytest.mark.parametrize("num_tokens", [1, 2, 40])
-@pytest.mark.parametrize("capacity", [1, 6, 60])
+@pytest.mark.parametrize(("capacity", "num_tokens"), [(1, 2), (6, 1), (6, 40), (60, 2)])
 def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: list[int]) -> None:
     """Requests come, replace each other and are matched, m at a time, layer by layer; some layers are left out."""
     dice = np.random.default_rng(capacity)
