@@ -15,7 +15,7 @@ import re
 import stat
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -137,24 +137,13 @@ class Header:
             self.refuse("shape", f"{name} must be whole numbers from {least} to {most}")
         return tuple(numbers)
 
-    def capacity(self, nbytes_each: int) -> int:
-        """How much it may hold; `nbytes_each` is what one of it takes in memory."""
-        text = self.texts.get("capacity", "")
-        if re.fullmatch("[1-9][0-9]{0,6}", text) is None or int(text) > MAX_CAPACITY:
-            self.refuse("capacity", f"must be a whole number from 1 to {MAX_CAPACITY}")
-        nbytes = int(text) * nbytes_each
-        if nbytes > MAX_NBYTES:
-            self.refuse("capacity", f"a store of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
-        return int(text)
-
-    def share(self, name: str) -> float:
-        """A number from 0 to 1."""
-        value = math.nan
-        with contextlib.suppress(ValueError):
-            value = float(self.texts.get(name, ""))
-        if not 0 <= value <= 1:
-            self.refuse(name, "must be a number from 0 to 1")
-        return value
+    def number(self, name: str, kind: Callable[[str], float] = float) -> Any:
+        """A finite number of this kind, int or float. Which are accepted says who is made of it."""
+        with contextlib.suppress(ValueError, OverflowError):
+            value = kind(self.texts.get(name, ""))
+            if math.isfinite(value):
+                return value
+        self.refuse(name, "must be a whole number" if kind is int else "must be a number")
 
     def check(self, kind: type[LearnedState], identity: str | None, shape: ModelShape | None) -> None:
         """Whether it is a header of this kind, of the model that it must be of (None: of any)."""
@@ -196,8 +185,10 @@ class LearnedState(ABC):
     """What `num_learned` counts."""
     made_by: ClassVar[str] = ""
     """The command that makes a file of a trace, where one does."""
-    schema: ClassVar[Mapping[str, str]]
-    """Of each array its type in a file, in file order."""
+    schema: ClassVar[Mapping[str, tuple[str, str]]]
+    """Of each array, in file order, its type in a file and its dimensions, a letter each: L layers, E experts of the
+    largest one, K chosen of one at most; another letter has the size that the first array with it has.
+    """
     optional: ClassVar[frozenset[str]] = frozenset()
     """Arrays that may be missing."""
     has_plain_facts: ClassVar[bool] = True
@@ -226,8 +217,8 @@ class LearnedState(ABC):
 
     @classmethod
     @abstractmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """The shapes that arrays must have, where they have `sizes`. Checks the header. Raises StoreError."""
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
+        """What dimensions must have another size than was `found`. Checks the header. Raises StoreError."""
         ...
 
     @classmethod
@@ -239,7 +230,9 @@ class LearnedState(ABC):
     @classmethod
     @abstractmethod
     def restored(cls, header: Header, arrays: Arrays) -> Any:
-        """One of these arrays, which have passed `layout` and `check`. Raises StoreError."""
+        """One of these arrays, which have passed `sizes` and `check`. Raises StoreError, and ConfigError where settings
+        in the header cannot be.
+        """
         ...
 
     def check_model(self, path: Path, embedding_size: int) -> None:  # noqa: B027 - most need not
@@ -288,10 +281,8 @@ class LearnedStore(LearnedState):
         texts = self.settings() | {"capacity": str(max(1, longest))}
         header = Header(Path("what another has learned"), texts, self.shape)
         arrays = {name: arrays[name] for name in self.schema if name in arrays}
-        _check_tensors(type(self), header, {name: (self.schema[name], one.shape) for name, one in arrays.items()})
-        self.check(header.path, self.shape, arrays)
-        made: Own = self.restored(header, arrays)
-        return made
+        _check_tensors(type(self), header, {name: (self.schema[name][0], one.shape) for name, one in arrays.items()})
+        return _restored(type(self), header, arrays)
 
 
 AnyState = TypeVar("AnyState", bound=LearnedState)
@@ -342,10 +333,10 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
     shot.kind.check(path, shot.shape, shot.arrays)
     arrays = {
         name: np.ascontiguousarray(shot.arrays[name], _NUMPY[dtype])
-        for name, dtype in shot.kind.schema.items()
+        for name, (dtype, _) in shot.kind.schema.items()
         if name in shot.arrays
     }
-    specs = [TensorSpec(name, shot.kind.schema[name], array.shape) for name, array in arrays.items()]
+    specs = [TensorSpec(name, shot.kind.schema[name][0], array.shape) for name, array in arrays.items()]
     metadata = {
         "format": _format_of(shot.kind),
         "version": str(VERSION),
@@ -390,11 +381,7 @@ def read_learned(
             _read_arrays(file, path, raw, arrays)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror or error})") from None
-    kind.check(path, header.shape, arrays)
-    try:
-        return LearnedFile(header, nbytes, kind.restored(header, arrays))
-    except MemoryError:
-        raise StoreError(f"{path}: not enough memory for {kind.holds}") from None
+    return LearnedFile(header, nbytes, _restored(kind, header, arrays))
 
 
 def kind_of(path: Path) -> str | None:
@@ -405,13 +392,6 @@ def kind_of(path: Path) -> str | None:
                 said = header_metadata(path, header_bytes_of(file, path, StoreError), StoreError).get("format", "")
             return said.removeprefix("expertly-")
     return None
-
-
-def length_of(header: Header, sizes: Mapping[str, Shape], name: str) -> int:
-    """Of an array of one number each. Raises StoreError where it is none."""
-    if len(sizes.get(name, ())) != 1:
-        raise StoreError(f"{header.path}: tensor {name!r}: missing, or not one number each")
-    return sizes[name][0]
 
 
 def check_numbers(
@@ -458,17 +438,33 @@ def _header(
 
 def _check_tensors(kind: type[LearnedState], header: Header, found: Mapping[str, tuple[str, Shape]]) -> None:
     """Raises StoreError where arrays of these types and shapes are not those of the header, or one is missing."""
-    path, schema = header.path, kind.schema
-    expected = kind.layout(header, {name: shape for name, (_, shape) in found.items()})
-    for name, (dtype, shape) in found.items():
+    path, schema, shape = header.path, kind.schema, header.shape
+    sizes = {"L": shape.num_layers, "E": shape.max_experts, "K": shape.max_top_k}
+    for name, (_, letters) in schema.items():
+        if name in found and len(found[name][1]) == len(letters):
+            sizes = dict(zip(letters, found[name][1], strict=True)) | sizes
+    sizes |= kind.sizes(header, sizes)
+    for name, (dtype, size) in found.items():
         if name not in schema:
             raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(schema)}")
-        if (dtype, shape) != (schema[name], expected[name]):
-            needs = f"{schema[name]} {list(expected[name])}"
-            raise StoreError(f"{path}: tensor {name!r}: {dtype} {list(shape)!s:.80}; must be {needs}")
+        expected = schema[name][0], tuple(sizes.get(letter, 0) for letter in schema[name][1])
+        if (dtype, size) != expected:
+            needs = f"{expected[0]} {list(expected[1])}"
+            raise StoreError(f"{path}: tensor {name!r}: {dtype} {list(size)!s:.80}; must be {needs}")
     for name in schema:
         if name not in found and name not in kind.optional:
             raise StoreError(f"{path}: tensor {name!r}: missing")
+
+
+def _restored(kind: type[AnyState], header: Header, arrays: Arrays) -> AnyState:
+    kind.check(header.path, header.shape, arrays)
+    try:
+        made: AnyState = kind.restored(header, arrays)
+    except ConfigError as error:
+        raise StoreError(f"{header.path}: {error}") from None
+    except MemoryError:
+        raise StoreError(f"{header.path}: not enough memory for {kind.holds}") from None
+    return made
 
 
 def _is_plain(value: object) -> bool:

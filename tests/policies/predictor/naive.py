@@ -4,6 +4,8 @@ them on.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from expertly.core.observation import Floats
@@ -42,7 +44,7 @@ def cosine(left: Floats, right: Floats) -> float:
 
 def cosines(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     """`cosine` of each row to each other, [T, n], of whatever dimensions they have."""
-    rows, others = (np.asarray(one, np.float64).reshape(len(one), -1) for one in (rows, others))
+    rows, others = (one.reshape(len(one), math.prod(one.shape[1:])).astype(np.float64) for one in (rows, others))
     lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(others, axis=1)
     return np.divide(rows @ others.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
 

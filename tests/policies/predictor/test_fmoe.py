@@ -249,7 +249,9 @@ def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() ->
     predictor = learned(2, num_maps=5)
     state = {name: array.copy() for name, array in predictor.learned.state().items()}
     state["maps"][3, 4] = 0  # that row chose nothing there
-    predictor.adopt(MapStore.from_state(predictor.learned.shape, state, semantic_weight=2 / LAYERS))
+    store = MapStore(predictor.learned.shape, semantic_weight=2 / LAYERS)
+    store.fill(state)
+    predictor.adopt(store)
     rows = Rows(6, 1)
     rows.scores = state["maps"][:, 4][None].copy()
     found = {one.layer: one for one in run(predictor, rows)}

@@ -102,7 +102,8 @@ def test_of_equal_maps_the_newest_is_nearest_wherever_it_lies(num_rows: int) -> 
     state = {name: array.copy() for name, array in store.state().items()}
     state["maps"][:, slots] = same.transpose(1, 0, 2)
     state["embeddings"][slots] = embedding / np.linalg.norm(embedding)
-    store = MapStore.from_state(SHAPE, state, 50)
+    store = MapStore(SHAPE, 50)
+    store.fill(state)
     newest = int(slots[state["born"][slots].argmax()])
     search = Search(store)
     search.begin(num_rows)

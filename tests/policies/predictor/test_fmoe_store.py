@@ -153,7 +153,8 @@ def test_state_through_float16_and_back_loses_nothing() -> None:
     state = store.state()
     for name in ("maps", "embeddings"):
         state[name] = state[name].astype(np.float16)
-    back = MapStore.from_state(SHAPE, state, 30, semantic_weight=0.4, quota=0.5)
+    back = MapStore(SHAPE, 30, semantic_weight=0.4, quota=0.5)
+    back.fill(state)
     assert back.num_maps == 20
     assert (back.inverse_norms == store.inverse_norms).all()
     assert (back.inverse_embedding_norms == store.inverse_embedding_norms).all()

@@ -161,14 +161,6 @@ def test_of_more_ids_than_it_may_remember_those_seen_last_stay() -> None:
             np.testing.assert_allclose(counts.shares(layer, slots[slots >= 0]), expected[:, layer] / total, rtol=1e-6)
 
 
-def test_its_memory_grows_with_the_ids_and_no_farther_than_said() -> None:
-    counts = IdCounts(SHAPE, capacity=1000)
-    counts.add(np.arange(10, dtype=np.int32), {0: np.zeros((10, 2), np.int64)})
-    assert counts._counts.nbytes <= 64 * 18 * 4
-    counts.add(np.arange(5000, dtype=np.int32), {0: np.zeros((5000, 2), np.int64)})
-    assert len(counts) == 1000 and counts._counts.nbytes == 1000 * 18 * 4
-
-
 # -- a system --------------------------------------------------------------------------------------------------
 
 

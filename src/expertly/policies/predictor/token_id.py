@@ -19,8 +19,6 @@ from expertly.policies.predictor.popularity import Popular
 
 TokenIds = npt.NDArray[np.int32]
 
-_FIRST_SLOTS = 64
-
 
 @dataclass(frozen=True)
 class TokenIdOptions(WidthOptions):
@@ -39,7 +37,7 @@ class IdCounts:
         self._firsts = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._sizes = [layer.num_experts for layer in geometry.layers]
         self._slots: OrderedDict[int, int] = OrderedDict()  # of the ids, the one seen last at the end
-        self._counts = np.zeros((min(capacity, _FIRST_SLOTS), geometry.num_experts), np.int32)
+        self._counts = np.zeros((capacity, geometry.num_experts), np.int32)  # pages take no memory until written to
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -84,9 +82,6 @@ class IdCounts:
                 _, slot = order.popitem(last=False)
                 self._counts[slot] = 0
             order[token] = slot
-            if slot >= len(self._counts):
-                more = np.zeros((min(len(self._counts), self._capacity - slot), self._counts.shape[1]), np.int32)
-                self._counts = np.concatenate([self._counts, more])
 
 
 class TokenId(FixedDistancePredictor):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats
 from expertly.policies.learned import (
     MAX_CAPACITY,
@@ -21,10 +21,8 @@ from expertly.policies.learned import (
     Header,
     LearnedStore,
     ModelShape,
-    Shape,
     check_born,
     check_numbers,
-    length_of,
 )
 
 DEFAULT_CAPACITY = 120
@@ -97,7 +95,9 @@ class Collection:
 
     def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
         """Of an empty one: take these matrices [n, L, E] as they are, and born [n]."""
-        assert not self.num_matrices and len(born) <= self.capacity
+        assert not self.num_matrices
+        if len(born) > self.capacity:
+            raise ConfigError(f"capacity={self.capacity}: must be at least {len(born)}, the matrices that there are")
         for slot, (matrix, number) in enumerate(zip(matrices, born.tolist(), strict=True)):
             self._write(slot, matrix, number)
         self.num_matrices = len(born)
@@ -147,8 +147,12 @@ class Matrices(LearnedStore):
     holds = "activation matrices, by which moe-infinity predicts"
     unit = "activation matrices"
     made_by = "maps build"
-    schema = {"prefill_born": "I64", "prefill": "I32", "decode_born": "I64", "decode": "I32"}  # noqa: RUF012
-    """Of C matrices each, [C] and [C, L, E], tokens that each expert served."""
+    schema = {  # noqa: RUF012 - of P and D matrices, tokens that each expert served
+        "prefill_born": ("I64", "P"),
+        "prefill": ("I32", "PLE"),
+        "decode_born": ("I64", "D"),
+        "decode": ("I32", "DLE"),
+    }
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
         """`capacity`: of each collection."""
@@ -194,18 +198,8 @@ class Matrices(LearnedStore):
         return {"capacity": str(self.capacity)}
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        shape = header.shape
-        capacity = header.capacity(16 * shape.num_layers * shape.max_experts)
-        expected: dict[str, Shape] = {}
-        for phase in _PHASES:
-            num = length_of(header, sizes, f"{phase}_born")
-            if num > capacity:
-                raise StoreError(
-                    f"{header.path}: tensor '{phase}_born': {num} matrices, more than the capacity={capacity}"
-                )
-            expected |= {f"{phase}_born": (num,), phase: (num, shape.num_layers, shape.max_experts)}
-        return expected
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
+        return {}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
@@ -224,7 +218,7 @@ class Matrices(LearnedStore):
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> Matrices:
-        made = cls(header.shape, int(header.texts["capacity"]))
+        made = cls(header.shape, header.number("capacity", int))
         for phase in _PHASES:
             made.of_phase(phase == "prefill").fill(arrays[phase], arrays[f"{phase}_born"])
         return made

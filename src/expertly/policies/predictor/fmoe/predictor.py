@@ -116,16 +116,15 @@ class FMoE(Predictor):
 
     def adopt(self, learned: MapStore) -> None:
         """One whose settings are these is taken as it is, else as a copy that has them."""
-        store = learned
-        if store.shape != self._shape:
-            raise ConfigError(f"map store: is of another model: {store.shape}, must be {self._shape}")
-        own = (self._options.capacity, self._weight, self._options.quota)
-        if (store.capacity, store.semantic_weight, store.quota) != own:
-            given, store = store, self._empty()
-            if given.num_maps <= store.capacity:
-                store = MapStore.from_state(self._shape, given.state(), own[0], semantic_weight=own[1], quota=own[2])
-            else:
-                store.extend(given)
+        if learned.shape != self._shape:
+            raise ConfigError(f"map store: is of another model: {learned.shape}, must be {self._shape}")
+        store = self._empty()
+        if (learned.capacity, learned.semantic_weight, learned.quota) == (store.capacity, self._weight, store.quota):
+            store = learned
+        elif learned.num_maps <= store.capacity:
+            store.fill(learned.state())
+        else:
+            store.extend(learned)
         self._store = store
         self._search = Search(store)
         self._pass = None

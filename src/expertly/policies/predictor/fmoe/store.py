@@ -22,10 +22,8 @@ from expertly.policies.learned import (
     Header,
     LearnedStore,
     ModelShape,
-    Shape,
     check_born,
     check_numbers,
-    length_of,
 )
 from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, inverse_root, place, through_float16, unit_rows
 
@@ -48,8 +46,13 @@ class MapStore(LearnedStore):
     holds = "expert maps, by which fmoe predicts"
     unit = "maps"
     made_by = "maps build"
-    schema = {"born": "I64", "requests": "I64", "chosen": "U16", "maps": "F16", "embeddings": "F16"}  # noqa: RUF012
-    """[C], [C], [C, L, K], [L, C, E], [C, H], of C maps."""
+    schema = {  # noqa: RUF012 - of C maps
+        "born": ("I64", "C"),
+        "requests": ("I64", "C"),
+        "chosen": ("U16", "CLK"),
+        "maps": ("F16", "LCE"),
+        "embeddings": ("F16", "CH"),
+    }
     optional = frozenset({"embeddings"})
 
     def __init__(
@@ -130,7 +133,7 @@ class MapStore(LearnedStore):
         if incoming.embedding is not None and self.embeddings is None:
             self.embeddings = np.zeros((self.capacity, incoming.embedding.shape[1]), np.float32)
         place(self, incoming, semantic, trajectory)
-        self._num_added += incoming.num_rows
+        self._num_added += len(requests)
         self.generation += 1
 
     def extend(self, other: MapStore) -> None:
@@ -155,32 +158,23 @@ class MapStore(LearnedStore):
             state["embeddings"] = self.embeddings[:n]
         return state
 
-    @classmethod
-    def from_state(
-        cls,
-        shape: ModelShape,
-        arrays: Arrays,
-        capacity: int = 1000,
-        *,
-        semantic_weight: float = 0.0,
-        quota: float = 0.125,
-    ) -> MapStore:
-        """The inverse of `state`, for a capacity that holds it."""
-        store = cls(shape, capacity, semantic_weight=semantic_weight, quota=quota)
+    def fill(self, arrays: Arrays) -> None:
+        """Of an empty one: take what is the `state` of another. Raises ConfigError where there is no room for it."""
         n = len(arrays["requests"])
-        assert n <= capacity
+        assert not self.num_maps
+        if n > self.capacity:
+            raise ConfigError(f"capacity={self.capacity}: must be at least {n}, the maps that there are")
         if "embeddings" in arrays:
-            store.embeddings = np.zeros((capacity, arrays["embeddings"].shape[1]), np.float32)
-            store.embeddings[:n] = arrays["embeddings"]
-        store.maps[:, :n] = arrays["maps"]
-        store.chosen[:n] = arrays["chosen"]
-        store.requests[:n] = arrays["requests"]
-        store.born[:n] = arrays["born"]
-        store.num_maps = n
-        store._num_added = int(store.born[:n].max()) + 1 if n else 0
-        store.num_of_request = Counter(store.requests[:n].tolist())
-        store._measure(slice(0, n))
-        return store
+            self.embeddings = np.zeros((self.capacity, arrays["embeddings"].shape[1]), np.float32)
+            self.embeddings[:n] = arrays["embeddings"]
+        self.maps[:, :n] = arrays["maps"]
+        self.chosen[:n] = arrays["chosen"]
+        self.requests[:n] = arrays["requests"]
+        self.born[:n] = arrays["born"]
+        self.num_maps = n
+        self._num_added = int(self.born[:n].max(initial=-1)) + 1
+        self.num_of_request = Counter(self.requests[:n].tolist())
+        self._measure(slice(0, n))
 
     @staticmethod
     def nbytes_of(shape: ModelShape, capacity: int, hidden_size: int) -> tuple[int, int]:
@@ -205,28 +199,11 @@ class MapStore(LearnedStore):
         }
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        shape = header.shape
-        num_layers, width, top_k = shape.num_layers, shape.max_experts, shape.max_top_k
-        capacity = header.capacity(num_layers * (4 * width + 2 * top_k))
-        if not header.share("quota"):
-            header.refuse("quota", "must be above 0")
-        header.share("semantic_weight")
-        num_maps = length_of(header, sizes, "born")
-        if num_maps > capacity:
-            raise StoreError(f"{header.path}: tensor 'born': {num_maps} maps, more than the capacity={capacity}")
-        hidden_size = sizes.get("embeddings", ())[-1:]
-        if hidden_size and not 1 <= hidden_size[0] <= MAX_EMBEDDING:
-            raise StoreError(
-                f"{header.path}: tensor 'embeddings': {hidden_size[0]} numbers each; must be 1 to {MAX_EMBEDDING}"
-            )
-        return {
-            "born": (num_maps,),
-            "requests": (num_maps,),
-            "chosen": (num_maps, num_layers, top_k),
-            "maps": (num_layers, num_maps, width),
-            "embeddings": (num_maps, *hidden_size),
-        }
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
+        if not 1 <= found.get("H", 1) <= MAX_EMBEDDING:
+            accepted = f"{found['H']} numbers each; must be 1 to {MAX_EMBEDDING}"
+            raise StoreError(f"{header.path}: tensor 'embeddings': {accepted}")
+        return {}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
@@ -253,14 +230,11 @@ class MapStore(LearnedStore):
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> MapStore:
         """Requests are numbered down from -1, so that none of them is one that a running model counts up from 0."""
+        settings = {name: header.number(name) for name in ("semantic_weight", "quota")}
+        store = cls(header.shape, header.number("capacity", int), **settings)
         _, ranks = np.unique(arrays["requests"], return_inverse=True)
-        return cls.from_state(
-            header.shape,
-            {**arrays, "requests": -1 - ranks.reshape(-1).astype(np.int64)},
-            int(header.texts["capacity"]),
-            semantic_weight=header.share("semantic_weight"),
-            quota=header.share("quota"),
-        )
+        store.fill({**arrays, "requests": -1 - ranks.reshape(-1).astype(np.int64)})
+        return store
 
     def check_model(self, path: Path, embedding_size: int) -> None:
         own = embedding_size if self.embeddings is None else self.embeddings.shape[1]
