@@ -17,7 +17,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -40,16 +40,13 @@ VERSION = 1
 MAX_LAYERS = 4096
 MAX_EXPERTS = 0xFFFE
 MAX_CAPACITY = 1 << 20
-MAX_NBYTES = 1 << 36
-"""Of what a file makes in memory: one of a few bytes must not take all there is."""
+MAX_NBYTES = 1 << 36  # of what a file makes in memory: one of a few bytes must not take all there is
 
-OF_A_TRACE = "trace:"
-"""Begins the identity of what was made of a trace, of a model that nobody named."""
+OF_A_TRACE = "trace:"  # begins the identity of what was made of a trace, of a model that nobody named
 
 NO_CHECKSUM = "0" * 8
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
 _NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F32": "<f4", "F16": "<f2"}
-_CHUNK_NBYTES = 8 << 20
 
 Shape = tuple[int, ...]
 Array = npt.NDArray[Any]
@@ -177,26 +174,19 @@ class Header:
 class LearnedState(ABC):
     """What a policy learned, or was trained to know: plain numbers that a file can keep. One class a kind."""
 
-    kind: ClassVar[str]
-    """A file's `format` is "expertly-" and this; beside a store its file has this name."""
-    holds: ClassVar[str]
-    """In words, and who goes by it."""
-    unit: ClassVar[str]
-    """What `num_learned` counts."""
-    made_by: ClassVar[str] = ""
-    """The command that makes a file of a trace, where one does."""
+    kind: ClassVar[str]  # a file's `format` is "expertly-" and this; beside a store its file has this name
+    holds: ClassVar[str]  # in words, and who goes by it
+    unit: ClassVar[str]  # what `num_learned` counts
+    made_by: ClassVar[str] = ""  # the command that makes a file of a trace, where one does
     schema: ClassVar[Mapping[str, tuple[str, str]]]
     """Of each array, in file order, its type in a file and its dimensions, a letter each: L layers, E experts of the
     largest one, K chosen of one at most; another letter has the size that the first array with it has.
     """
-    optional: ClassVar[frozenset[str]] = frozenset()
-    """Arrays that may be missing."""
-    has_plain_facts: ClassVar[bool] = True
-    """Whatever else a file says of itself is texts and numbers."""
+    optional: ClassVar[frozenset[str]] = frozenset()  # arrays that may be missing
+    has_plain_facts: ClassVar[bool] = True  # whatever else a file says of itself is texts and numbers
 
     shape: ModelShape
-    generation: int
-    """Another one when it has changed."""
+    generation: int  # another one when it has changed
 
     @property
     @abstractmethod
@@ -216,10 +206,9 @@ class LearnedState(ABC):
         return {"num_experts": self.shape.num_experts, "top_k": self.shape.top_k}
 
     @classmethod
-    @abstractmethod
     def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
         """What dimensions must have another size than was `found`. Checks the header. Raises StoreError."""
-        ...
+        return {}
 
     @classmethod
     @abstractmethod
@@ -354,9 +343,7 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
     with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path) as file:
         file.write(sealed)
         for array in arrays.values():
-            data = _bytes_of(array)
-            for start in range(0, len(data), _CHUNK_NBYTES):
-                file.write(data[start : start + _CHUNK_NBYTES])
+            file.write(_bytes_of(array))
 
 
 def read_learned(
@@ -483,14 +470,11 @@ def _bytes_of(array: Array) -> memoryview:
 def _read_arrays(file: FileIO, path: Path, raw: bytes, arrays: Mapping[str, Array]) -> None:
     """Fill the arrays from a file that is at their beginning, and check its seal."""
     blank, checksum = without_checksum(len(raw).to_bytes(8, "little") + raw)
-    crc = zlib.crc32(blank)
+    crc, reader = zlib.crc32(blank), BufferedReader(file)  # which reads on until an array is full
     for name, array in arrays.items():
-        left = _bytes_of(array)
-        while left:
-            num = file.readinto(left[:_CHUNK_NBYTES])
-            if not num:
-                raise StoreError(f"{path}: truncated inside tensor {name!r}")
-            crc = zlib.crc32(left[:num], crc)
-            left = left[num:]
+        data = _bytes_of(array)
+        if reader.readinto(data) != len(data):
+            raise StoreError(f"{path}: truncated inside tensor {name!r}")
+        crc = zlib.crc32(data, crc)
     if f"{crc:08x}" != checksum:
         raise StoreError(f"{path}: checksum={checksum!r:.20}: the file was damaged or altered (it sums to {crc:08x})")

@@ -16,9 +16,9 @@ from expertly.core.observation import Began, Floats, History, Routed
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from expertly.policies.predictor.fmoe import predictor as fmoe_module
-from expertly.policies.predictor.fmoe.predictor import select, select_rows, union
+from expertly.policies.predictor.fmoe.predictor import select, select_rows
 from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.predictor.naive import cosine, random_scores, request_counts, top
+from tests.policies.predictor.naive import cosine, random_scores, top
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
@@ -150,18 +150,6 @@ def test_without_embeddings_the_first_layers_go_without_and_a_semantic_match_alo
     assert len({one.confidence for one in found}) == 1
 
 
-def test_the_later_layers_know_more_than_the_first() -> None:
-    predictor = learned(2)
-    rows = Rows(6, 1)
-    rows.scores = predictor.learned.maps[:, 7][None].copy()
-    assert predictor.learned.embeddings is not None
-    rows.embedding = predictor.learned.embeddings[9][None].copy()
-    found = run(predictor, rows)
-    maps = predictor.learned.maps
-    assert [one.probabilities for one in found[:2]] == [maps[layer, 9].tolist() for layer in range(2)]
-    assert [one.probabilities for one in found[2:]] == [maps[layer, 7].tolist() for layer in range(2, LAYERS)]
-
-
 def state_of(predictor: FMoE) -> dict[str, list[object]]:
     return {name: array.tolist() for name, array in predictor.learned.state().items()}
 
@@ -266,11 +254,11 @@ def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() ->
 def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: range) -> None:
     options = FMoEOptions(capacity=12, quota=1.0)
     online, offline = FMoE(SHAPE, 1, options), FMoE(SHAPE, 1, options)
+    others = [layer for layer in range(LAYERS) if layer not in stack]
     for number in range(30):
         rows = Rows(number, 1)
         run(online, rows, stack=stack if number % 3 else None)
         if number % 3:
-            others = [layer for layer in range(LAYERS) if layer not in stack]
             rows.scores[:, others], rows.chosen[:, others] = 0, -1
         offline.learn(rows.history())
     assert state_of(online) == state_of(offline)
@@ -318,7 +306,7 @@ def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytes
     assert store.num_maps == 30
     assert (store.maps[:, 20] == prefill.scores[0]).all()
     assert (store.maps[:, 29] == prefill.scores[30]).all()
-    assert request_counts(store, 77).sum() == 10 * LAYERS * TOP_K
+    assert (store.requests == 77).sum() == 10
     assert predictor.facts()["trajectory_searches"] == 10 * (LAYERS - 2)
 
 
@@ -398,12 +386,3 @@ def test_rows_are_selected_as_each_alone(mode: str) -> None:
     for row in range(300):
         alone, _ = select(p[row], float(scores[row]), 3, mode)  # type: ignore[arg-type]
         assert np.flatnonzero(selected[row]).tolist() == sorted(alone)
-
-
-def test_a_union_ranks_by_the_highest_probability_of_those_who_chose() -> None:
-    p = np.array([[0.5, 0.3, 0.2, 0], [0.1, 0.3, 0.35, 0.25]], np.float32)
-    selected = np.array([[True, True, False, False], [False, False, True, True]])
-    experts, likely = union(p, selected)
-    assert experts == [0, 2, 1, 3]
-    assert likely == pytest.approx([0.5, 0.35, 0.3, 0.25])
-    assert union(p, np.zeros_like(selected)) == ([], [])

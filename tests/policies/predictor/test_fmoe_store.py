@@ -8,7 +8,7 @@ import pytest
 from expertly.core.errors import ConfigError, StoreError
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores, request_counts, top
+from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores, top
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 5, 8, 2, 16
 SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
@@ -16,26 +16,6 @@ SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
 
 def born_of(store: MapStore) -> list[int]:
     return sorted(store.born[: store.num_maps].tolist())
-
-
-def test_a_request_s_counts_come_back_exactly_from_its_maps() -> None:
-    dice = np.random.default_rng(0)
-    shape = ModelShape((8, 6, 8), (2, 3, 1))
-    store = MapStore(shape, 100, quota=1.0)
-    chosen = np.full((40, 3, 3), -1)
-    for layer, (experts, top_k) in enumerate(zip(shape.num_experts, shape.top_k, strict=True)):
-        for row in range(40):  # not the top of the scores: a router with a correction bias
-            chosen[row, layer, :top_k] = dice.permutation(experts)[:top_k]
-    requests = dice.integers(0, 3, 40)
-    store.add(random_scores(dice, 40, 3, 8), chosen, requests)
-    for request in range(3):
-        wanted = np.zeros((3, 8), int)
-        for row in np.flatnonzero(requests == request):
-            for layer in range(3):
-                for expert in chosen[row, layer, : shape.top_k[layer]]:
-                    wanted[layer, expert] += 1
-        assert (request_counts(store, request) == wanted).all()
-    assert not request_counts(store, 3).any()
 
 
 def test_what_is_no_expert_of_the_layer_is_no_choice() -> None:
@@ -96,18 +76,6 @@ def test_known_cosines_change_nothing_but_the_work() -> None:
         told.add(scores, top(scores, TOP_K), requests, embedding, semantic, trajectory)
         for name, array in plain.state().items():
             assert (told.state()[name] == array).all(), name
-
-
-def test_a_new_map_takes_the_place_of_the_most_redundant_one() -> None:
-    dice = np.random.default_rng(3)
-    store = MapStore(SHAPE, 50, semantic_weight=0.2)
-    scores = random_scores(dice, 50, LAYERS, EXPERTS)
-    store.add(scores, top(scores, TOP_K), np.arange(50))
-    near = scores[17] * 0.99 + 0.01 / EXPERTS
-    store.add(near[None], top(near, TOP_K)[None], np.array([99]))
-    assert store.num_maps == 50
-    assert np.flatnonzero(store.requests == 99).tolist() == [17]
-    assert store.num_of_request[17] == 0
 
 
 def test_of_equally_redundant_maps_the_oldest_goes() -> None:

@@ -124,14 +124,14 @@ def test_the_accuracies_are_those_of_promoe() -> None:
     assert [accuracy_at(d) for d in range(1, 9)] == sorted([accuracy_at(d) for d in range(1, 9)], reverse=True)
 
 
-def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
+def test_a_layer_that_needs_everything_cannot_be_predicted_wrong() -> None:
     future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
     predictor = ModelledLookahead.make(geometry(layers=2, experts=3, top_k=1), Known(future=future), 1)
     (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]
 
 
-def test_another_seed_guesses_otherwise() -> None:
+def test_another_seed_is_wrong_otherwise() -> None:
     assert watched("modelled", 3, seed=1)[1] != watched("modelled", 3, seed=2)[1]
 
 

@@ -53,7 +53,7 @@ class ModelledLookahead(Predictor):
     """A lookahead of stated accuracy, for studies of predictors that do not exist. Names as many experts as the layer
     needs; each is right with the stated probability, else any other of the layer.
 
-    Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
+    Wrong experts are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
     """
 
     name = "modelled"
@@ -77,21 +77,21 @@ class ModelledLookahead(Predictor):
             if needs is None:
                 return
             layer, experts = needs
-            guesses = self._guess(experts, self._num_experts[layer], accuracy_at(distance))
-            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(guesses))]
-            yield Prediction(layer, guesses, scores, distance)
+            named = self._mostly_right(experts, self._num_experts[layer], accuracy_at(distance))
+            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(named))]
+            yield Prediction(layer, named, scores, distance)
 
-    def _guess(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
+    def _mostly_right(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
         is_needed = set(needed)
         others = [expert for expert in range(num_experts) if expert not in is_needed]
-        guesses = []
+        named = []
         for expert in needed:
             if others and self._random.random() >= accuracy:
                 chosen = int(self._random.random() * len(others))
                 others[chosen], others[-1] = others[-1], others[chosen]
                 expert = others.pop()
-            guesses.append(expert)
-        return guesses
+            named.append(expert)
+        return named
 
 
 def _future_of(known: Known, name: str) -> Future:

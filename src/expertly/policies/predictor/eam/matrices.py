@@ -51,22 +51,16 @@ class Collection:
         self.shape = shape
         self.capacity = capacity
         self.num_matrices = 0
-        self.generation = 0
-        """Counts changes."""
+        self.generation = 0  # counts changes
         # Twice, since a search runs along an expert and a prediction along a matrix. Zeroed pages take no memory
         # before they are written to.
-        self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)
-        """[C, L, E]: tokens of the request that each expert served."""
-        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)
-        """[L, E, C]: the same."""
-        self.squares = np.zeros((num_layers, capacity))
-        """[L, C]: squared length of a matrix' row."""
+        self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)  # [C, L, E] tokens served
+        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)  # [L, E, C] the same
+        self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
+        # [L, C] 1 / length of a matrix' rows up to this one; 0 where all are zero
         self.inverse_norms: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: 1 / length of a matrix' rows up to this one; 0 where all are zero."""
-        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """[C]: counts insertions, so the highest is the newest."""
-        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)
-        """[L, E]: the sum of all matrices."""
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
+        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)  # [L, E] the sum of all matrices
         self._num_added = 0
 
     def add(self, counts: npt.NDArray[Any]) -> None:
@@ -196,10 +190,6 @@ class Matrices(LearnedStore):
 
     def settings(self) -> dict[str, str]:
         return {"capacity": str(self.capacity)}
-
-    @classmethod
-    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
-        return {}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:

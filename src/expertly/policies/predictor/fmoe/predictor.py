@@ -68,11 +68,6 @@ class _MatchedPass:
         self.num_seen = 0  # of these layers
         self.last = -1
 
-    @property
-    def is_whole(self) -> bool:
-        """Has every layer been seen?"""
-        return self.num_seen == len(self.layers) > 0
-
     def of_rows(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         return values if self.rows is None else values[self.rows]
 
@@ -179,7 +174,7 @@ class FMoE(Predictor):
         self.work.num_calls += 1
         if now is None or not ok or not self._options.update or not now.num_seen:
             return
-        if not now.is_whole:
+        if now.num_seen < len(now.layers):
             self._num_left_out += len(now.requests)
             return
         search = self._search
@@ -231,15 +226,13 @@ class FMoE(Predictor):
                 nearest = self._search.nearest(np.where(has_it, cosines, -np.float32(np.inf)))
             if not is_counted:
                 is_counted = True
-                self._count_found(kind, nearest.scores)
+                count, total = self._found[kind]
+                scores = nearest.scores
+                self._found[kind] = count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum())
             found = self._prediction(layer, self._distance if kind == "trajectory" else layer + 1, nearest)
             if found is not None:
                 predictions.append(found)
         return predictions
-
-    def _count_found(self, kind: str, scores: Floats) -> None:
-        count, total = self._found[kind]
-        self._found[kind] = (count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum()))
 
     def _prediction(self, layer: int, distance: int, nearest: NearestMaps) -> Prediction | None:
         """None where no expert is likely."""

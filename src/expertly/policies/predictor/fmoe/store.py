@@ -72,25 +72,19 @@ class MapStore(LearnedStore):
         self.semantic_weight = semantic_weight
         self.quota = quota
         self.num_maps = 0
-        self.generation = 0
-        """Counts changes."""
-        num_layers, num_experts = shape.num_layers, shape.max_experts
-        # Zeroed pages take no memory before they are written to.
-        self.maps: Floats = np.zeros((num_layers, capacity, num_experts), np.float32)
-        """[L, C, E]: scores rounded through float16, so that a file in float16 loses nothing."""
-        self.embeddings: Floats | None = None
-        """[C, H] of unit length, then rounded through float16; zeros for a map without. None before the first one."""
-        self.chosen: npt.NDArray[np.uint16] = np.full((capacity, num_layers, shape.max_top_k), NONE, np.uint16)
-        """[C, L, K]: the experts that the router chose; 0xFFFF is none."""
+        self.generation = 0  # counts changes
+        num_layers, num_experts, top_k = shape.num_layers, shape.max_experts, shape.max_top_k
+        # Zeroed pages take no memory before they are written to. Scores and embeddings are rounded through float16, so
+        # that a file in float16 loses nothing.
+        self.maps: Floats = np.zeros((num_layers, capacity, num_experts), np.float32)  # [L, C, E]
+        self.embeddings: Floats | None = None  # [C, H] of length 1; zeros for a map without. None before the first one
+        self.chosen: npt.NDArray[np.uint16] = np.full((capacity, num_layers, top_k), NONE, np.uint16)  # by the router
         self.requests: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """[C]: counts insertions, so the highest is the newest."""
-        self.squares: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: squared length of a map's layer."""
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
+        self.squares: Floats = np.zeros((num_layers, capacity), np.float32)  # [L, C] squared length of a map's layer
+        # [L, C] 1 / length of a map's layers up to this one; 0 where all are zero. [C] that of the rounded embedding.
         self.inverse_norms: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: 1 / length of a map's layers up to this one; 0 where all are zero."""
         self.inverse_embedding_norms: Floats = np.zeros(capacity, np.float32)
-        """[C]: 1 / length of the rounded embedding; 0 where there is none."""
         self.num_of_request: Counter[int] = Counter()
         self._num_added = 0
 
