@@ -206,7 +206,7 @@ OF_ALL: dict[str, tuple[dict[str, str | None], str]] = {
     "checksum": ({"checksum": "1" * 8}, "checksum='11111111': the file was damaged or altered"),
     "no checksum": ({"checksum": None}, "checksum=None: must be eight"),
     "shape": ({"shape": "[]"}, "shape='\\[\\]': must be a JSON object"),
-    "shape lists": (shape([8, 6, 8], [2, 3]), "shape=.*must list"),
+    "shape lists": (shape([8, 6, 8], [2, 3]), "shape=.*must be as many"),
     "shape of nothing": (shape([], []), "shape=.*1 to 4096 layers"),
     "shape numbers": (shape([8, 6, True], [2, 3, 1]), "shape=.*whole numbers"),
     "shape below 0": (shape([8, 6, -8], [2, 3, 1]), "num_experts must be whole numbers from 1"),

@@ -62,10 +62,10 @@ class ModelShape:
     top_k: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.num_experts or len(self.num_experts) != len(self.top_k):
+        if not 1 <= len(self.num_experts) == len(self.top_k) <= MAX_LAYERS:
             raise ConfigError(
                 f"model shape: num_experts of {len(self.num_experts)} layers and top_k of {len(self.top_k)}; "
-                "must be as many, and at least one"
+                f"must be as many, 1 to {MAX_LAYERS} layers"
             )
         for experts, top_k in zip(self.num_experts, self.top_k, strict=True):
             if not 1 <= top_k <= experts <= MAX_EXPERTS:
@@ -161,10 +161,7 @@ class Header:
             self.refuse("about", "must hold texts and numbers")
 
     def _layers(self) -> ModelShape:
-        num_experts = self.whole_numbers("num_experts", 1, MAX_EXPERTS)
-        top_k = self.whole_numbers("top_k", 1, MAX_EXPERTS)
-        if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
-            self.refuse("shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
+        num_experts, top_k = (self.whole_numbers(name, 1, MAX_EXPERTS) for name in ("num_experts", "top_k"))
         try:
             return ModelShape(num_experts, top_k)
         except ConfigError as error:

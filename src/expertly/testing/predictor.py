@@ -25,6 +25,9 @@ DISTANCES = (1, 2, 5, 1 << 30)
 
 ROWS = (1, 3)
 
+ITERATIONS = 24
+"""Of requests that last for four: enough that whoever learns has learned from some that are over."""
+
 
 def check_predictor(
     policy: type[Predictor], known: MakeKnown = future_and_seed, distances: Sequence[int] = DISTANCES
@@ -40,8 +43,8 @@ def check_predictor(
 
 def predictions_are_of_layers_to_come_and_well_formed(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     for num_rows in ROWS:
-        future, made = watched(policy, distance, known=known, num_rows=num_rows)
-        expect(bool(made), "in forty iterations something is predicted")
+        future, made = watched(policy, distance, known=known, iterations=ITERATIONS, num_rows=num_rows)
+        expect(bool(made), f"in {ITERATIONS} iterations something is predicted")
         for step, prediction in made:
             _check_layer(prediction, future.demands[step][0], distance)  # before the first step the last layer ran
             _check_experts(prediction)
@@ -109,7 +112,7 @@ def _check_that_nearer_layers_come_first(made: Sequence[tuple[int, Prediction]])
 
 
 def equal_seeds_give_equal_predictions(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
-    first, second = (watched(policy, distance, known=known, seed=3)[1] for _ in range(2))
+    first, second = (watched(policy, distance, known=known, iterations=ITERATIONS, seed=3)[1] for _ in range(2))
     expect(first == second, "of two that saw the same, with one seed, predictions are the same")
 
 
@@ -123,7 +126,7 @@ def a_model_of_one_layer_is_predicted_when_it_begins_if_at_all(
 
 def observations_may_be_left_out_and_say_nothing(policy: type[Predictor], distance: int, known: MakeKnown) -> None:
     """A pass without its beginning, with other rows, without layers, without an end, and of demands alone."""
-    future = some_future(SHAPE, 80)
+    future = some_future(SHAPE, 2 * ITERATIONS)
     predictor = policy.make(SHAPE, known(SHAPE, future, 0), distance)
     dice = Random(5)
     shown = [MadeUp(SHAPE, predictor.wants, num_rows, num_rows) for num_rows in (1, 1, 1, 3)]
