@@ -467,11 +467,12 @@ def _bytes_of(array: Array) -> memoryview:
 def _read_arrays(file: FileIO, path: Path, raw: bytes, arrays: Mapping[str, Array]) -> None:
     """Fill the arrays from a file that is at their beginning, and check its seal."""
     blank, checksum = without_checksum(len(raw).to_bytes(8, "little") + raw)
-    crc, reader = zlib.crc32(blank), BufferedReader(file)  # which reads on until an array is full
-    for name, array in arrays.items():
-        data = _bytes_of(array)
-        if reader.readinto(data) != len(data):
-            raise StoreError(f"{path}: truncated inside tensor {name!r}")
-        crc = zlib.crc32(data, crc)
+    crc = zlib.crc32(blank)
+    with BufferedReader(file) as reader:  # which reads on until an array is full
+        for name, array in arrays.items():
+            data = _bytes_of(array)
+            if reader.readinto(data) != len(data):
+                raise StoreError(f"{path}: truncated inside tensor {name!r}")
+            crc = zlib.crc32(data, crc)
     if f"{crc:08x}" != checksum:
         raise StoreError(f"{path}: checksum={checksum!r:.20}: the file was damaged or altered (it sums to {crc:08x})")
