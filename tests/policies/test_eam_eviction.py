@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.eviction.eam import EPSILON, EAMEviction
 from tests.scheduler.drive import geometry
 
@@ -75,8 +76,6 @@ def test_rows_of_single_layers_serve_until_an_outlook_comes() -> None:
 
 
 def test_layers_of_other_sizes() -> None:
-    from expertly.core.geometry import Geometry, LayerGeometry
-
     sizes = (4, 2, 3)
     policy = EAMEviction(Geometry(tuple(LayerGeometry(size, 1, 8, 8, 3, 4) for size in sizes)))
     for expert in range(9):
