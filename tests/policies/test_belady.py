@@ -9,7 +9,6 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
@@ -157,19 +156,3 @@ def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
     known = Known(future=ListFuture(shape, []))
     with pytest.raises(ConfigError, match=r"order='id'.*'belady'.*accepted: resident"):
         SYSTEMS["belady"].scheduler(shape, split_budget(shape, shape.nbytes // 2), known, order="id")
-
-
-def test_the_registry_hands_out_what_is_known() -> None:
-    """A popularity profile to `static`, a seed to `random`."""
-    static = EVICTIONS["static"].make(geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
-    for expert in (3, 0, 1, 2):
-        static.admitted(expert)
-    assert list(static.victims(())) == [3, 2], "0 and 1 are pinned from the start"
-
-    def victims(seed: int) -> list[int]:
-        policy = EVICTIONS["random"].make(geometry(), 8, Known(seed=seed))
-        for expert in range(40):
-            policy.admitted(expert)
-        return list(policy.victims(()))
-
-    assert victims(1) == victims(1) != victims(2)

@@ -254,12 +254,11 @@ def test_what_was_taken_out_does_not_change() -> None:
     assert state is not None
     before = {name: array.copy() for name, array in state.items()}
     ranks(model, told_by_another(50, 2))
-    for name, array in before.items():
-        np.testing.assert_array_equal(state[name], array)
     other = ReuseModel(SHAPE)
     other.restore(state)
     ranks(other, told_by_another(50, 2))
-    np.testing.assert_array_equal(state["weights"], before["weights"])
+    for name, array in before.items():
+        np.testing.assert_array_equal(state[name], array)
 
 
 def test_what_was_used_lately_is_no_part_of_it() -> None:
@@ -269,12 +268,10 @@ def test_what_was_used_lately_is_no_part_of_it() -> None:
     assert state is not None
     other.restore(state)
     other.observe(one_token(0, [3]))
-    first, second = ReuseModel(SHAPE), ReuseModel(SHAPE)
-    first.restore(state)
-    for one in (other, first):
-        again = one.state()
-        assert again is not None
-        np.testing.assert_array_equal(again["weights"], state["weights"])
+    again = other.state()
+    assert again is not None
+    np.testing.assert_array_equal(again["weights"], state["weights"])
+    second = ReuseModel(SHAPE)
     second.restore(again)
     assert not second.worth().any(), "nothing has run"
 
