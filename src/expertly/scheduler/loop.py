@@ -64,7 +64,7 @@ class PrefetchTransport(Transport, Protocol):
         ...
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Span]:
-        """Cancel what was submitted ahead for `layer`, or these experts of it, and not begun; it will not come."""
+        """Cancel what was prefetched for `layer`, or these experts of it, and not begun; it will not come."""
         ...
 
 
