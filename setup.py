@@ -10,24 +10,12 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
+SCHEDULER = "cache counters loop observations prefetch prefetch_filter running scheduler slots"
 COMPILED = [
-    *(f"src/expertly/core/{name}.py" for name in ("geometry", "messages")),
-    *(
-        f"src/expertly/scheduler/{name}.py"
-        for name in (
-            "cache",
-            "counters",
-            "loop",
-            "observations",
-            "prefetch",
-            "prefetch_filter",
-            "running",
-            "scheduler",
-            "slots",
-        )
-    ),
+    *(f"src/expertly/scheduler/{name}.py" for name in SCHEDULER.split()),
     *(f"src/expertly/sim/{name}.py" for name in ("compute", "link", "metrics", "simulator")),
 ]
+"""Not core/: a compiled dataclass that is frozen cannot be copied or pickled."""
 
 
 def compiled_modules():
