@@ -168,7 +168,7 @@ class PhaseCounters:
         }
 
 
-_NUMBERS = [field.name for field in fields(PhaseCounters) if field.type == "int"]
+_NUMBERS = [one.name for one in fields(PhaseCounters) if isinstance(getattr(PhaseCounters(), one.name), int)]
 
 
 def _share(part: int, whole: int) -> float | None:
