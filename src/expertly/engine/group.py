@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,27 +51,18 @@ def make_executor(
     """One device, or several as one. `host_memory`: RAM for experts behind all of them together."""
     geometry, kind = placement.geometry, kind_of(targets[0])
     host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
-    if len(targets) == 1:
-        (target,), (scheduler,) = targets, schedulers
-        slots = scheduler.budget.pool_slots()
-        device = kind.make(target, store, geometry, slots, dtype, host_nbytes)
-        try:
-            return Shard(str(target), scheduler, device)
-        except BaseException:
-            device.close()
-            raise
     amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
     shards: list[Shard] = []
-    try:
+    with ExitStack() as opened:  # closed again where what comes next raises
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
+            source: ExtentSource = store if len(targets) == 1 else StoreOfShare(store, share)
             slots = scheduler.budget.pool_slots()
-            device = kind.make(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
+            device = kind.make(target, source, share.geometry, slots, dtype, amount)
+            opened.callback(device.close)
             shards.append(Shard(str(target), scheduler, device))
-        return ShardGroup(placement, shards, kind.handover(targets[0]))
-    except BaseException:
-        for shard in shards:
-            shard.close()
-        raise
+        executor: Executor = shards[0] if len(shards) == 1 else ShardGroup(placement, shards, kind.handover(targets[0]))
+        opened.pop_all()
+    return executor
 
 
 class StoreOfShare:

@@ -4,6 +4,7 @@ compressed experts are decoded.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import statistics
@@ -24,6 +25,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
+from expertly.engine.device import kind_of
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import NUM_READERS, Readers
 from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
@@ -46,6 +48,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _CHUNK_NBYTES = 16 << 20
 _ROW_NBYTES = 2048  # of the made-up experts that are read
 _MATRIX_SHAPE = (2048, 2816)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +168,13 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
     """RAM to RAM, `nbytes` at a time."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     with _threads(num_threads):
-        target.copy_(source)
-        num_copies, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds or not num_copies:
-            target.copy_(source)
-            num_copies += 1
+        num_copies, elapsed = _timed(_CPU, seconds, lambda: target.copy_(source))
     return CopyRate(num_threads, num_copies * nbytes / elapsed)
 
 
 def kernels_here() -> dict[str, str]:
     """What multiplies experts on this processor, and why. Raises ConfigError as `choose_kernels`."""
-    chosen = choose_kernels(torch.device("cpu"))
+    chosen = choose_kernels(_CPU)
     return {"name": chosen.name, "why": chosen.why}
 
 
@@ -187,13 +186,9 @@ def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) ->
     matrix_nbytes = _MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * kind.itemsize
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=kind) for _ in range(max(1, -(-nbytes // matrix_nbytes)))]
     x = torch.ones(1, _MATRIX_SHAPE[1], dtype=kind)
-    product = _product_of(x)
+    product, each = _product_of(x), itertools.cycle(matrices)
     with torch.inference_mode(), _threads(num_threads):
-        product(matrices[0])
-        num_products, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds or num_products < len(matrices):
-            product(matrices[num_products % len(matrices)])
-            num_products += 1
+        num_products, elapsed = _timed(_CPU, seconds, lambda: product(next(each)), len(matrices))
     return MatvecRate(dtype, num_threads, num_products * matrix_nbytes / elapsed)
 
 
@@ -231,17 +226,17 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
     return num_products * 2 * _SQUARE**3 / elapsed
 
 
-def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> tuple[int, float]:
-    """How often it ran, once to warm up left out, and in how many seconds."""
+def _timed(device: torch.device, seconds: float, run: Callable[[], object], least: int = 1) -> tuple[int, float]:
+    """How often it ran, `least` at the least and once to warm up left out, and in how many seconds."""
 
     def now() -> float:
-        if device.type != "cpu":
+        if not kind_of(device).runs_on_host:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
     run()
     start, count = now(), 0
-    while (elapsed := now() - start) < seconds or not count:
+    while (elapsed := now() - start) < seconds or count < least:
         run()
         count += 1
     return count, elapsed
