@@ -1,4 +1,4 @@
-"""The matcher thread: it predicts beside who publishes, who never waits; what it raises is told once; it ends."""
+"""The predictor's thread: it predicts beside who publishes, who never waits; what it raises is told once; it ends."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_saving_happens_in_the_thread_when_nothing_waits_and_only_after_work() -
         for iteration in range(2):
             publish(channel, iteration)
         until(lambda: saved)
-        assert saved == [("expertly-matcher", 2 * len(a_pass(0)))]
+        assert saved == [("expertly-predictor", 2 * len(a_pass(0)))]
         time.sleep(0.15)
         assert len(saved) == 1, "nothing has happened since"
         publish(channel, 2)
@@ -262,7 +262,7 @@ def test_a_failure_to_save_is_told_like_any_other() -> None:
 
 
 def test_a_collection_in_the_thread_may_close_it() -> None:
-    """The garbage collector runs where it likes: also in the matcher, and there it may unload the model."""
+    """The garbage collector runs where it likes: also in the predictor's thread, and there it may unload the model."""
     holder: list[PredictorThread] = []
     closed: list[bool] = []
     saved: list[int] = []

@@ -215,6 +215,7 @@ class Collector:
         if wants & {"experts", "scores"}:
             experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
         if "scores" in wants:
+            assert experts is not None
             tap = self._taps[layer]
             if logits is None or tap is None:  # what is known of the router is what it chose
                 weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)

@@ -60,7 +60,9 @@ class Stats:
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
-            "prediction": None if prefetching is None else _of_prediction(prefetching, devices[0]["gate"]),
+            "prediction": None
+            if prefetching is None
+            else _of_prediction(prefetching, executor.num_late, devices[0]["gate"]),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "devices": devices,
@@ -83,16 +85,16 @@ class Stats:
         }
 
 
-def _of_prediction(prefetching: Prefetching, gate: dict[str, Any] | None) -> dict[str, Any]:
-    """What the predictor says of itself, what its gate let in, what came of it in time, and where its maps are. Of
-    several devices, the first one's gate.
+def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any] | None) -> dict[str, Any]:
+    """What the predictor says of itself, what came of it in time, and where what it learned is kept. `gate`: of the
+    first device's prefetch filter.
     """
     maps, error = prefetching.maps, prefetching.error
     return {
         "matcher": prefetching.matcher,
         "predictor": prefetching.predictor.facts(),
         "gate": gate,
-        "predictions_late": prefetching.num_late,
+        "predictions_late": num_late,
         "contexts_dropped": prefetching.num_dropped,
         "collect_s": prefetching.collector.collect_ns / 1e9,
         "failed": None if error is None else f"{type(error).__name__}: {error}",
