@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -408,21 +407,10 @@ def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: py
     assert made and not reader_threads() and not open_files(cases["qwen3_moe"].store)
 
 
-def test_statistics_are_json(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, devices=TWO, memory="60%", system="fmoe") as model:
-        generate(model, cases["qwen3_moe"].prompts)
-        stats = expertly.stats(model).as_dict()
-        assert json.loads(json.dumps(stats, allow_nan=False)) == stats
-        for phase in ("prefill", "decode"):
-            total = sum(layer[phase]["stall_s"] for layer in stats["layers"])
-            assert stats["phases"][phase]["stall_s"] == pytest.approx(total)
-            assert stats["phases"][phase]["stall_s"] <= stats["phases"][phase]["experts_s"]
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["100%", "75%", "50%"])
+@pytest.mark.parametrize("memory", ["100%", "50%"])
 def test_memory_is_divided_in_proportion_to_experts(memory: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, devices=THREE, memory=memory, segments=4) as model:

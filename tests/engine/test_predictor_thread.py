@@ -134,31 +134,6 @@ def test_publishing_never_waits_and_the_oldest_passes_go() -> None:
         assert channel.num_dropped == 9 * (NUM_LAYERS + 1)
 
 
-def test_of_a_long_running_pass_the_oldest_routers_go() -> None:
-    diary = Diary()
-    diary.gate.clear()
-    with channel_of(diary, max_waiting=3) as channel:
-        channel.begin_iteration(-1, began(0))
-        until(diary.busy.is_set)
-        for layer in range(10):
-            channel.router_ran(layer, routed(layer))
-        channel.end_iteration(True)
-        diary.gate.set()
-        until(lambda: ("end", True) in diary.told)
-        assert diary.told == [("begin", 0), ("router", 7), ("router", 8), ("router", 9), ("end", True)]
-        assert channel.num_dropped == 7
-        assert [seen.prediction.layer for seen in all_ready(channel)] == [0, 8, 9, 10]
-
-
-def test_a_pass_whose_end_is_never_told_is_followed_by_the_next() -> None:
-    diary = Diary()
-    with channel_of(diary) as channel:
-        publish(channel, 0, layers=[0], ok=None)
-        publish(channel, 1)
-        until(lambda: len(diary.told) == 2 + len(a_pass(1)))
-        assert diary.told == [("begin", 0), ("router", 0), *a_pass(1)]
-
-
 def test_what_the_predictor_raises_is_raised_by_take_once() -> None:
     diary = Diary()
     diary.fail_at = 3

@@ -18,6 +18,12 @@ from expertly.store.packed import PackedStore
 
 _MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes")
 
+_OF_DEVICE = (
+    *("hits", "partial_hits", "misses", "predicted", "prefetched"),
+    *("hit_rate", "bytes_loaded", "stall_s", "experts_s"),
+)
+"""Counts of a phase that each device tells, too."""
+
 
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
@@ -153,7 +159,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "resident_bytes": resident,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
         **moved(device),
-        **{phase.value: _of_phase(one) for phase, one in phases.items()},
+        **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(scheduler),
         "gate": None if scheduler.filter is None else scheduler.filter.facts(),
@@ -179,13 +185,3 @@ def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, A
         return told[0] if told else None
     experts = [sum(of_devices) for of_devices in zip(*(one["experts"] for one in told), strict=True)]
     return {"name": told[0]["name"], "experts": experts}
-
-
-def _of_phase(counters: PhaseCounters) -> dict[str, Any]:
-    return {
-        **{name: getattr(counters, name) for name in ("hits", "partial_hits", "misses", "predicted", "prefetched")},
-        "hit_rate": counters.rates()["hit_rate"],
-        "bytes_loaded": counters.loaded_nbytes,
-        "stall_s": counters.stall_ns / 1e9,
-        "experts_s": counters.expert_ns / 1e9,
-    }
