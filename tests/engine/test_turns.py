@@ -16,7 +16,7 @@ from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.failing import interrupt_at_lines
 from tests.engine.observe import loaded
-from tests.engine.test_prediction import assert_loaded_ahead, of_phases, prediction
+from tests.engine.test_prediction import assert_prefetched, of_phases, prediction
 from tests.families import generate, logits_of
 from tests.scheduler.drive import WAYS
 
@@ -58,7 +58,7 @@ def test_however_a_layer_runs_it_is_lossless(
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
-        assert_loaded_ahead(model)
+        assert_prefetched(model)
         assert prediction(model)["matcher"] == ("inline" if transfer == "synchronous" else "thread")
         assert (max(found) == 1) == (preemption == "late"), "found late, they are demanded one by one"
         needed, in_time = of_phases(model, "prefetched_needed"), of_phases(model, "prefetched_in_time")

@@ -242,14 +242,15 @@ class SharedChannel:
         self.of_shards = [_ShardChannel(self, share) for share in placement.shares]
         self._channel = channel
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close what predicts
-        self._num_begun = self._num_ended = 0
+        self._begun_at = -2  # the step at which the last pass began; the first begins at -1
         self._step = -1  # of the last router that was published
+        self._is_open = False  # a pass has begun and its end was not published
 
-    def begin_iteration(self, number: int, step: int, began: Callable[[], Began]) -> None:
-        """The device's iteration `number`, from 1, begins."""
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
         with self._lock:
-            if number > self._num_begun:
-                self._num_begun, self._step = number, step
+            if step > self._begun_at:
+                self._begun_at = self._step = step
+                self._is_open = True
                 self._channel.begin_iteration(step, began)
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
@@ -260,12 +261,12 @@ class SharedChannel:
 
     def end_iteration(self, ok: bool) -> None:
         with self._lock:
-            if self._num_ended < self._num_begun:
-                self._num_ended = self._num_begun
+            if self._is_open:
+                self._is_open = False
                 self._channel.end_iteration(ok)
 
-    def share_out(self) -> None:
-        """Hand what is ready to all devices."""
+    def hand_out(self) -> None:
+        """Give each device its part of what is ready."""
         with self._lock:
             while (seen := self._channel.take()) is not None:
                 for one in self.of_shards:
@@ -273,7 +274,7 @@ class SharedChannel:
 
 
 class _ShardChannel:
-    """A device hears nothing of a step before it has come there itself, however far others are: so a run can be
+    """A device takes nothing of a step before it has come there itself, however far others are: so a run can be
     repeated exactly where its predictions can.
     """
 
@@ -281,13 +282,11 @@ class _ShardChannel:
         self.share = share
         self.ready: deque[Seen] = deque()
         self._shared = shared
-        self._num_begun = 0
         self._step = -1
 
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        self._num_begun += 1
         self._step = step
-        self._shared.begin_iteration(self._num_begun, step, began)
+        self._shared.begin_iteration(step, began)
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
         self._step = step
@@ -297,7 +296,7 @@ class _ShardChannel:
         self._shared.end_iteration(ok)
 
     def take(self) -> Seen | None:
-        self._shared.share_out()
+        self._shared.hand_out()
         if self.ready and self.ready[0].step <= self._step:
             return self.ready.popleft()
         return None

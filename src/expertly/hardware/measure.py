@@ -4,7 +4,6 @@ compressed experts are decoded.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import statistics
@@ -179,17 +178,31 @@ def kernels_here() -> dict[str, str]:
 
 
 def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
-    """Matrices of 2048 x 2816 times one vector, one after the other over `nbytes` of them, by what multiplies a model's
-    experts here.
+    """Products with one vector over `nbytes` of matrices, on the processor."""
+    with _threads(num_threads):
+        return MatvecRate(dtype, num_threads, measure_weights_rate(_CPU, getattr(torch, dtype), seconds, nbytes))
+
+
+# -- the two rates of a roofline, of any device ------------------------------------------------------------------------
+
+
+_SQUARE = 1024
+_LEAST_NBYTES = 1 << 30  # more than any device's cache
+
+
+def measure_weights_rate(
+    device: torch.device, dtype: torch.dtype, seconds: float, nbytes: int = _LEAST_NBYTES
+) -> float:
+    """Bytes of weights a second used by products of 2048 x 2816 matrices, `nbytes` of them one after the other, with
+    one vector, by what multiplies a model's experts there.
     """
-    kind = getattr(torch, dtype)
-    matrix_nbytes = _MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * kind.itemsize
-    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=kind) for _ in range(max(1, -(-nbytes // matrix_nbytes)))]
-    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=kind)
-    product, each = _product_of(x), itertools.cycle(matrices)
-    with torch.inference_mode(), _threads(num_threads):
-        num_products, elapsed = _timed(_CPU, seconds, lambda: product(next(each)), len(matrices))
-    return MatvecRate(dtype, num_threads, num_products * matrix_nbytes / elapsed)
+    count = -(-nbytes // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
+    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
+    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=dtype, device=device)
+    product = _product_of(x)
+    with torch.inference_mode():
+        num_rounds, elapsed = _timed(device, seconds, lambda: [product(matrix) for matrix in matrices])
+    return num_rounds * sum(matrix.nbytes for matrix in matrices) / elapsed
 
 
 def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
@@ -201,23 +214,6 @@ def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
     return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
 
 
-# -- the two rates of a roofline, of any device ------------------------------------------------------------------------
-
-
-_SQUARE = 1024
-_LEAST_NBYTES = 1 << 30  # more than any device's cache
-
-
-def measure_weights_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Bytes of weights a second used by products with one vector, over a gigabyte of them."""
-    count = -(-_LEAST_NBYTES // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
-    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
-    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=dtype, device=device)
-    with torch.inference_mode():
-        num_rounds, elapsed = _timed(device, seconds, lambda: [linear(x, matrix) for matrix in matrices])
-    return num_rounds * sum(matrix.nbytes for matrix in matrices) / elapsed
-
-
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """Operations a second of products of square matrices: a multiplication and an addition are two."""
     a = torch.full((_SQUARE, _SQUARE), 0.01, dtype=dtype, device=device)
@@ -226,8 +222,8 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
     return num_products * 2 * _SQUARE**3 / elapsed
 
 
-def _timed(device: torch.device, seconds: float, run: Callable[[], object], least: int = 1) -> tuple[int, float]:
-    """How often it ran, `least` at the least and once to warm up left out, and in how many seconds."""
+def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> tuple[int, float]:
+    """How often it ran, once to warm up left out, and in how many seconds."""
 
     def now() -> float:
         if not kind_of(device).runs_on_host:
@@ -236,7 +232,7 @@ def _timed(device: torch.device, seconds: float, run: Callable[[], object], leas
 
     run()
     start, count = now(), 0
-    while (elapsed := now() - start) < seconds or count < least:
+    while (elapsed := now() - start) < seconds or not count:
         run()
         count += 1
     return count, elapsed
