@@ -135,7 +135,7 @@ def test_times_of_a_step_are_what_lies_between() -> None:
     timing = times.timing()
     assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((7, 5), (20, 40), 9)
     assert timing.load_ns == (100, 100), "layer 1 never waited: it loads as fast"
-    assert timing.piece_ns == timing.ask_ns == (0, 0), "nobody saw any"
+    assert timing.span_ns == timing.ask_ns == (0, 0), "nobody saw any"
 
 
 def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
@@ -156,7 +156,7 @@ def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
     for elapsed_ns in (5, 7, 600):
         times.asked(1, elapsed_ns)
     timing = times.timing()
-    assert timing.piece_ns == (30, 0) and timing.ask_ns == (0, 7)
+    assert timing.span_ns == (30, 0) and timing.ask_ns == (0, 7)
 
 
 def test_a_system_that_works_nothing_out_has_no_thread_and_one_that_splits_says_how(cases: Cases) -> None:

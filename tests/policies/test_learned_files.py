@@ -123,7 +123,7 @@ def test_what_learns_goes_on_from_a_file_as_it_would_have(tmp_path: Path) -> Non
     for one in (model, again):
         for layer in range(len(LAYERS)):
             one.observe(one_token(layer, [1, 2]))
-    assert again.num_tokens == model.num_tokens == 201
+    assert again.num_learned == model.num_learned == 201
 
 
 def test_requests_of_a_file_are_none_of_a_running_model(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
 
 def kernels_here() -> dict[str, str]:
     """What multiplies experts on this processor, and why. Raises ConfigError as `choose_kernels`."""
-    chosen = choose_kernels(_CPU)
+    chosen = choose_kernels()
     return {"name": chosen.name, "why": chosen.why}
 
 
@@ -207,8 +207,8 @@ def measure_weights_rate(
 
 def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """Of a matrix [r, H] with x [1, H]."""
-    kernels = choose_kernels(x.device)
-    if not kernels.takes(x.dtype, x.device):
+    kernels = choose_kernels(runs_on_host=kind_of(x.device).runs_on_host)
+    if not kernels.takes(x.dtype):
         return partial(linear, x)
     out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
     return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())

@@ -151,7 +151,7 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
             for layer in layers
         ],
         head_ns=compute.head_ns(1),
-        piece_ns=[_beyond_whole_ns(compute, layer, whole) for layer in layers],
+        span_ns=[_beyond_whole_ns(compute, layer, whole) for layer in layers],
         ask_ns=compute.submit_ns,
     )
 
