@@ -202,7 +202,9 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
     state = found.learned.state()
     hidden_size = state["embeddings"].shape[1]
     state["embeddings"] = np.pad(state["embeddings"], ((0, 0), (0, 3)))
-    save_learned(path, MapStore.from_state(found.learned.shape, state), found.header.identity)
+    wider = MapStore(found.learned.shape)
+    wider.fill(state)
+    save_learned(path, wider, found.header.identity)
     message = rf"store\.maps: tensor 'embeddings': {hidden_size + 3} numbers each.*{hidden_size}"
     with pytest.raises(StoreError, match=message):
         learn(store, case, "fmoe", maps=path)
