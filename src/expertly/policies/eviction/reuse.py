@@ -21,7 +21,7 @@ from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
 Floats = npt.NDArray[np.float32]
 
@@ -63,7 +63,7 @@ class ReuseModel(LearnedState):
     kind = "reuse"
     holds = "what was learned of reuse, by which expertly keeps experts"
     unit = "tokens"
-    schema = {"tokens": "I64", "mean": "F32", "weights": "F32"}  # noqa: RUF012
+    schema = {"tokens": ("I64", "L"), "mean": ("F32", "A"), "weights": ("F32", "W")}  # noqa: RUF012
 
     def __init__(self, geometry: Geometry) -> None:
         self.shape = ModelShape.of(geometry)
@@ -162,13 +162,13 @@ class ReuseModel(LearnedState):
         return {"meaning": json.dumps(MEANING, separators=(",", ":"))}
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
         if header.json_object("meaning") != MEANING:
             header.refuse("meaning", f"learned by another version of expertly; this one has {MEANING}")
         shape, num = header.shape, num_weights(header.shape.num_experts)
         if 4 * num > MAX_NBYTES:
             header.refuse("shape", f"weights of {4 * num} bytes; at most {MAX_NBYTES} are accepted")
-        return {"tokens": (shape.num_layers,), "mean": (sum(shape.num_experts),), "weights": (num,)}
+        return {"A": sum(shape.num_experts), "W": num}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
