@@ -97,7 +97,7 @@ class WidthOptions(PolicyOptions):
 
 
 class RankingPredictor(Predictor):
-    """One that scores the experts of a layer and names the best `width` of each row."""
+    """One that scores the experts of a layer and names the best `width` of each row, as many as it chooses unless said."""
 
     options = WidthOptions
 
@@ -108,9 +108,6 @@ class RankingPredictor(Predictor):
         self._layers = geometry.layers
         self._distance = distance_in(geometry, distance)
         self._width = options.width
-
-    def _best(self, layer: int, distance: int, scores: Floats) -> Prediction | None:
-        return best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
 
 
 class FixedDistancePredictor(RankingPredictor):
