@@ -97,7 +97,7 @@ class WidthOptions(PolicyOptions):
 
 
 class RankingPredictor(Predictor):
-    """One that scores the experts of a layer and names the best `width` of each row, as many as it chooses unless said."""
+    """One that scores the experts of a layer and names the best `width` of each row."""
 
     options = WidthOptions
 
