@@ -49,7 +49,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "scoring": (lambda m: m.update(scoring="tanh"), "scoring='tanh': accepted: softmax, sigmoid, unknown"),
     "requests": (lambda m: m.update(requests="../x"), r"requests='../x': accepted: requests.jsonl"),
     "no layers": (lambda m: m["geometry"].update(layers=[]), "0 layers; must be from 1"),
-    "many layers": (lambda m: m["geometry"].update(layers=[{}] * 5000), "5000 layers"),
+    "many layers": (lambda m: m["geometry"].update(layers=m["geometry"]["layers"] * 2000), "6000 layers"),
     "layer field": (lambda m: m["geometry"]["layers"][1].pop("top_k"), r"geometry.layers\[1\]=.*must be an object of"),
     "no experts": (lambda m: m["geometry"]["layers"][1].update(num_experts=0), r"layers\[1\].num_experts=0"),
     "huge": (lambda m: m["geometry"]["layers"][1].update(num_experts=1 << 20), r"num_experts=1048576.*65535"),

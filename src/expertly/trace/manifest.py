@@ -14,7 +14,6 @@ from expertly.trace.schema import (
     DTYPES,
     FORMAT,
     MANIFEST_NAME,
-    MAX_LAYERS,
     REQUESTS_NAME,
     REQUIRED,
     SCORINGS,
@@ -84,8 +83,6 @@ def _parse(raw: Mapping[str, Any]) -> TraceManifest:
     geometry = raw.get("geometry")
     if not isinstance(geometry, dict) or not isinstance(geometry.get("layers"), list):
         raise TraceError(f"geometry={geometry!r:.80}: must be an object that holds a list of layers")
-    if len(geometry["layers"]) > MAX_LAYERS:
-        raise TraceError(f"geometry.layers: {len(geometry['layers'])} layers; at most {MAX_LAYERS} are accepted")
     layers = tuple(_layer(f"geometry.layers[{i}]", layer) for i, layer in enumerate(geometry["layers"]))
     check_layers(layers)
     return TraceManifest(
@@ -105,9 +102,9 @@ def _layer(where: str, raw: object) -> TraceLayer:
     if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
         raise TraceError(f"{where}={raw!r:.80}: must be an object of {', '.join(_LAYER_FIELDS)}")
     for name, value in raw.items():
-        may_be_unknown = name not in ("num_experts", "top_k")
-        if not (_is_count(value, 1) or (may_be_unknown and value is None)):
-            accepted = "a whole number from 1" + " or null" * may_be_unknown
+        can_be_unknown = name not in ("num_experts", "top_k")
+        if not (_is_count(value, 1) or (can_be_unknown and value is None)):
+            accepted = "a whole number from 1" + " or null" * can_be_unknown
             raise TraceError(f"{where}.{name}={value!r:.80}: must be {accepted}")
     return TraceLayer(**raw)
 
