@@ -59,15 +59,17 @@ def routing_replay(folder: Path) -> Replay:
     return Replay("simulator-routing.json", trace, options)
 
 
-def simulate(replay: Replay, systems: Sequence[str], segments: int) -> dict[str, Case]:
+def simulate(
+    replay: Replay, systems: Sequence[str], segments: int, memories: Sequence[str] = MEMORIES
+) -> dict[str, Case]:
     """A case for each system and memory. All run in one command; where that cannot run, each has its own, and the first
     words of the error are its case.
     """
-    found = _run(replay, systems, ",".join(MEMORIES), segments)
+    found = _run(replay, systems, ",".join(memories), segments)
     if isinstance(found, dict):
         return found
     cases: dict[str, Case] = {}
-    for memory in MEMORIES:
+    for memory in memories:
         for system in systems:
             one = _run(replay, [system], memory, segments)
             cases |= one if isinstance(one, dict) else {case_name(system, memory, segments): {"error": one}}
