@@ -57,7 +57,7 @@ def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_pa
     inline = results(make_study(trace, matcher="inline", segments=2), PREDICTING, "40%")
     virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), PREDICTING, "40%")
     assert inline == virtual
-    for name in (get_system(spec).name for spec in PREDICTING):
+    for name in PREDICTING:
         assert inline[name]["prefetched_bytes"] > 0, name
         assert inline[name]["predictions_late"] == inline[name]["contexts_dropped"] == 0
 
@@ -308,7 +308,7 @@ def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_
     study = make_study(trace, toy(), matcher="inline")
     loaded = []
     for window in (1, 8):
-        name = get_system(f"lru:prediction=speculative:ahead={ahead}:window={window}").name
+        name = f"lru:prediction=speculative:ahead={ahead}:window={window}"
         row = results(study, [name], "80%")[name]
         assert row["recall"] == 1.0 and row["bytes_loaded"] >= row["prefetched_bytes"]
         loaded.append(row["prefetched_bytes"])
