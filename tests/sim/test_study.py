@@ -18,9 +18,11 @@ from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
+from expertly.trace.schema import TraceLayer
 from tests.sim.drive import INFINITE, make_study, make_trace, measured, random_passes, results, sized, toy, with_bounds
 
 LAYERS = sized(3, 8, 2)
+BARE = [TraceLayer(one.num_experts, one.top_k) for one in LAYERS]
 
 
 def small(folder: Path, **settings: int) -> Trace:
@@ -61,8 +63,7 @@ def test_a_budget_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
 def test_what_was_measured_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="its \\[compute\\] was measured for toy"):
         make_study(small(tmp_path), measured())
-    bare = [type(one)(one.num_experts, one.top_k) for one in small(tmp_path / "sizes").manifest.layers]
-    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 5), bare)
+    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 5), BARE)
     assert results(make_study(trace, measured()), ["lru"], "50%")["lru"]["hit_rate"] is not None, "no times, no matter"
 
 
@@ -85,9 +86,8 @@ def test_resident_runs_once_for_all_budgets(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_without_sizes_what_is_loaded_ahead_is_there_at_once(tmp_path: Path) -> None:
-    bare = [type(one)(one.num_experts, one.top_k) for one in small(tmp_path).manifest.layers]
-    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 60), bare)
+def test_without_sizes_what_is_prefetched_is_there_at_once(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 30), BARE)
     rows = results(make_study(trace, Hardware.read("laptop-nvme")), ["modelled-lookahead", "oracle"], "40%")
     assert rows["oracle"]["timeliness"] == rows["modelled-lookahead"]["timeliness"] == 1.0
 
