@@ -91,8 +91,8 @@ def _run(replay: Replay, systems: Sequence[str], memories: str, segments: int) -
 def _case(row: dict[str, Any], trace: dict[str, Any]) -> Case:
     """Whole numbers of a row of results. Counts are of decode, bytes and times of prefill and decode.
 
-    The command prints shares. Each request ran alone, one token an iteration, so what they are shares of is known.
-    Times are in nanoseconds, shares in billionths.
+    The command prints fractions. Each request ran alone, one token an iteration: what they are fractions of is known.
+    Times are in nanoseconds, fractions in billionths.
     """
     if row["skipped"] is not None:
         return {"error": first_words(row["skipped"])}

@@ -83,13 +83,13 @@ def test_where_nothing_is_kept_every_need_is_a_load(tmp_path: Path) -> None:
     trace = skewed(tmp_path)
     names = ["lru:allocation=none", "lru:allocation=none:prediction=lookahead:ahead=ring"]
     rows = results(make_study(trace, matcher="inline"), names, "60%")
-    nothing, ahead = (rows[name] for name in names)
+    nothing, prefetched = (rows[name] for name in names)
     assert nothing["hit_rate"] == 0 and nothing["bytes_loaded"] == 300 * 3 * 2 * LAYERS[0].expert_nbytes
     assert nothing["allocation"] == {"name": "none", "experts": [0, 0, 0]}
-    assert ahead["bytes_loaded"] == nothing["bytes_loaded"], "the lookahead is right"
-    assert ahead["tpot_s"] < nothing["tpot_s"]
+    assert prefetched["bytes_loaded"] == nothing["bytes_loaded"], "the lookahead is right"
+    assert prefetched["tpot_s"] < nothing["tpot_s"]
     fast = results(make_study(trace, toy(link=INFINITE), matcher="inline"), names, "60%")
-    assert fast[names[1]]["hit_rate"] == 2 / 3, "all but the first layer's, which nothing foretells"
+    assert fast[names[1]]["hit_rate"] == 2 / 3, "all but the first layer's, which nothing predicts"
 
 
 # -- parts of experts ----------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_times_of_a_split_layer_are_exact_to_the_nanosecond(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    """Layer 0 chooses among all its experts, and nothing foretells them; the others choose among three."""
+    """Layer 0 chooses among all its experts, and nothing predicts them; the others choose among three."""
     layers = sized(4, 12, 2, width=400)
     passes = random_passes(3, layers, 300)
     for number, (_, _, rows) in enumerate(passes):

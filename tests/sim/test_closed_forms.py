@@ -88,7 +88,7 @@ def test_all_of_the_memory_is_enough_for_every_system(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", random_passes(3, layers, 60, prompt=5), layers, is_full=True)
     study = make_study(trace)
     distinct = sum(_distinct(trace)) * layers[0].expert_nbytes
-    others = ("modelled-lookahead", "pre-gated")  # one guesses wrong, one keeps nothing
+    others = ("modelled-lookahead", "pre-gated")  # one predicts wrong, one keeps nothing
     for name, row in results(study, can_run(trace), "100%").items():
         assert row["bytes_loaded"] == (0 if name == "resident" else distinct) or name in others, name
 

@@ -250,7 +250,7 @@ ON = "lru:prediction=lookahead"
 NEXT_TOKEN = f"{ON}:next_token=yes"
 
 
-def foretold(trace: Trace, folder: Path) -> Trace:
+def knowing(trace: Trace, folder: Path) -> Trace:
     """The same rows, with a lookahead that knows the next row's first layers, too."""
     manifest = trace.manifest
     fields = {name: trace.rows(name, 0, trace.num_rows) for name in manifest.fields}
@@ -278,7 +278,7 @@ def full_trace(folder: Path) -> Trace:
     "system", [NEXT_TOKEN, "lru:prediction=lookahead:distance=2:next_token=yes", "lru:prediction=speculative:width=2"]
 )
 def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(system: str, tmp_path: Path) -> None:
-    trace = foretold(full_trace(tmp_path / "full"), tmp_path / "foretold")
+    trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
     study = make_study(trace, toy(link=INFINITE), matcher="inline")
     row = results(study, [system], "60%")[system]
     assert row["predictions_late"] == 0
@@ -304,7 +304,7 @@ def test_an_older_trace_knows_nothing_past_the_last_layer(tmp_path: Path) -> Non
 @pytest.mark.parametrize("ahead", ["cache", "ring"])
 def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_path: Path) -> None:
     """With a link that takes its time, few segments in flight are few prefetches; nothing is prefetched twice."""
-    trace = foretold(full_trace(tmp_path / "full"), tmp_path / "foretold")
+    trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
     study = make_study(trace, toy(), matcher="inline")
     loaded = []
     for window in (1, 8):
@@ -382,8 +382,8 @@ def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> N
     assert index["goodpred"] == min(rows[name]["goodpred"] for name in BASELINES)
 
 
-def test_mixtral_offloading_waits_for_what_it_foresees_and_hits_it(trace: Trace) -> None:
-    """The lookahead of this trace is right: all that is foreseen is there, and what it takes is stall, not misses."""
+def test_mixtral_offloading_waits_for_what_it_predicts_and_hits_it(trace: Trace) -> None:
+    """The lookahead of this trace is right: all that is predicted is there, and what it takes is stall, not misses."""
     rows = results(
         make_study(trace, matcher="inline"),
         ("lru", "mixtral-offloading", "mixtral-offloading:transfer=asynchronous"),
@@ -396,7 +396,7 @@ def test_mixtral_offloading_waits_for_what_it_foresees_and_hits_it(trace: Trace)
 
 
 def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
-    """Each layer needs 0 and 1 nine times of ten: soon they are kept and foretold, and the tenth evicts none."""
+    """Each layer needs 0 and 1 nine times of ten: soon they are kept and predicted, and the tenth evicts none."""
     often, seldom = [[0, 1]] * 4, [[[2, 3], [4, 5], [6, 7]][layer % 3] for layer in range(4)]
     passes = [(0, False, [seldom if step % 10 == 9 else often]) for step in range(60)]
     study = make_study(make_trace(tmp_path / "trace", passes, SMALL), matcher="inline")
