@@ -44,7 +44,7 @@ def decoding(
     frames: list[EncodedFrame], frame_nbytes: int, itemsize: int, out: memoryview, is_compiled: bool = True
 ) -> Callable[[], None]:
     index = index_of(frames, frame_nbytes, itemsize)
-    stored = [memoryview(b"".join(frame.planes)) for frame in frames]
+    stored = [memoryview(frame.stored) for frame in frames]
     decoder = FrameDecoder(is_compiled)
 
     def work() -> None:
@@ -59,9 +59,11 @@ def decompressing(frames: list[EncodedFrame], plane_nbytes: int) -> Callable[[],
 
     def work() -> None:
         for frame in frames:
-            for one in frame.planes:
-                if len(one) < plane_nbytes:
-                    decompressor.stream_reader(one).readinto(plane)
+            begin = 0
+            for nbytes in frame.plane_nbytes:
+                if nbytes < plane_nbytes:
+                    decompressor.stream_reader(frame.stored[begin : begin + nbytes]).readinto(plane)
+                begin += nbytes
 
     return work
 
@@ -91,7 +93,7 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
             "store": folder.name,
             "frame_bytes": frame_nbytes,
             "parameters": name,
-            "ratio": sum(frame.nbytes for frame in frames) / total,
+            "ratio": sum(len(frame.stored) for frame in frames) / total,
             "gb_per_s": total / seconds[number] / 1e9,
             "zstd_gb_per_s": total / seconds[number + len(encoded)] / 1e9,
             "to_level_1": seconds[0] / seconds[number],

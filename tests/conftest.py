@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from expertly.engine.process import keep_off_trapped_instructions
+from tests.commands import forked, imported, start
+
+__all__ = ["forked", "imported", "start"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

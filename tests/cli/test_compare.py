@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +44,14 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    out = tmp_path_factory.mktemp("compare") / "out"
-    command = [sys.executable, "-m", "expertly", "compare", *ARGUMENTS, "--out", str(out)]
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # sentences stay whole
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
-    assert ran.returncode == 0, ran.stderr
+def done(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Done:
+    out, printed = tmp_path_factory.mktemp("compare") / "out", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.delenv("COLUMNS", raising=False)  # sentences stay whole
+        patch.setattr(sys, "argv", ["expertly", "compare", *ARGUMENTS])
+        assert main(["compare", *ARGUMENTS, "--out", str(out)]) == 0
     results = json.loads((out / "results.json").read_text())
-    return Done(out, ran.stdout, results, read((out / "report.html").read_text()))
+    return Done(out, printed.getvalue(), results, read((out / "report.html").read_text()))
 
 
 def test_everything_is_in_the_folder(done: Done) -> None:
@@ -201,23 +201,24 @@ def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, t
     assert "Did not come through" in page.headings and "promoe (engine, 50%): " in page.text
 
 
-def test_what_was_done_by_an_interrupt_is_written(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+class Interrupting(io.StringIO):
+    """Interrupts this process when it is told of the second round."""
+
+    def write(self, text: str) -> int:
+        if "round 2 of 200" in text and "round 2 of 200" not in self.getvalue():
+            super().write(text)
+            signal.raise_signal(signal.SIGINT)
+            return len(text)
+        return super().write(text)
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_was_done_by_an_interrupt_is_written(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    out, said = tmp_path / "out", Interrupting()
     arguments = ["--system", "lru", "--memory", "50%,60%", "--requests", "2", "--tokens", "9", "--rounds", "200"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "expertly", "compare", str(model), *arguments, "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "round 2 of 200" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "what was done by then is in the report" in err
+    monkeypatch.setattr(sys, "stderr", said)
+    assert main(["compare", str(model), *arguments, "--out", str(out)]) == 130, said.getvalue()
+    assert "what was done by then is in the report" in said.getvalue()
     results = json.loads((out / "results.json").read_text())
     assert results["is_interrupted"] and [row["memory"] for row in results["rows"]] == ["50%"]
     assert "was interrupted" in read((out / "report.html").read_text()).text

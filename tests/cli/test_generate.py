@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from expertly.cli.main import main
+from tests.commands import RunningCommand
 from tests.families import make_tokenizer, reference_generate
 
 PROMPT = "Once upon a time"
@@ -179,27 +180,12 @@ def test_a_prompt_from_stdin_and_text_that_comes_span_by_span(model: Path, expec
 
 
 @pytest.mark.slow
-def test_interrupting_ends_at_once_without_a_traceback(model: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "expertly",
-        "generate",
-        str(model),
-        "--memory",
-        "50%",
-        "--max-new-tokens",
-        "100000",
-    ]
-    process = subprocess.Popen([*command, "--prompt", PROMPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    os.read(process.stdout.fileno(), 1)
-    process.send_signal(signal.SIGINT)
-    start = time.monotonic()
-    process.stdout.read()
-    assert process.wait(30) == 130
-    assert time.monotonic() - start < 10
-    assert b"Traceback" not in process.stderr.read()
+def test_interrupting_ends_at_once_without_a_traceback(model: Path, start: Callable[..., RunningCommand]):
+    running = start("generate", model, "--memory", "50%", "--max-new-tokens", "100000", "--prompt", PROMPT)
+    running.wait_until(lambda: bool(running.out))
+    running.send_signal(signal.SIGINT)
+    assert running.exit_code(10) == 130
+    assert "Traceback" not in running.err
 
 
 def test_a_system_that_predicts_says_what_came_of_it(

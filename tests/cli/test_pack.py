@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError
+from tests.commands import RunningCommand
 from tests.families import make_checkpoint
 from tests.store.mounts import tiny_disk
 
@@ -147,30 +144,14 @@ def test_refuses_a_cache_folder_that_is_a_file(capsys: pytest.CaptureFixture[str
     assert str(cache) in refused(capsys, str(source))
 
 
-def run_process(*argv: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "expertly", "pack", *argv]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-
-
-def test_a_real_process_ends_with_2_and_no_traceback(source: Path, tmp_path: Path) -> None:
-    process = run_process(str(source), "--dtype", "NaN", "--json")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert json.loads(out)["error"]["type"] == ConfigError.__name__
-    assert "Traceback" not in err and err.count("\n") == 1
-
-
 def test_an_interrupted_process_leaves_nothing_half_written(
-    capsys: pytest.CaptureFixture[str], source: Path, cache: Path
+    capsys: pytest.CaptureFixture[str], source: Path, cache: Path, start: Callable[..., RunningCommand]
 ) -> None:
     """Wherever the interrupt lands, the next run ends well."""
-    process = run_process(str(source))
-    deadline = time.monotonic() + 120
-    while process.poll() is None and not list(cache.glob("stores/*")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode in (0, 130) and "Traceback" not in err
+    running = start("pack", source)
+    running.wait_until(lambda: bool(list(cache.glob("stores/*"))))
+    running.send_signal(signal.SIGINT)
+    assert running.exit_code(120) in (0, 130) and "Traceback" not in running.err
     assert main(["pack", str(source)]) == 0
     store = capsys.readouterr().out.strip()
     assert main(["pack", "--verify", store]) == 0

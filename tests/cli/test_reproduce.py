@@ -119,13 +119,13 @@ def test_without_a_trace_the_demo_model_is_recorded_once(
     from expertly.cli import reproduce_trace
 
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
-    monkeypatch.setitem(reproduce_trace.PROMPTS, True, 4)
-    monkeypatch.setitem(reproduce_trace.NEW_TOKENS, True, 60)
+    monkeypatch.setitem(reproduce_trace.PROMPTS, True, 2)
+    monkeypatch.setitem(reproduce_trace.NEW_TOKENS, True, 12)
     assert main(["reproduce", "moepic:6", "--quick", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "recording the demo model's answers" in err
     (one,) = json.loads(out)["results"]
-    assert one["findings"][0]["trace"] == "demo-4"
+    assert one["findings"][0]["trace"] == "demo-2"
     assert main(["reproduce", "moepic:6", "--quick", "--json"]) == 0
     assert "recording" not in capsys.readouterr().err
 

@@ -10,20 +10,8 @@ import pytest
 
 from expertly.cli.main import main
 
-SYNTH = [
-    "--layers",
-    "6",
-    "--experts",
-    "8",
-    "--top-k",
-    "2",
-    "--tokens",
-    "600",
-    "--requests",
-    "4",
-    "--prefill-tokens",
-    "5",
-]
+SYNTH = ["--layers", "6", "--experts", "8", "--top-k", "2"]
+SYNTH += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
 GEOMETRY = """name = "small"
 num_layers = 6
 [layer]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import json
 import signal
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from expertly.cli.main import main
 from expertly.trace.reader import Trace
+from tests.commands import RunningCommand
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 from tests.policies.learned_builders import load_maps
 
@@ -87,7 +87,6 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
         "zero": ("--temperature", "0", "--seed", "5"),
         "first": (*hot, "--seed", "5"),
         "again": (*hot, "--seed", "5", "--memory", "30%"),
-        "other": (*hot, "--seed", "6"),
         "seed 0": hot,
     }
     for name, arguments in runs.items():
@@ -98,7 +97,7 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
         assert [row[: len(ids)] for row, ids in zip(found, expected, strict=True)] == expected, name
     assert rows["greedy"] == rows["zero"]
     assert rows["first"] == rows["again"]
-    assert len({json.dumps(rows[name]) for name in ("greedy", "first", "other", "seed 0")}) == 4
+    assert len({json.dumps(rows[name]) for name in ("greedy", "first", "seed 0")}) == 3
 
 
 def test_it_leaves_maps_alone_unless_a_file_is_named(
@@ -189,22 +188,18 @@ def test_what_cannot_be_recorded_names_itself(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_a_recording_that_is_stopped_keeps_what_is_complete(model: Path, tmp_path: Path, stop: signal.Signals):
+def test_a_recording_that_is_stopped_keeps_what_is_complete(
+    model: Path, tmp_path: Path, stop: signal.Signals, start: Callable[..., RunningCommand]
+):
     prompts = write_prompts(tmp_path / "p.jsonl", *[("Once upon a time", "story")] * 1000)
     out = tmp_path / "trace"
-    command = [sys.executable, "-m", "expertly", "trace", "record", str(model), "--prompts", str(prompts)]
-    process = subprocess.Popen(
-        [*command, "--out", str(out), "--memory", "50%", "--max-new-tokens", "20"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 60
-    while not ((out / "tail.bin").exists() and (out / "tail.bin").stat().st_size > 4000):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(stop)
-    printed, messages = process.communicate(timeout=30)
-    assert printed == b""
+    settings = ("--out", out, "--memory", "50%", "--max-new-tokens", "20")
+    running = start("trace", "record", model, "--prompts", prompts, *settings)
+    tail = out / "tail.bin"
+    running.wait_until(lambda: tail.exists() and tail.stat().st_size > 4000)
+    running.send_signal(stop)
+    code = running.exit_code(30)
+    assert running.out == ""
     trace = Trace.open(out)
     assert not trace.is_complete and trace.num_iterations > 20
     ids = tokens_of("Once upon a time")
@@ -215,11 +210,11 @@ def test_a_recording_that_is_stopped_keeps_what_is_complete(model: Path, tmp_pat
     done = sum(request.num_rows == first.num_rows for request in others)
     assert len(others) - 1 <= done <= len(others)
     if stop == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL
+        assert code == -signal.SIGKILL
     else:
-        assert process.returncode == 130
-        assert f"{out}: kept what was recorded, ".encode() in messages
-        assert messages.endswith(b"expertly: interrupted\n") and b"Traceback" not in messages
+        assert code == 130
+        assert f"{out}: kept what was recorded, " in running.err
+        assert running.err.endswith("expertly: interrupted\n") and "Traceback" not in running.err
 
 
 def test_progress_is_for_terminals(
@@ -235,6 +230,6 @@ def test_progress_is_for_terminals(
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "100") == 0
+    assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "40") == 0
     shown = terminal.getvalue()
     assert "recording:   0%" in shown and " 0/3 " in shown and " 2/3 " in shown and " requests" in shown

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from expertly.cli.main import main
 from expertly.model.packing import pack_cached
@@ -140,26 +140,21 @@ def test_another_model_than_the_trace_is_of_is_refused(
     assert "MoE layers" in error and not (tmp_path / "weights").exists()
 
 
-INTERRUPTED = """
-import os, signal, sys, torch
-from expertly.cli.main import main
-step, calls = torch.optim.AdamW.step, []
-def interrupting(*args, **kwargs):
-    calls.append(0)
-    if len(calls) == 20:
-        os.kill(os.getpid(), signal.SIGINT)
-    return step(*args, **kwargs)
-torch.optim.AdamW.step = interrupting
-sys.exit(main(sys.argv[1:]))
-"""
-"""Training that is interrupted in its twentieth step."""
+def test_an_interrupt_leaves_no_file(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the twentieth step of training."""
+    step, calls = torch.optim.AdamW.step, []
 
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 20:
+            signal.raise_signal(signal.SIGINT)
+        return step(*args, **kwargs)
 
-def test_an_interrupt_leaves_no_file(trace: Path, tmp_path: Path) -> None:
-    arguments = ["train-predictor", str(trace), "--out", str(tmp_path / "weights"), "--seed", "1"]
-    command = [sys.executable, "-c", INTERRUPTED, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130 and "interrupted" in done.stderr
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupting)
+    assert main(["train-predictor", str(trace), "--out", str(tmp_path / "weights"), "--seed", "1"]) == 130
+    assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +176,7 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
     told = [note for note in result["notes"] if note.startswith("predictor:")]
     assert told == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
 
-    assert main([*common, learned, "--predictor", str(trained)]) == 0
+    assert main([*common, learned, "--requests", "4", "--predictor", str(trained)]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert any("some of the requests that are simulated" in note and "--split 7:3 --seed 0" in note for note in notes)
 

@@ -14,7 +14,7 @@ from expertly.cli.tune import time_limit
 from expertly.data import demo_prompts
 from tests.families import make_checkpoint
 
-SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "25s", "--codec", "none")
+SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_demo_model_with_tiny_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "20s", "--codec", "none")
+    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "10s", "--codec", "none")
     assert main(["tune", *settings, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["model"] == "demo" and result["workload"]["requests"] == 2

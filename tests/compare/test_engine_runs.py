@@ -157,6 +157,7 @@ def test_models_are_held_together_where_memory_allows_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_worker_says_what_failed_and_how_it_died() -> None:
     worker = Worker("tried")
     try:

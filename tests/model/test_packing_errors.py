@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,20 @@ from tests.model.checkpoints import (
 from tests.store.builders import safetensors_bytes
 
 
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints to be copied and spoiled, by how they hold their experts."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return {
+        "per expert": make_checkpoint("qwen3_moe", folder / "qwen3_moe"),
+        "fused": make_fused_checkpoint("qwen3_moe", folder / "fused"),
+        "modules": make_checkpoint("switch_transformers", folder / "switch"),
+    }
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path / "source")
+def source(tmp_path: Path, layouts: dict[str, Path]) -> Path:
+    return Path(shutil.copytree(layouts["per expert"], tmp_path / "source"))
 
 
 def refused(source: Path, error: type[ExpertlyError], message: str) -> None:
@@ -61,18 +73,15 @@ def test_the_dtype_is_the_config_s_or_that_of_most_bytes(tmp_path: Path) -> None
         assert default_dtype(Checkpoint.open(source)) == expected
 
 
-LAYOUTS = {
-    "per expert": (make_checkpoint, "qwen3_moe"),
-    "fused": (make_fused_checkpoint, "qwen3_moe"),
-    "modules": (make_checkpoint, "switch_transformers"),
-}
+LAYOUTS = ("per expert", "fused", "modules")
 
 
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_expert_count_that_disagrees_is_named(tmp_path: Path, layout: str, num_experts: int) -> None:
-    make, family = LAYOUTS[layout]
-    source = make(family, tmp_path / "source")
+def test_an_expert_count_that_disagrees_is_named(
+    tmp_path: Path, layouts: dict[str, Path], layout: str, num_experts: int
+) -> None:
+    source = Path(shutil.copytree(layouts[layout], tmp_path / "source"))
 
     def cut_router(name: str, tensor: torch.Tensor) -> torch.Tensor:
         is_router = name.endswith(("gate.weight", "classifier.weight"))
@@ -85,9 +94,10 @@ def test_an_expert_count_that_disagrees_is_named(tmp_path: Path, layout: str, nu
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_of_another_shape_than_the_config_s_are_named(tmp_path: Path, layout: str) -> None:
-    make, family = LAYOUTS[layout]
-    source = make(family, tmp_path / "source")
+def test_experts_of_another_shape_than_the_config_s_are_named(
+    tmp_path: Path, layouts: dict[str, Path], layout: str
+) -> None:
+    source = Path(shutil.copytree(layouts[layout], tmp_path / "source"))
     set_config(source, **({"d_ff": 24} if layout == "modules" else {"moe_intermediate_size": 24}))
     refused(source, CheckpointError, r"tensor '.*expert.*' \(\[.*\]\): makes .* of shape .* but config\.json says")
 

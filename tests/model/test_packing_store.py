@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,22 +22,21 @@ from tests.families import make_checkpoint
 from tests.model.checkpoints import change, make_fused_checkpoint, make_mxfp4_checkpoint, read_experts
 from tests.store.builders import files_of
 
-SLOW_PACK = """
-import sys, time
-from expertly.model.packing import pack
-pack(sys.argv[1], sys.argv[2], progress=lambda done, total: time.sleep(0.02))
-"""
+
+def pack_slowly(source: Path, folder: Path) -> None:
+    pack(source, folder, progress=lambda done, total: time.sleep(0.02))
 
 
-def test_a_killed_pack_is_resumed_to_the_same_store(tmp_path: Path) -> None:
+def test_a_killed_pack_is_resumed_to_the_same_store(tmp_path: Path, imported: Any) -> None:
     source, folder = make_checkpoint("qwen3_moe", tmp_path / "source", tokenizer=True), tmp_path / "store"
-    process = subprocess.Popen([sys.executable, "-c", SLOW_PACK, str(source), str(folder)])
+    process = imported.Process(target=pack_slowly, args=(source, folder))
+    process.start()
     deadline = time.monotonic() + 120
     while not (partial_folder(folder) / "experts-00001.safetensors").exists():
-        assert process.poll() is None and time.monotonic() < deadline, "the packer ended early"
+        assert process.is_alive() and time.monotonic() < deadline, "the packer ended early"
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not folder.exists()
     with pytest.raises(ExpertlyError):  # what it left is no model
         pack_cached(partial_folder(folder))
@@ -132,7 +129,6 @@ def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(
     store = pack_cached("demo", dtype, tmp_path, codec="planes")
     assert store.codec == "planes" and store.ratio <= ratio
     assert store.folder.name.endswith(f"-{dtype}-planes")
-    store.verify(full=True)
     plain = pack_cached("demo", dtype, tmp_path, codec="none")
     assert list(experts_of(store)) == list(experts_of(plain))
     assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
@@ -149,7 +145,6 @@ def test_every_layout_of_a_checkpoint_can_be_packed_in_planes(tmp_path: Path, ki
     store = pack(source, tmp_path / "store", codec="planes")
     plain = pack(source, tmp_path / "plain", codec="none")
     assert list(experts_of(store)) == list(experts_of(plain))
-    store.verify(full=True)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from expertly.trace.schema import TraceLayer
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(8, 16, 2)
-REQUESTS, PASSES, PROMPT = 24, 64, 6
+REQUESTS, PASSES, PROMPT = 24, 32, 6
 
 
 def full_trace(folder: Path) -> Trace:
@@ -19,11 +19,13 @@ def full_trace(folder: Path) -> Trace:
         own = random_passes(number, LAYERS, PASSES, prompt=PROMPT)
         passes += [(number, is_prefill, rows) for _, is_prefill, rows in own]
     categories = ["odd" if number % 2 else "even" for number in range(REQUESTS)]
-    return make_trace(folder, passes, LAYERS, num_requests=REQUESTS, categories=categories, is_full=True)
+    return make_trace(
+        folder, passes, LAYERS, num_requests=REQUESTS, categories=categories, is_full=True, rows_per_shard=4096
+    )
 
 
 def imported_trace(folder: Path) -> Trace:
     """Decode alone, and sizes known."""
     layers = [TraceLayer.of(layer) for layer in LAYERS]
     passes = random_passes(0, layers, 240, num_requests=12)
-    return make_trace(folder, passes, layers, num_requests=12)
+    return make_trace(folder, passes, layers, num_requests=12, rows_per_shard=4096)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,69 +15,61 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
+from tests.commands import RunningCommand
 from tests.serve.conftest import greedy
 
+Start = Callable[..., RunningCommand]
 
-@contextmanager
-def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+
+def serving(start: Start, *arguments: str) -> tuple[RunningCommand, dict[str, Any]]:
     """`expertly serve` on a free port; what it says when it takes requests."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "expertly", "serve", "--port", "0", "--json", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ),
-    )
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
+    running = start("serve", "--port", "0", "--json", *arguments)
+    running.wait_until(lambda: "\n" in running.out)
+    return running, json.loads(running.out.splitlines()[0])
 
 
 @pytest.mark.slow
-def test_sigterm_lets_what_runs_end_and_refuses_new_requests() -> None:
+def test_sigterm_lets_what_runs_end_and_refuses_new_requests(start: Start) -> None:
     body = {"model": "demo", "prompt": "The sea", "max_tokens": 60, "temperature": 0, "logit_bias": {"0": -100}}
-    with command("--total-memory", "2GiB", "--dtype", "float32", "--context", "256") as (process, told):
-        split = told["memory"]
-        assert split["total_bytes"] == 2 << 30
-        used = split["dense_bytes"] + split["kv_cache_bytes"] + split["working_bytes"] + split["experts_bytes"]
-        assert used <= 2 << 30
-        client = httpx.Client(base_url=told["url"], timeout=60)
-        assert client.get("/ready").status_code == 200
-        lines = client.get("/metrics").text.splitlines()
-        told_again = [line for line in lines if line.startswith('expertly_memory_bytes{use="kv_cache"}')]
-        assert float(told_again[0].split()[1]) == split["kv_cache_bytes"]
-        got: list[str] = []
-        first = threading.Event()
+    running, told = serving(start, "--total-memory", "2GiB", "--dtype", "float32", "--context", "256")
+    split = told["memory"]
+    assert split["total_bytes"] == 2 << 30
+    used = split["dense_bytes"] + split["kv_cache_bytes"] + split["working_bytes"] + split["experts_bytes"]
+    assert used <= 2 << 30
+    client = httpx.Client(base_url=told["url"], timeout=60)
+    assert client.get("/ready").status_code == 200
+    lines = client.get("/metrics").text.splitlines()
+    told_again = [line for line in lines if line.startswith('expertly_memory_bytes{use="kv_cache"}')]
+    assert float(told_again[0].split()[1]) == split["kv_cache_bytes"]
+    got: list[str] = []
+    first = threading.Event()
 
-        def stream() -> None:
-            own = httpx.Client(base_url=told["url"], timeout=60)
-            with own.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-                for line in response.iter_lines():
-                    got.append(line)
-                    first.set()
+    def stream() -> None:
+        own = httpx.Client(base_url=told["url"], timeout=60)
+        with own.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                got.append(line)
+                first.set()
 
-        running = threading.Thread(target=stream)
-        running.start()
-        assert first.wait(60)
-        process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + 30
-        while client.get("/ready").status_code == 200:
-            assert time.monotonic() < end
-        refused = client.post("/v1/completions", json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert client.get("/health").status_code == 200
-        running.join(60)
-        assert "data: [DONE]" in got
-        reasons = [json.loads(line[6:])["choices"][0]["finish_reason"] for line in got if line.startswith("data: {")]
-        assert reasons[-1] == "length", "the stream that ran was not cut"
-        assert process.wait(60) == 0
+    streaming = threading.Thread(target=stream)
+    streaming.start()
+    assert first.wait(60)
+    running.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 30
+    while client.get("/ready").status_code == 200:
+        assert time.monotonic() < end
+    refused = client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert client.get("/health").status_code == 200
+    streaming.join(60)
+    assert "data: [DONE]" in got
+    reasons = [json.loads(line[6:])["choices"][0]["finish_reason"] for line in got if line.startswith("data: {")]
+    assert reasons[-1] == "length", "the stream that ran was not cut"
+    assert running.exit_code(60) == 0
 
 
 @pytest.mark.slow
-def test_a_killed_server_comes_back_with_its_maps() -> None:
+def test_a_killed_server_comes_back_with_its_maps(start: Start) -> None:
     body: dict[str, Any] = {"model": "demo", "prompt": "The sea was", "max_tokens": 24, "temperature": 0}
     model, tokenizer = expertly.load(memory="30%", dtype="float32", system="fmoe")
     expected = greedy(model, tokenizer, body["prompt"], 24)
@@ -89,13 +77,13 @@ def test_a_killed_server_comes_back_with_its_maps() -> None:
     expertly.unload(model)
     arguments = ("--memory", "30%", "--dtype", "float32", "--system", "fmoe", "--context", "256")
     for _ in range(2):
-        with command(*arguments) as (process, told):
-            got = httpx.post(f"{told['url']}/v1/completions", json=body, timeout=60).json()
-            assert got["choices"][0]["text"] == expected
-            state = httpx.get(f"{told['url']}/v1/state", timeout=60).json()
-            assert state["history"] == "warm", "what had been learned before was read"
-            process.kill()
-            process.wait(60)
+        running, told = serving(start, *arguments)
+        got = httpx.post(f"{told['url']}/v1/completions", json=body, timeout=60).json()
+        assert got["choices"][0]["text"] == expected
+        state = httpx.get(f"{told['url']}/v1/state", timeout=60).json()
+        assert state["history"] == "warm", "what had been learned before was read"
+        running.send_signal(signal.SIGKILL)
+        assert running.exit_code(60) == -signal.SIGKILL
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

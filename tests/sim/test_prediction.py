@@ -18,6 +18,7 @@ from expertly.trace.manifest import write_manifest
 from expertly.trace.reader import Trace
 from expertly.trace.schema import OPTIONAL
 from expertly.trace.writer import TraceWriter
+from tests.policies.predictor.naive import request_counts
 from tests.sim.drive import INFINITE, MAX_DISTANCE, Pass, make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(4, 12, 2)
@@ -200,7 +201,7 @@ def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
     assert store.num_maps == 50
     np.testing.assert_array_equal(np.sort(store.requests[:50]), trace.rows("request", 0, 50))
     expected = np.stack([np.bincount(experts[:45, layer].ravel(), minlength=12) for layer in range(4)])
-    np.testing.assert_array_equal(store.request_counts(0), expected)
+    np.testing.assert_array_equal(request_counts(store, 0), expected)
 
 
 # -- moe-infinity, simulated ----------

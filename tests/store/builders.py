@@ -93,8 +93,8 @@ def encoded(layer: LayerGeometry, raw: NDArray[np.uint8], folder: Path) -> tuple
     """The index and the stored frames of a layer's experts."""
     num_frames = frames_per_expert(layer)
     frames = list(FrameEncoder(layer.expert_nbytes // num_frames, layer.itemsize).encode([raw]))
-    index = index_bytes(layer, num_frames, [[*map(len, f.planes)] for f in frames], [f.checksum for f in frames])
-    return parse_index(folder / "index", index, folder / "frames", layer), [b"".join(f.planes) for f in frames]
+    index = index_bytes(layer, num_frames, [f.plane_nbytes for f in frames], [f.checksum for f in frames])
+    return parse_index(folder / "index", index, folder / "frames", layer), [f.stored for f in frames]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -57,13 +57,21 @@ def test_writes_all_or_nothing_and_progress_counts_weights(tmp_path: Path, codec
     assert seen == sorted(seen)
 
 
-KILLED_AT = {
+LARGE_FILES = {
     "none": ("experts-00000.safetensors", "experts-00001.safetensors", "dense.safetensors"),
     "planes": ("experts-00000.planes", "experts-00001.planes", "dense.safetensors"),
 }
 
 
-@pytest.mark.parametrize(("codec", "stop_at"), [(codec, name) for codec, names in KILLED_AT.items() for name in names])
+@pytest.mark.parametrize(
+    ("codec", "stop_at"),
+    [
+        ("none", "experts-00000.safetensors"),
+        ("none", "dense.safetensors"),
+        ("planes", "experts-00000.planes"),
+        ("planes", "experts-00001.planes"),
+    ],
+)
 def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path, codec: str, stop_at: str) -> None:
     folder, plan = tmp_path / "store", PLANS[codec]
     process = start_writer(folder, 0.05 if codec == "none" else 0.02, codec)
@@ -78,7 +86,7 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path
     first: list[int] = []
     write_store(folder, plan, lambda done, total: first.append(done)).verify(full=True)
     assert first[0] == sum(
-        (layer.nbytes for layer, name in zip(plan.layers, KILLED_AT[codec], strict=False) if name in finished),
+        (layer.nbytes for layer, name in zip(plan.layers, LARGE_FILES[codec], strict=False) if name in finished),
         sum(spec.nbytes for spec in DENSE) if "dense.safetensors" in finished else 0,
     )
     assert files_of(folder) == files_of(write_store(tmp_path / "uninterrupted", plan).folder)
@@ -190,7 +198,7 @@ def test_room_is_asked_for_as_far_as_is_known(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_disk(tmp_path) as disk:
         with monkeypatch.context() as patch:
-            patch.setattr(writer_module.StoreWriter, "_check_space", lambda self: None)  # room seems to be there
+            patch.setattr(writer_module.StoreWriter, "_check_space", lambda *args: None)  # room seems to be there
             with pytest.raises(StoreError, match=r"the disk is full, \d+ bytes are free; make room .* run again"):
                 write_store(disk / "store")
         assert not (disk / "store").exists() and (disk / "store.partial" / "experts-00000.safetensors").exists()

@@ -152,7 +152,7 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
             for layer in layers
         ],
         head_ns=compute.head_ns(1),
-        piece_ns=[
+        span_ns=[
             max(0, sum(compute.span_ns(layer, 1, num) for num in halves) - compute.span_ns(layer, 1, whole))
             for layer in layers
         ],

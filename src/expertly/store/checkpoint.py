@@ -40,7 +40,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Opened checkpoint. No tensor is in memory; reads go through the page cache, by `preadv`, never by mmap."""
+    """Opened checkpoint. No tensor is in memory; reads go through the page cache, never by mmap."""
 
     folder: Path
     config: Mapping[str, Any]  # config.json as it is
@@ -92,28 +92,21 @@ class Checkpoint:
                 add(part)
         return digest.hexdigest()
 
-    def read_into(self, name: str, buffer: memoryview, start: int = 0) -> None:
+    def _read_into(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the tensor's bytes from `start`."""
         ref = self.tensors[name]
         assert start >= 0 and start + buffer.nbytes <= ref.nbytes, "read outside of the tensor"
-        left = memoryview(buffer).cast("B") if buffer.nbytes else memoryview(b"")
         offset = ref.offset + start
         try:
-            fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{ref.path}: cannot be opened ({error.strerror})") from None
-        try:
-            while left:
-                count = os.preadv(fd, [left], offset)
-                if count == 0:
-                    raise CheckpointError(f"{ref.path}: truncated inside tensor {name!r}, at offset {offset}")
-                left, offset = left[count:], offset + count
+            with ref.path.open("rb") as file:
+                file.seek(offset)
+                count = file.readinto(buffer)
         except OSError as error:
             raise CheckpointError(
                 f"{ref.path}: reading tensor {name!r} at offset {offset} failed ({error.strerror})"
             ) from error
-        finally:
-            os.close(fd)
+        if count < buffer.nbytes:
+            raise CheckpointError(f"{ref.path}: truncated inside tensor {name!r}, at offset {offset + count}")
 
     def read(self, name: str) -> Bytes:
         """All bytes of a tensor, [nbytes]; its dtype and shape are in `tensors`."""
@@ -127,17 +120,17 @@ class Checkpoint:
         return self._read(name, index * nbytes, nbytes)
 
     def read_chunks(self, name: str, chunk_nbytes: int = 8 << 20) -> Iterator[Bytes]:
-        """The bytes of a tensor in pieces; each is only valid until the next."""
+        """The bytes of a tensor; each chunk is only valid until the next."""
         total = self.tensors[name].nbytes
         buffer = np.empty(min(chunk_nbytes, total), np.uint8)
         for start in range(0, total, chunk_nbytes):
-            piece = buffer[: min(chunk_nbytes, total - start)]
-            self.read_into(name, piece.data, start)
-            yield piece
+            chunk = buffer[: min(chunk_nbytes, total - start)]
+            self._read_into(name, chunk.data, start)
+            yield chunk
 
     def _read(self, name: str, start: int, nbytes: int) -> Bytes:
         buffer = np.empty(nbytes, np.uint8)
-        self.read_into(name, buffer.data, start)
+        self._read_into(name, buffer.data, start)
         return buffer
 
 

@@ -27,6 +27,7 @@ from expertly.store.frames import (
     FrameDecoder,
     FrameEncoder,
     FrameIndex,
+    frame_ends,
     frames_per_expert,
     read_frames,
 )
@@ -107,7 +108,9 @@ def choose_for(
     nbytes = sum(layer.nbytes for layer in layers)
     if nbytes < MIN_MEASURED_NBYTES:
         return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
-    return choose_codec(measure_rates(sample(), disk_nbytes_per_s()))
+    found, disk_rate = sample(), disk_nbytes_per_s()
+    threads = decoding_threads(allowed_cpus(), NUM_READERS)  # as an engine on this machine would have
+    return choose_codec(CodecRates(found.ratio, disk_rate, found.decode_nbytes_per_s(threads), threads))
 
 
 class Sample:
@@ -124,7 +127,7 @@ class Sample:
     @property
     def ratio(self) -> float:
         """Stored bytes / decoded bytes."""
-        return sum(frame.nbytes for frame in self._frames) / (len(self._frames) * self._frame_nbytes)
+        return sum(len(frame.stored) for frame in self._frames) / (len(self._frames) * self._frame_nbytes)
 
     def decode_nbytes_per_s(
         self, num_threads: int, seconds: float = _SECONDS, pick: Callable[[Iterable[float]], float] = max
@@ -143,8 +146,8 @@ class Sample:
         shows in no process's account, but in what decoding loses.
         """
         decode, found = self._decoder(num_threads), []
-        with contextlib.ExitStack() as opened:
-            read = _reader(_opened(paths, opened))
+        with _opened(paths) as files:
+            read = _reader(files)
 
             def both(number: int, until: float) -> int:
                 return decode(number, until) if number < num_threads else read(number, until)
@@ -158,7 +161,7 @@ class Sample:
     def _decoder(self, num_threads: int) -> Callable[[int, float], int]:
         """What each of so many threads does; see `_rates`."""
         index = index_of(self._frames, self._frame_nbytes, self._itemsize)
-        stored = [memoryview(b"".join(frame.planes)) for frame in self._frames]
+        stored = [memoryview(frame.stored) for frame in self._frames]
         places = _places(self._frame_nbytes, num_threads)
 
         def decode(number: int, until: float) -> int:
@@ -171,12 +174,6 @@ class Sample:
             return done * self._frame_nbytes
 
         return decode
-
-
-def measure_rates(sample: Sample, disk_nbytes_per_s: float) -> CodecRates:
-    """With as many decoding threads as an engine on this machine would have."""
-    threads = decoding_threads(allowed_cpus(), NUM_READERS)
-    return CodecRates(sample.ratio, disk_nbytes_per_s, sample.decode_nbytes_per_s(threads), threads)
 
 
 def sampled(layers: Sequence[LayerGeometry]) -> list[tuple[int, int]]:
@@ -211,26 +208,25 @@ def disk_rate_at(folder: Path) -> float:
     try:
         with store_errors(place, "writing a file to measure the disk with"):
             _write_scratch(path)
-        file = ExpertFile(path)
+        with _opened([path]) as files:
+            path.unlink()  # while it is open: nothing is left of a process that is killed
+            return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
     finally:
-        path.unlink(missing_ok=True)  # while it is open: nothing is left of a process that is killed
-    with contextlib.closing(file):
-        return _read_rate([(file, _SCRATCH_NBYTES)])
+        path.unlink(missing_ok=True)
 
 
 def disk_rate_of(paths: Iterable[Path]) -> float:
     """The same from files that are there. Raises StoreError where they cannot be opened, TransferError where they
     cannot be read.
     """
-    with contextlib.ExitStack() as opened:
-        files = _opened(paths, opened)
-        return _read_rate(files)
+    with _opened(paths) as files:
+        return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
 
 
 def disk_latency_ns_of(paths: Iterable[Path]) -> int:
     """How long the reading of a page takes by itself, from files that are there. Raises as `disk_rate_of`."""
-    with contextlib.ExitStack() as opened:
-        places = [(file, at) for file, nbytes in _opened(paths, opened) for at in range(0, nbytes, _READ_NBYTES)]
+    with _opened(paths) as files:
+        places = [(file, at) for file, nbytes in files for at in range(0, nbytes, _READ_NBYTES)]
         buffer = memoryview(mmap.mmap(-1, PAGE_NBYTES))
         times = []
         for place in np.random.default_rng(1).permutation(len(places))[:_NUM_PAGES].tolist():
@@ -241,17 +237,15 @@ def disk_latency_ns_of(paths: Iterable[Path]) -> int:
     return round(statistics.median(times)) if times else 0
 
 
-def _opened(paths: Iterable[Path], opened: contextlib.ExitStack) -> list[tuple[ExpertFile, int]]:
+@contextlib.contextmanager
+def _opened(paths: Iterable[Path]) -> Iterator[list[tuple[ExpertFile, int]]]:
     """Files and the bytes of whole pages in them."""
-    files = []
-    for path in paths:
-        files.append((ExpertFile(path), path.stat().st_size // PAGE_NBYTES * PAGE_NBYTES))
-        opened.callback(files[-1][0].close)
-    return files
-
-
-def _read_rate(files: Sequence[tuple[ExpertFile, int]]) -> float:
-    return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
+    with contextlib.ExitStack() as stack:
+        files = []
+        for path in paths:
+            file = stack.enter_context(contextlib.closing(ExpertFile(path)))
+            files.append((file, path.stat().st_size // PAGE_NBYTES * PAGE_NBYTES))
+        yield files
 
 
 def _reader(files: Sequence[tuple[ExpertFile, int]]) -> Callable[[int, float], int]:
@@ -259,9 +253,7 @@ def _reader(files: Sequence[tuple[ExpertFile, int]]) -> Callable[[int, float], i
     come from some cache.
     """
     places = [
-        (file, at, min(_READ_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES - at))
-        for file, nbytes in files
-        for at in range(0, nbytes - PAGE_NBYTES + 1, _READ_NBYTES)
+        (file, at, min(_READ_NBYTES, nbytes - at)) for file, nbytes in files for at in range(0, nbytes, _READ_NBYTES)
     ]
     order = iter(np.random.default_rng(0).permutation(len(places)).tolist())
 
@@ -319,21 +311,19 @@ def _first(chunks: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
 
 def index_of(frames: Sequence[EncodedFrame], frame_nbytes: int, itemsize: int) -> FrameIndex:
     """Of frames that are an expert each."""
-    begin = np.cumsum([0, *(frame.nbytes for frame in frames)], dtype=np.uint64)
-    lengths = np.array([list(map(len, frame.planes)) for frame in frames], np.uint32)
+    lengths = np.array([frame.plane_nbytes for frame in frames], np.uint32)
     checksums = np.array([frame.checksum for frame in frames], np.uint64)
-    return FrameIndex(Path("sample"), len(frames), 1, itemsize, frame_nbytes, begin, lengths, checksums)
+    return FrameIndex(Path("sample"), len(frames), 1, itemsize, frame_nbytes, frame_ends(lengths), lengths, checksums)
 
 
 def _write_scratch(path: Path) -> None:
     """Incompressible bytes that are on the disk and not in the page cache."""
     block = np.random.default_rng(0).integers(0, 256, _SCRATCH_NBYTES // 16, np.uint8)
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
         for _ in range(16):
             block[::4096] += 1  # no two blocks alike
-            view = block.data
-            while view:
-                view = view[file.write(view) :]
+            file.write(block.data)
+        file.flush()
         os.fdatasync(file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -36,13 +36,6 @@ MIN_FRAME_NBYTES = 16 << 10
 MAX_INDEX_NBYTES = 256 << 20
 """Of a layer: ten million frames. Nothing longer is read."""
 
-MIN_MATCH = 7
-HASH_LOG = 6
-"""With these, zstd at level 1 is Huffman codes and hardly a match. A plane of exponents repeats by chance only: the
-short matches that level 1 finds by itself save nothing and halve the speed of decompressing. A constant plane is still
-one long match.
-"""
-
 JOIN_VERSION = 1
 """Of the interface of store/join.c, which says the same number."""
 
@@ -52,12 +45,10 @@ Join = Callable[[Sequence[Plane], memoryview], None]
 
 
 def planes_name(layer: int) -> str:
-    """File of a layer's frames."""
     return f"experts-{layer:05d}.planes"
 
 
 def index_name(layer: int) -> str:
-    """File of the index of a layer's frames."""
     return f"experts-{layer:05d}.frames.safetensors"
 
 
@@ -87,12 +78,10 @@ class FrameIndex:
 
     @property
     def stored_nbytes(self) -> int:
-        """Of all frames."""
         return int(self.begin[-1])
 
     @property
     def file_nbytes(self) -> int:
-        """Of the frames and the padding after them."""
         return padded(self.stored_nbytes)
 
     def extent(self, expert: int, first: int, count: int = 1) -> tuple[int, int]:
@@ -102,18 +91,13 @@ class FrameIndex:
         begin = int(self.begin[frame])
         return begin, int(self.begin[frame + count]) - begin
 
-    def planes_of(self, expert: int, frame: int) -> tuple[list[int], int]:
-        """(stored bytes of each plane, checksum) of a frame."""
-        row = expert * self.num_frames + frame
-        return self.plane_nbytes[row].tolist(), int(self.checksum[row])
-
 
 def index_bytes(
     layer: LayerGeometry, num_frames: int, plane_nbytes: Sequence[Sequence[int]], checksums: Sequence[int]
 ) -> bytes:
     """The file of an index, of frames in their order."""
     lengths = np.asarray(plane_nbytes, "<u4")
-    arrays = (_ends(lengths)[:-1].astype("<u8"), lengths, np.asarray(checksums, "<u8"))
+    arrays = (frame_ends(lengths)[:-1].astype("<u8"), lengths, np.asarray(checksums, "<u8"))
     return safetensors_header(_specs(layer, num_frames)) + b"".join(array.tobytes() for array in arrays)
 
 
@@ -162,32 +146,20 @@ def parse_index(path: Path, raw: bytes, frames_path: Path, layer: LayerGeometry)
     begin = np.frombuffer(raw, np.uint64, num, infos["begin"].begin)
     lengths = np.frombuffer(raw, np.uint32, num * itemsize, infos["nbytes"].begin).reshape(num, -1)
     checksum = np.frombuffer(raw, np.uint64, num, infos["checksum"].begin)
-    ends = _checked_ends(path, begin, lengths, frame_nbytes // itemsize)
+    plane_nbytes = frame_nbytes // itemsize
+    for frame, plane in np.argwhere((lengths < 1) | (lengths > plane_nbytes)):
+        value = lengths[frame, plane]
+        raise StoreError(f"{path}: nbytes of frame {frame}, plane {plane}: {value}: must be from 1 to {plane_nbytes}")
+    ends = frame_ends(lengths)
+    for frame in np.flatnonzero(begin != ends[:-1]):
+        what = "overlaps" if begin[frame] < ends[frame] else "leaves a gap after"
+        raise StoreError(
+            f"{path}: begin of frame {frame}: {begin[frame]}: {what} the frame before, which ends at {ends[frame]}"
+        )
     return FrameIndex(frames_path, layer.num_experts, num_frames, itemsize, frame_nbytes, ends, lengths, checksum)
 
 
-def _checked_ends(
-    path: Path, begin: NDArray[np.uint64], lengths: NDArray[np.uint32], plane_nbytes: int
-) -> NDArray[np.uint64]:
-    is_wrong = (lengths < 1) | (lengths > plane_nbytes)
-    if is_wrong.any():
-        frame, plane = map(int, np.argwhere(is_wrong)[0])
-        raise StoreError(
-            f"{path}: nbytes of frame {frame}, plane {plane}: {int(lengths[frame, plane])}: must be from 1 to "
-            f"{plane_nbytes}"
-        )
-    ends = _ends(lengths)
-    if (begin != ends[:-1]).any():
-        frame = int(np.flatnonzero(begin != ends[:-1])[0])
-        what = "overlaps" if begin[frame] < ends[frame] else "leaves a gap after"
-        raise StoreError(
-            f"{path}: begin of frame {frame}: {int(begin[frame])}: {what} the frame before, which ends at "
-            f"{int(ends[frame])}"
-        )
-    return ends
-
-
-def _ends(lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
+def frame_ends(lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
     """[E * F + 1] where frames of these planes begin, and the last ends. Cannot overflow: MAX_INDEX_NBYTES."""
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths.sum(axis=1, dtype=np.uint64), dtype=np.uint64)])
 
@@ -204,23 +176,18 @@ def _specs(layer: LayerGeometry, num_frames: int) -> list[TensorSpec]:
 class EncodedFrame(NamedTuple):
     """A frame as it is stored, its planes one after the other."""
 
-    planes: tuple[bytes, ...]
-    checksum: int  # xxh3_64 of all stored bytes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.planes))
+    stored: bytes
+    plane_nbytes: tuple[int, ...]
+    checksum: int  # xxh3_64 of `stored`
 
 
 def zstd_parameters() -> zstandard.ZstdCompressionParameters:
-    """Those that stores are made with."""
+    """Those that stores are made with: Huffman codes and hardly a match. A plane of exponents repeats by chance only,
+    and the short matches that level 1 finds by itself save nothing and halve the speed of decompressing. A constant
+    plane is still one long match.
+    """
     return zstandard.ZstdCompressionParameters.from_level(
-        1,
-        strategy=zstandard.STRATEGY_FAST,
-        min_match=MIN_MATCH,
-        hash_log=HASH_LOG,
-        write_checksum=False,
-        write_content_size=True,
+        1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_checksum=False, write_content_size=True
     )
 
 
@@ -254,8 +221,9 @@ class FrameEncoder:
 
     def _encode(self, frame: NDArray[np.uint8]) -> EncodedFrame:
         weights = frame.reshape(-1, self._itemsize)  # little-endian: the highest byte is the last
-        planes = tuple(self._plane(weights[:, byte].tobytes()) for byte in reversed(range(self._itemsize)))
-        return EncodedFrame(planes, xxhash.xxh3_64_intdigest(b"".join(planes)))
+        planes = [self._plane(weights[:, byte].tobytes()) for byte in reversed(range(self._itemsize))]
+        stored = b"".join(planes)
+        return EncodedFrame(stored, tuple(map(len, planes)), xxhash.xxh3_64_intdigest(stored))
 
     def _plane(self, raw: bytes) -> bytes:
         """Compressed where that saves a sixteenth: less is not worth the time that decompressing takes."""
@@ -287,7 +255,8 @@ class FrameDecoder:
         itemsize, plane_nbytes = index.num_planes, index.frame_nbytes // index.num_planes
         assert not skip % itemsize and not len(out) % itemsize and 0 <= skip <= skip + len(out) <= index.frame_nbytes
         first, count = skip // itemsize, len(out) // itemsize
-        lengths, checksum = index.planes_of(expert, frame)
+        row = expert * index.num_frames + frame
+        lengths, checksum = index.plane_nbytes[row].tolist(), int(index.checksum[row])
         try:
             if len(stored) != sum(lengths):
                 raise ValueError(f"{len(stored)} bytes, but {sum(lengths)} are in the index")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -118,12 +119,10 @@ class PackedStore:
 
     @property
     def experts_nbytes(self) -> int:
-        """Of all experts, as they are computed with."""
         return sum(layer.nbytes for layer in self.manifest.layers)
 
     @property
     def experts_stored_nbytes(self) -> int:
-        """Of all experts, as they are stored."""
         return sum(index.stored_nbytes for index in self.frames) if self.frames else self.experts_nbytes
 
     @property
@@ -137,20 +136,15 @@ class PackedStore:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json."""
         return read_json_object(self.folder / "config.json", StoreError)
 
     @property
     def dense_nbytes(self) -> int:
         """Bytes of the dense tensors once loaded in the store's dtype."""
         itemsize = ITEMSIZE[self.manifest.dtype]
-        total = 0
-        for info in self.dense.values():
-            elements = 1
-            for size in info.shape:
-                elements *= size
-            total += elements * itemsize if info.dtype in IS_FLOAT else info.nbytes
-        return total
+        return sum(
+            math.prod(info.shape) * itemsize if info.dtype in IS_FLOAT else info.nbytes for info in self.dense.values()
+        )
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,6 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -86,15 +85,18 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._dense = dense
         self._progress = progress
         self._ratio = ratio
-        self._total = sum(layer.nbytes for layer in plan.layers) + sum(spec.nbytes for spec in dense)
-        self._written = 0
         self._done: dict[str, FileEntry] = {}
         _check_place(folder, self._partial)
         with store_errors(self._partial, "making the folder"):
             self._lock = _acquire(self._partial)
         try:
             self._resume()
-            self._check_space()
+            layers, dense_nbytes = plan.layers, sum(spec.nbytes for spec in dense)
+            experts_left = sum(one.nbytes for number, one in enumerate(layers) if not self.is_layer_done(number))
+            dense_left = 0 if self.is_done(DENSE_NAME) else dense_nbytes
+            self._check_space(experts_left, dense_left)
+            self._total = sum(layer.nbytes for layer in layers) + dense_nbytes
+            self._written = self._total - experts_left - dense_left
             self._report(0)
         except BaseException:
             self.close()
@@ -134,7 +136,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._mark({name: FileEntry(len(data), zlib.crc32(data))})
 
     def copy_extras(self, source: Path) -> None:
-        """Copy tokenizer and the like. They may be changed later, so the manifest does not list them."""
+        """Tokenizer and the like. They may be changed later, so the manifest does not list them."""
         copy_extras(source, self._partial)
 
     def finish(self) -> PackedStore:
@@ -164,9 +166,15 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self.close()
 
     def _write_tensors(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> None:
-        header = memoryview(safetensors_header(specs))
+        header = safetensors_header(specs)
+
+        def parts() -> Iterator[tuple[bytes | memoryview, int]]:
+            yield header, 0
+            for chunk in chunks:
+                yield chunk.data.cast("B") if chunk.nbytes else b"", chunk.nbytes
+
+        entry = self._write(name, parts())
         total = len(header) + sum(spec.nbytes for spec in specs)
-        entry = self._write(name, chain([(header, 0)], ((chunk, len(chunk)) for chunk in _converted(chunks))))
         assert entry.nbytes == total, f"{name}: {entry.nbytes} bytes written, not {total}"
         self._mark({name: entry})
 
@@ -176,14 +184,14 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         lengths: list[tuple[int, ...]] = []
         checksums: list[int] = []
 
-        def parts() -> Iterator[tuple[memoryview, int]]:
+        def parts() -> Iterator[tuple[bytes, int]]:
             end = 0
             for frame in FrameEncoder(frame_nbytes, geometry.itemsize).encode(experts):
-                lengths.append(tuple(map(len, frame.planes)))
+                lengths.append(frame.plane_nbytes)
                 checksums.append(frame.checksum)
-                end += frame.nbytes
-                yield memoryview(b"".join(frame.planes)), frame_nbytes
-            yield memoryview(bytes(padded(end) - end)), 0
+                end += len(frame.stored)
+                yield frame.stored, frame_nbytes
+            yield bytes(padded(end) - end), 0
 
         entry = self._write(planes_name(layer), parts())
         assert len(lengths) == geometry.num_experts * num_frames, f"{len(lengths)} frames written"
@@ -192,16 +200,17 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             write_atomic(self._partial / index_name(layer), index)
         self._mark({planes_name(layer): entry, index_name(layer): FileEntry(len(index), zlib.crc32(index))})
 
-    def _write(self, name: str, parts: Iterable[tuple[memoryview, int]]) -> FileEntry:
+    def _write(self, name: str, parts: Iterable[tuple[bytes | memoryview, int]]) -> FileEntry:
         """Write a large file of `parts`, each with the bytes of weights that it is."""
         path = self._partial / name
         checksum = nbytes = 0
-        with store_errors(self._partial, f"writing {name}"), path.open("wb", buffering=0) as file:
+        with store_errors(self._partial, f"writing {name}"), path.open("wb") as file:
             for part, weights_nbytes in parts:
                 checksum = zlib.crc32(part, checksum)
-                nbytes += _write_all(file.fileno(), part)
+                nbytes += file.write(part)
                 if weights_nbytes:
                     self._report(weights_nbytes)
+            file.flush()
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # the store is read past the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -233,14 +242,10 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
                 if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
                     stale.unlink()
             write_atomic(path, json_bytes(self._journal(self._done)))
-        for layer, geometry in enumerate(self._plan.layers):
-            self._written += geometry.nbytes if self.is_layer_done(layer) else 0
-        self._written += sum(spec.nbytes for spec in self._dense) if self.is_done(DENSE_NAME) else 0
 
-    def _check_space(self) -> None:
-        layers = enumerate(self._plan.layers)
-        needed = round(self._ratio * sum(one.nbytes for layer, one in layers if not self.is_layer_done(layer)))
-        needed += 0 if self.is_done(DENSE_NAME) else sum(spec.nbytes for spec in self._dense)
+    def _check_space(self, experts_nbytes: int, dense_nbytes: int) -> None:
+        """Refuse where there is no room for what is left to write."""
+        needed = round(self._ratio * experts_nbytes) + dense_nbytes
         with store_errors(self._partial, "asking for free space"):
             free = shutil.disk_usage(existing_parent(self._partial)).free
         if needed > free:
@@ -287,17 +292,6 @@ def _check_place(folder: Path, partial: Path) -> None:
             and (not partial.is_dir() or any(partial.iterdir()))
         ):
             raise StoreError(f"{partial}: in the way, and not left by packing; move it, or choose another folder")
-
-
-def _converted(chunks: Iterable[Bytes]) -> Iterable[memoryview]:
-    return (chunk.data.cast("B") if chunk.nbytes else memoryview(b"") for chunk in chunks)
-
-
-def _write_all(fd: int, data: memoryview) -> int:
-    left = data
-    while left:
-        left = left[os.write(fd, left) :]
-    return data.nbytes
 
 
 def _size(path: Path) -> int:

@@ -1,0 +1,99 @@
+"""Commands as processes of their own that begin with everything imported, which is most of what a small one takes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from expertly.compare import worker
+
+PRELOADED = ["expertly.cli.main", "expertly.compare.player", "transformers.generation"]
+
+
+class RunningCommand:
+    """`expertly ARGUMENTS`; what it prints goes to files."""
+
+    def __init__(self, context: Any, folder: Path, arguments: tuple[str, ...]) -> None:
+        self._files = [folder / "stdout", folder / "stderr"]
+        for path in self._files:
+            path.touch()
+        self.process = context.Process(target=_run, args=(arguments, self._files, dict(os.environ)))
+        self.process.start()
+
+    @property
+    def out(self) -> str:
+        return self._files[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._files[1].read_text()
+
+    def wait_until(self, is_so: Callable[[], bool], seconds: float = 120) -> None:
+        """Fails where the command ends before, or takes longer."""
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert self.process.is_alive() and time.monotonic() < end, self.err
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.process.pid, number)
+
+    def exit_code(self, seconds: float) -> int:
+        """When it has ended, which must be within `seconds`."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still running after {seconds} s"
+        return int(self.process.exitcode)
+
+
+def _run(arguments: tuple[str, ...], files: list[Path], environment: dict[str, str]) -> None:
+    from expertly.cli.main import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.exit(main(list(arguments)))
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[Any]:
+    """A context whose processes are forked from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    yield context
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningCommand]]:
+    """Starts a command, and kills it at the end of the test where it still runs."""
+    started: list[RunningCommand] = []
+
+    def begin(*arguments: object) -> RunningCommand:
+        started.append(RunningCommand(imported, tmp_path_factory.mktemp("printed"), tuple(map(str, arguments))))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.process.kill()
+        one.process.join()
+
+
+@pytest.fixture(scope="module")
+def forked(imported: Any) -> Iterator[None]:
+    """Workers of comparisons that this process runs begin with everything imported, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: imported))
+        yield
