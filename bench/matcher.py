@@ -27,6 +27,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, History, Routed
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
+from expertly.policies.predictor.fmoe.store import MapStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, DISTANCE = 26, 64, 8, 2048, 3
 WARM_UP = 24
@@ -92,7 +93,7 @@ def run(capacity: int, num_tokens: int, num_prefill: int) -> dict[str, Any]:
             if token >= WARM_UP:
                 times.setdefault(part, []).extend(values)
     row |= {part: statistics.median(values) for part, values in times.items()}
-    maps, into = fmoe.store.maps, np.empty_like(fmoe.store.maps[0])
+    maps, into = fmoe.learned.maps, np.empty_like(fmoe.learned.maps[0])
     copies = [clocked(lambda layer=layer: np.copyto(into, maps[layer])) for _ in range(5) for layer in range(LAYERS)]
     row["copy_us"] = statistics.median(copies)
     prefill: dict[str, list[float]] = {}
@@ -103,7 +104,7 @@ def run(capacity: int, num_tokens: int, num_prefill: int) -> dict[str, Any]:
     row |= {part: statistics.median(values) for part, values in prefill.items()}
     bounds = BOUNDS_US.get(capacity, {})
     row["within_bounds"] = all(row[part] <= bound for part, bound in bounds.items()) if bounds else None
-    row["maps_bytes"], row["embeddings_bytes"] = fmoe.store.maps_nbytes, fmoe.store.embeddings_nbytes
+    row["maps_bytes"], row["embeddings_bytes"] = MapStore.nbytes_of(fmoe.learned.shape, capacity, HIDDEN)
     return row
 
 

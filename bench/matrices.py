@@ -23,6 +23,7 @@ from report import print_report
 
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Routed
+from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.reproduce.moe_infinity.query import BOUNDS_US, LAYERS, SHAPE, WARM_UP, choices, clocked, full, query
@@ -45,7 +46,9 @@ def run(capacity: int, num_tokens: int, matches: int, num_prefill: int) -> dict[
     row: dict[str, Any] = {"capacity": capacity, "query_us": query(collection, dice, num_tokens, 1)}
     row["query_m_us"] = query(collection, dice, num_tokens, matches)
     eam = EAM(SHAPE, 1, EAMOptions(capacity=capacity, matches=matches))
-    eam.adopt(Matrices.of(deepcopy(collection), collection))
+    known = Matrices(ModelShape.of(SHAPE), capacity)
+    known.prefill, known.decode = deepcopy(collection), collection
+    eam.adopt(known)
     layers = [spent for token in range(WARM_UP + num_tokens) for spent in one_pass(eam, 1, dice, 1)]
     row["layer_us"] = statistics.median(layers[WARM_UP * LAYERS :])
     row["add_us"] = statistics.median(clocked(eam.finish) for _ in range(9) if one_pass(eam, 2, dice, 1))

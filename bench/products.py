@@ -31,7 +31,6 @@ from expertly.engine.process import keep_off_trapped_instructions
 from expertly.model.hooks import FewTokensLinear
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
-CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 Pass = Callable[[], None]
 
@@ -55,7 +54,7 @@ def experts_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num
     geometry = LayerGeometry(num_experts, args.top_k, args.hidden, args.intermediate, 3, rows.element_size())
     module: Any = SimpleNamespace(act_fn=torch.nn.functional.silu, has_bias=False)
     module._apply_gate = MethodType(_default_apply_gate, module)
-    compute = LayerCompute(module, geometry, 1, rows, kernels=choose_kernels(CPU, kernels))
+    compute = LayerCompute(module, geometry, 1, rows, None, choose_kernels(kernels))
     x = torch.randn(num_tokens, args.hidden, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
     out = torch.empty(args.top_k, args.hidden, dtype=rows.dtype)
     spans = [Span(0, expert, 0, 1, expert) for expert in range(num_experts)]
@@ -80,7 +79,7 @@ def linear_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num_
     for start in range(0, len(flat) - args.hidden + 1, args.hidden):
         layer = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
         layer.weight = torch.nn.Parameter(flat[start : start + args.hidden], requires_grad=False)
-        layers.append(FewTokensLinear.of(layer, choose_kernels(CPU, kernels)))
+        layers.append(FewTokensLinear.of(layer, choose_kernels(kernels)))
 
     def run() -> None:
         with torch.no_grad():

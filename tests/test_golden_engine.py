@@ -1,6 +1,7 @@
 """The engine counts what it counted when the golden file was written (tests/golden/record.py).
 
-Two of the six memories and P are left to EXPERTLY_TEST_GOLDEN=all: each case takes more than a second.
+Of the six memories and P two are run (and what is run "as it is"), all with EXPERTLY_TEST_GOLDEN=all: each case takes
+more than a second.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from tests.golden.cases import differences, read_cases, system_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RECORDED = read_cases(engine.FILE)
-LEFT_OUT = () if os.environ.get("EXPERTLY_TEST_GOLDEN") == "all" else ("10% P=1", "50% P=4")
-TESTED = [name for name in RECORDED if not name.endswith(LEFT_OUT)]
+ALL = os.environ.get("EXPERTLY_TEST_GOLDEN") == "all"
+RUN = ("10% P=4", "50% P=1", "100% P=1", "100% P=4", engine.AS_IT_IS)
+TESTED = [name for name in RECORDED if ALL or name.endswith(RUN) or system_of(name) in engine.REFUSED]
 
 
 @pytest.mark.parametrize("system", dict.fromkeys(map(system_of, TESTED)))

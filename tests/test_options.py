@@ -44,7 +44,7 @@ def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
         ({"matcher": "soon"}, "matcher='soon'.*auto, thread, inline"),
         ({"segments": 0}, "segments=0.*from 1"),
         ({"segments": True}, "segments=True.*from 1"),
-        ({"compressed": 0.5}, "compressed=0.5.*planes"),
+        *(({"compressed": value}, "compressed=.*codec='planes'.*memory=") for value in ("30%", 0.3, "device", "")),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str):
@@ -52,14 +52,11 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str
         LoadOptions(**options)
 
 
+@pytest.mark.parametrize("value", [None, 0, "0", "auto"])
+def test_not_asking_for_experts_compressed_in_memory_is_no_error(value: object):
+    LoadOptions(compressed=value)
+
+
 def test_an_option_that_there_is_not():
     with pytest.raises(TypeError, match="memry"):
         expertly.load(memry="25%")
-
-
-def test_torchs_dtype_runs():
-    model, _ = expertly.load(memory="25%", system="lru", dtype=torch.float32)
-    try:
-        assert model.dtype == torch.float32
-    finally:
-        expertly.unload(model)

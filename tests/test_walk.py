@@ -24,7 +24,7 @@ def test_one_layer_of_one_step(
     walk = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(walk)
     before = sys.getprofile()
-    row = walk.run(system, memory, 48, told=False)
+    row = walk.run(system, memory, 32, told=False)
     assert sys.getprofile() is before
     assert 0 < row[f"files{of}"] <= files
     assert 0 < row[f"calls{of}"] <= calls

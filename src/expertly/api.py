@@ -132,7 +132,7 @@ def _choose(
     if kind_of(targets[0]).runs_on_host:
         keep_few_primitives()
         keep_off_trapped_instructions()
-    choose_kernels(targets[0])  # refused before the model is packed
+    choose_kernels(runs_on_host=kind_of(targets[0]).runs_on_host)  # refused before the model is packed
     store = store or pack(asked.codec)
     is_replayed = asked.decisions is not None
     files = find_files(asked.maps, parts, store, num_devices=len(targets), is_replayed=is_replayed)

@@ -133,7 +133,7 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
     good = safetensors_bytes(header, bytes(96))
     rng = random.Random(0)
     accepted = 0
-    for _ in range(1000):
+    for _ in range(400):
         raw = bytearray(good)
         for _ in range(rng.randint(1, 3)):
             position = rng.randrange(len(raw) - 96)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from expertly import api
 from expertly.model.packing import pack
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
@@ -21,13 +26,27 @@ class Case:
     folder: Path
     store: Path
     prompts: list[list[int]] = field(default_factory=lambda: make_prompts(2, length=14))
-    tokens: list[list[int]] = field(init=False)
-    logits: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        reference = load_reference(self.folder)
-        self.tokens = generate(reference, self.prompts)
-        self.logits = logits_of(reference, self.prompts)
+    @cached_property
+    def reference(self) -> Any:
+        return load_reference(self.folder)
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The 12 that follow each prompt."""
+        return generate(self.reference, self.prompts)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        return logits_of(self.reference, self.prompts)
+
+    def compressed(self, store: Path) -> Case:
+        """The same model in a new store, in planes."""
+        pack(self.folder, store, codec="planes")
+        put_beside(store, HIDDEN_SIZE)
+        found = copy.copy(self)
+        found.store = store
+        return found
 
 
 class Cases:
@@ -51,6 +70,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return Cases(tmp_path_factory.mktemp("families"))
 
 
+@pytest.fixture(scope="session")
+def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A case whose experts are stored compressed."""
+    return cases["qwen3_moe"].compressed(tmp_path_factory.mktemp("planes") / "store")
+
+
 @pytest.fixture
 def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
     """A case, and a copy of its store that may be damaged and has nothing beside it."""
@@ -61,3 +86,11 @@ def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_the_code_of_libraries() -> Iterator[None]:
+    """Each load gives it back to the system (test_process.py): here, that and getting it again took a third of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "give_back_unused", lambda: 0)
+        yield

@@ -19,29 +19,15 @@ from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines
 from tests.engine.observe import loaded, prediction
 from tests.engine.streams import put_in_place
-from tests.families import HIDDEN_SIZE, generate
-from tests.weights import put_beside
+from tests.families import generate
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="session")
-def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return compressed_case(cases["qwen3_moe"], tmp_path_factory.mktemp("planes") / "store")
 
 
 @pytest.fixture
 def own_planes(cases: Cases, tmp_path: Path) -> Case:
     """One that may be damaged."""
-    return compressed_case(cases["qwen3_moe"], tmp_path / "store")
-
-
-def compressed_case(case: Case, store: Path) -> Case:
-    pack(case.folder, store, codec="planes")
-    put_beside(store, HIDDEN_SIZE)
-    found = object.__new__(Case)
-    found.__dict__.update(case.__dict__ | {"store": store})
-    return found
+    return cases["qwen3_moe"].compressed(tmp_path / "store")
 
 
 def stats_of(model: Any) -> dict[str, Any]:
@@ -51,8 +37,9 @@ def stats_of(model: Any) -> dict[str, Any]:
 # -- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("system", ["lru", "fmoe", "moepic", "promoe", "moe-infinity"])
+@pytest.mark.parametrize(
+    ("system", "segments"), [("lru", 1), ("lru", 4), ("fmoe", 4), ("moepic", 4), ("promoe", 1), ("moe-infinity", 1)]
+)
 def test_tokens_are_the_reference(system: str, segments: int, planes: Case) -> None:
     with loaded(planes.store, system=system, segments=segments, memory="50%") as model:
         for _ in range(2):
@@ -66,8 +53,9 @@ def test_tokens_are_the_reference(system: str, segments: int, planes: Case) -> N
             assert prediction(model)["failed"] is None
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("mixtral", "float32"), ("gpt_oss", "bfloat16"), ("deepseek_v3", "float16")]
+)
 def test_weights_are_the_same_bits(family: str, dtype: str, cases: Cases, tmp_path: Path) -> None:
     """Whatever the model: logits are those of the store that is not compressed, to the bit."""
     case, logits = cases[family], []
@@ -97,21 +85,6 @@ def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, mon
         assert moved["decoded_nbytes"] > 0 and moved["host_hit_nbytes"] > 0
         assert moved["decoded_nbytes"] + moved["host_hit_nbytes"] >= moved["copied_nbytes"]
         made[0].tier.check()
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", ["30%", 0.3, "device", "much", ""])
-def test_keeping_experts_compressed_in_memory_is_refused(value: str | float, planes: Case) -> None:
-    with pytest.raises(ConfigError, match=r"compressed=.*accepted: codec='planes'.*memory="):
-        expertly.load(str(planes.store), device="cpu", compressed=value)
-
-
-@pytest.mark.parametrize("value", [0, "0", "auto"])
-def test_not_asking_for_it_is_no_error(value: str | int, planes: Case) -> None:
-    with loaded(planes.store, memory="75%", compressed=value) as model:
-        assert generate(model, planes.prompts) == planes.tokens
 
 
 def test_resident_decodes_everything_once(planes: Case) -> None:
@@ -163,7 +136,7 @@ def test_damage_fails_the_request_and_the_next_one_works(own_planes: Case) -> No
             assert generate(model, case.prompts) == case.tokens
 
 
-@pytest.mark.parametrize("at", [1, 7, 20])
+@pytest.mark.parametrize("at", [1, 20])
 def test_a_read_that_fails_once(at: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(planes.store, memory="75%", segments=4) as model:
         fail = FailOnce(at)
@@ -178,4 +151,4 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
     def check(model: Any) -> None:
         assert stats_of(model)["bytes_decoded"] > 0
 
-    interrupt_at_lines(planes, range(5, 6000, 409), check, memory="75%", segments=4)
+    interrupt_at_lines(planes, range(5, 6000, 1009), check, memory="75%", segments=4)

@@ -30,8 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host_share", [100, 50, 9])
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize(("host_share", "segments"), [(100, 1), (50, 4), (9, 1), (9, 4)])
 def test_tokens_are_the_reference_at_every_host_budget(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,8 +47,7 @@ def test_tokens_are_the_reference_at_every_host_budget(
             assert moved["host_hit_nbytes"] > 0
 
 
-@pytest.mark.parametrize("host_share", [100, 40])
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize(("host_share", "segments"), [(100, 4), (40, 1)])
 def test_prefetching_changes_no_token(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,22 +33,19 @@ from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
-from tests.families import generate, load_reference, logits_of
+from tests.families import generate, logits_of
 
 pytestmark = pytest.mark.timeout(120)
 
 # -- several at once -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "families", [("qwen3_moe", "gpt_oss"), ("mixtral", "mixtral"), ("jamba", "switch_transformers")]
-)
+@pytest.mark.parametrize("families", [("qwen3_moe", "gpt_oss"), ("jamba", "switch_transformers")])
 def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Cases) -> None:
     first, second = (cases[family] for family in families)
     with loaded(first.store) as one, loaded(second.store, segments=4, system="lfu", memory="40%") as two:
-        for _ in range(2):
-            torch.testing.assert_close(logits_of(one, first.prompts), first.logits, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(logits_of(two, second.prompts), second.logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits_of(one, first.prompts), first.logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits_of(two, second.prompts), second.logits, rtol=1e-4, atol=1e-5)
         assert generate(one, first.prompts) == first.tokens
         assert generate(two, second.prompts) == second.tokens
         assert_streamed(one)
@@ -70,12 +67,12 @@ def test_one_model_within_anothers_pass(cases: Cases) -> None:
 
 def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    expected = [generate(load_reference(case.folder), [prompt]) for prompt in case.prompts]
+    expected = [generate(case.reference, [prompt]) for prompt in case.prompts]
     found: dict[int, list[Any]] = {0: [], 1: []}
     with loaded(case.store, segments=4) as model:
 
         def work(i: int) -> None:
-            for _ in range(3):
+            for _ in range(2):
                 found[i].append(generate(model, [case.prompts[i]]))
 
         threads = [threading.Thread(target=work, args=(i,)) for i in found]
@@ -84,7 +81,7 @@ def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
         for thread in threads:
             thread.join()
         assert_streamed(model)
-    assert found == {i: [expected[i]] * 3 for i in found}
+    assert found == {i: [expected[i]] * 2 for i in found}
 
 
 def test_a_deepcopy_shares_slots_and_statistics(cases: Cases) -> None:
@@ -132,7 +129,7 @@ def test_unload_while_another_thread_generates(devices: str, cases: Cases, monke
         time.sleep(0.001)
         return read_into(*args)
 
-    for number in range(5):
+    for number in range(3):
         model, _ = expertly.load(str(case.store), memory="25%", devices=devices, segments=16)
         with monkeypatch.context() as patch:
             patch.setattr(ExpertFile, "read_into", slow)
@@ -176,31 +173,23 @@ def test_a_copy_of_what_was_deleted_goes_on(cases: Cases) -> None:
 
 
 EXIT = """
-import sys, time, torch
-torch.set_num_threads(1)
+import sys, time
 import expertly
 model, _ = expertly.load(sys.argv[1], memory="50%", device="cpu")
-ids = torch.tensor([[5, 6, 7]])
-if sys.argv[2] == "flight":
-    engine = expertly.api.handle(model).engine
-    engine.device.submit(engine.scheduler.preload(0, 1))
-else:
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-if sys.argv[2] == "raise":
-    raise SystemExit(3)
+engine = expertly.api.handle(model).engine
+engine.device.submit(engine.scheduler.preload(0, 1))
 print("end", time.time())
 """
 
 
-@pytest.mark.parametrize("how", ["flight", "raise"])
-def test_the_interpreter_ends_quickly_and_quietly_without_unload(how: str, cases: Cases) -> None:
-    result = run_python(EXIT, str(cases["qwen3_moe"].store), how)
+def test_the_interpreter_ends_quickly_and_quietly_without_unload(cases: Cases) -> None:
+    """In the middle of a read."""
+    result = run_python(EXIT, str(cases["qwen3_moe"].store))
     ended = time.time()
-    assert result.returncode == (3 if how == "raise" else 0), result.stderr
+    assert result.returncode == 0, result.stderr
     noise = [line for line in result.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     assert not noise
-    if how != "raise":
-        assert ended - float(result.stdout.split()[1]) < 10
+    assert ended - float(result.stdout.split()[1]) < 10
 
 
 # -- a load that fails -----------------------------------------------------------------------------------------------
@@ -285,7 +274,7 @@ def test_gradients_are_refused_and_a_plain_call_works(cases: Cases) -> None:
         logits = model(ids).logits
         assert not logits.requires_grad
         with torch.no_grad():
-            torch.testing.assert_close(logits, load_reference(case.folder)(ids).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits, case.reference(ids).logits, rtol=1e-4, atol=1e-5)
         embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
         with pytest.raises(ModelUseError, match="gradients"):
             model(inputs_embeds=embeds)
@@ -296,7 +285,7 @@ def test_gradients_are_refused_and_a_plain_call_works(cases: Cases) -> None:
 
 
 def test_stats_and_unload_of_any_other_model(cases: Cases) -> None:
-    reference = load_reference(cases["qwen3_moe"].folder)
+    reference = cases["qwen3_moe"].reference
     for call in (expertly.stats, expertly.unload):
         with pytest.raises(ModelUseError, match="was not loaded by expertly"):
             call(reference)

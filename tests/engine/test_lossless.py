@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import expertly
-from expertly.api import handle
-from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.errors import BudgetError
 from expertly.native.kernels import VARIABLE, libraries
-from tests.engine.conftest import Cases
-from tests.families import FAMILIES, generate, logits_of
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import loaded
+from tests.families import FAMILIES, generate, load_reference, logits_of
 
 LEAST = "least"
-CANNOT_LOOK_AHEAD: tuple[str, ...] = ()
-"""Families whose routers need more than hidden states."""
+OURS = [(system, memory) for system in ("expertly", "expertly-ahead") for memory in (LEAST, "25%", "100%")]
+OTHERS = {1: [("on-demand", LEAST), ("lru", "25%")], 4: [("lfu", "25%"), ("lru", LEAST)]}
+NUM_TOKENS = 4
 
 
 def least_memory(store: str) -> int:
@@ -26,68 +27,70 @@ def least_memory(store: str) -> int:
     return int(str(caught.value).split("the least that works is ")[1].split()[0])
 
 
+def assert_same_logits(model: Any, case: Case) -> None:
+    torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("segments", [1, 4])
 def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int, cases: Cases) -> None:
-    case = cases[family]
-    for system in ("on-demand", "lru", "lfu", "expertly", "expertly-ahead"):
-        for memory in (LEAST, "25%", "100%"):
-            budget = least_memory(str(case.store)) if memory == LEAST else memory
-            label = f"{family} {system} P={segments} {memory}"
-            options: dict[str, Any] = {"system": system, "segments": segments, "device": "cpu", "maps": "off"}
-            try:
-                model, _ = expertly.load(str(case.store), memory=budget, **options)
-            except ConfigError as error:
-                assert system == "expertly-ahead" and "looks ahead" in str(error), label
-                assert family in CANNOT_LOOK_AHEAD, label
-                break
-            try:
-                assert generate(model, case.prompts) == case.tokens, label
-                torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5, msg=label)
-                stats = expertly.stats(model).as_dict()
-                decode = stats["phases"]["decode"]
-                assert decode["hits"] + decode["partial_hits"] + decode["misses"] > 0, label
-                handle(model).engine.scheduler.check()
-                if memory == "100%":
-                    assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded at most once"
-                else:
-                    assert stats["memory_bytes"] < stats["expert_bytes"]
-                    assert decode["bytes_loaded"] > 0, f"{label}: nothing was streamed"
-            finally:
-                expertly.unload(model)
+    case, least = cases[family], least_memory(str(cases[family].store))
+    begun = int(case.reference.config.is_encoder_decoder)  # the decoder's first token is given
+    tokens = [one[: begun + NUM_TOKENS] for one in case.tokens]
+    for system, memory in OURS + OTHERS[segments]:
+        budget = least if memory == LEAST else memory
+        with loaded(case.store, memory=budget, system=system, segments=segments) as model:
+            assert generate(model, case.prompts, NUM_TOKENS) == tokens, f"{system} {memory}"
+            assert_same_logits(model, case)
+            stats = expertly.stats(model).as_dict()
+            decode = stats["phases"]["decode"]
+            assert decode["hits"] + decode["partial_hits"] + decode["misses"] > 0
+            if memory == "100%":
+                assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded at most once"
+            else:
+                assert stats["memory_bytes"] < stats["expert_bytes"]
+                assert decode["bytes_loaded"] > 0, f"{system} {memory}: nothing was streamed"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
-def test_a_ring_of_one_segment_streams_a_whole_layer(family: str, cases: Cases) -> None:
+def test_one_staging_slot_streams_a_whole_layer(family: str, cases: Cases) -> None:
+    """Of one segment, and nothing is kept."""
     case = cases[family]
-    full, _ = expertly.load(str(case.store), memory="100%", device="cpu")
-    nbytes = expertly.stats(full).as_dict()["expert_bytes"]
-    layers = len(expertly.stats(full).as_dict()["layers"])
-    expertly.unload(full)
-    one_segment = nbytes // (layers * 8 * 4)
-    model, _ = expertly.load(str(case.store), memory=one_segment, ring=1, segments=4, device="cpu")
-    assert generate(model, case.prompts) == case.tokens
-    assert expertly.stats(model).as_dict()["memory_bytes"] == one_segment
-    expertly.unload(model)
+    with loaded(case.store, memory="100%") as model:
+        stats = expertly.stats(model).as_dict()
+    one_segment = stats["expert_bytes"] // (len(stats["layers"]) * 8 * 4)
+    with loaded(case.store, memory=one_segment, ring=1, segments=4) as model:
+        assert generate(model, case.prompts) == case.tokens
+        assert expertly.stats(model).as_dict()["memory_bytes"] == one_segment
 
 
 @pytest.mark.parametrize(
-    "system",
+    ("system", "segments"),
     [
-        *("lcp", "random", "static", "resident", "fmoe", "promoe", "deepspeed-index", "brainstorm"),
-        *("mixtral-offloading", "moe-infinity-lfu", "lru:prediction=token-id", "moepic"),
-        "fmoe:scope=layer:allocation=split:theta=0.25",
+        ("lcp", 1),
+        ("random", 4),
+        ("static", 1),
+        ("resident", 4),
+        ("fmoe", 1),
+        ("fmoe", 4),
+        ("promoe", 1),
+        ("promoe", 4),
+        ("deepspeed-index", 1),
+        ("brainstorm", 4),
+        ("mixtral-offloading", 1),
+        ("moe-infinity-lfu", 4),
+        ("lru:prediction=token-id", 1),
+        ("moepic", 4),
+        ("fmoe:scope=layer:allocation=split:theta=0.25", 4),
     ],
 )
-@pytest.mark.parametrize("segments", [1, 4])
 def test_the_other_systems_change_no_token_either(system: str, segments: int, cases: Cases) -> None:
     case = cases["qwen3_moe"]
     memory = "100%" if system == "resident" else "25%"
-    model, _ = expertly.load(str(case.store), memory=memory, system=system, segments=segments, device="cpu", maps="off")
-    assert generate(model, case.prompts) == case.tokens
-    decode = expertly.stats(model).as_dict()["phases"]["decode"]
-    assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0
-    expertly.unload(model)
+    with loaded(case.store, memory=memory, system=system, segments=segments) as model:
+        assert generate(model, case.prompts) == case.tokens
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -100,12 +103,11 @@ def test_with_either_kernels(family: str, kernels: str, cases: Cases, monkeypatc
     monkeypatch.setenv(VARIABLE, kernels)
     case = cases[family]
     for segments, memory in ((1, "100%"), (4, "25%")):
-        model, _ = expertly.load(str(case.store), memory=memory, segments=segments, device="cpu")
-        assert generate(model, case.prompts[:1]) == case.tokens[:1]
-        assert generate(model, case.prompts) == case.tokens
-        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
-        told = expertly.stats(model).as_dict()["kernels"]
-        expertly.unload(model)
+        with loaded(case.store, memory=memory, segments=segments) as model:
+            assert generate(model, case.prompts[:1]) == case.tokens[:1]
+            assert generate(model, case.prompts) == case.tokens
+            assert_same_logits(model, case)
+            told = expertly.stats(model).as_dict()["kernels"]
         assert told["name"].split()[0] == kernels
         assert (told["native"] > 0) == (kernels == "native"), "decode is theirs"
         assert told["torch"] > 0, "a prompt is torch's"
@@ -113,23 +115,16 @@ def test_with_either_kernels(family: str, kernels: str, cases: Cases, monkeypatc
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases: Cases) -> None:
-    from tests.families import load_reference
-
     case = cases[family]
+    ways = [{"experts_implementation": name} for name in ("grouped_mm", "batched_mm", "eager")]
     errors = []
-    for implementation in ("grouped_mm", "batched_mm", "eager"):
-        if family == "switch_transformers" and implementation != "grouped_mm":
-            continue
-        extra = {} if family == "switch_transformers" else {"experts_implementation": implementation}
-        reference = load_reference(case.folder, dtype=torch.bfloat16, **extra)
+    for way in [{}] if family == "switch_transformers" else ways:
+        reference = load_reference(case.folder, dtype=torch.bfloat16, **way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
-    for system in ("lru", "fmoe"):
-        settings: dict[str, Any] = {"memory": "25%", "system": system, "maps": "off"}
-        settings |= {"matcher": "inline"} if system == "fmoe" else {}
-        model, _ = expertly.load(str(case.folder), dtype="bfloat16", segments=4, device="cpu", **settings)
-        if system == "fmoe":
-            generate(model, case.prompts)  # it learns, and loads ahead
-            assert expertly.stats(model).as_dict()["phases"]["decode"]["prefetched"] > 0, family
+    settings = {"system": "fmoe", "matcher": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
+    with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:
+        if settings["system"] == "fmoe":
+            generate(model, case.prompts)  # it learns, and prefetches
+            assert expertly.stats(model).as_dict()["phases"]["decode"]["prefetched"] > 0
         error = (logits_of(model, case.prompts).float() - case.logits).abs().max()
-        expertly.unload(model)
-        assert error <= 1.5 * max(errors), f"{family} {system}: {error} against {errors}"
+    assert error <= 1.5 * max(errors), f"{error} against {errors}"

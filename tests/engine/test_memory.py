@@ -10,7 +10,7 @@ from expertly.engine.memory import (
     BESIDE_NBYTES,
     WORKING_NBYTES,
     available_host_nbytes,
-    choose_budget,
+    choose_amount,
     kv_cache_nbytes,
     working_nbytes,
 )
@@ -30,14 +30,11 @@ GIB = 1 << 30
         (4096, 4096),
         ("4096", 4096),
         (" 2 gib ", 2 * GIB),
+        ("auto", None),
     ],
 )
-def test_amounts_and_shares_are_understood(memory: str | int, nbytes: int) -> None:
+def test_amounts_and_shares_are_understood(memory: str | int, nbytes: int | None) -> None:
     assert parse_memory(memory, 1000) == nbytes
-
-
-def test_auto_is_left_to_the_caller() -> None:
-    assert parse_memory("auto", 1000) is None
 
 
 @pytest.mark.parametrize("memory", ["", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"])
@@ -54,16 +51,20 @@ def test_no_memory_is_refused(memory: str | int) -> None:
         parse_memory(memory, 1000)
 
 
-def test_auto_leaves_room_for_the_dense_part_the_cache_and_working_memory() -> None:
-    chosen = choose_budget(8 * GIB, 40 * GIB, dense_nbytes=2 * GIB, cache_nbytes=GIB, context=4096)
-    assert chosen.nbytes == 5 * GIB - WORKING_NBYTES
-    assert "8.00 GiB are free" in chosen.reason and "4096 tokens" in chosen.reason
-
-
-def test_auto_never_takes_more_than_all_experts_nor_less_than_nothing() -> None:
-    assert choose_budget(64 * GIB, GIB, 0, 0, 1).nbytes == GIB
-    assert "all experts fit" in choose_budget(64 * GIB, GIB, 0, 0, 1).reason
-    assert choose_budget(GIB, 8 * GIB, 2 * GIB, 0, 1).nbytes == 0
+@pytest.mark.parametrize(
+    ("available", "experts", "dense", "cache", "nbytes", "says"),
+    [
+        (8 * GIB, 40 * GIB, 2 * GIB, GIB, 5 * GIB - WORKING_NBYTES, "8.00 GiB are free"),
+        (64 * GIB, GIB, 0, 0, GIB, "all experts fit"),
+        (GIB, 8 * GIB, 2 * GIB, 0, 0, "(0.0% of the experts)"),
+    ],
+)
+def test_auto_leaves_room_for_the_dense_part_the_cache_and_working_memory(
+    available: int, experts: int, dense: int, cache: int, nbytes: int, says: str
+) -> None:
+    chosen, reason = choose_amount(available, experts, dense, cache, context=4096)
+    assert chosen == nbytes
+    assert says in reason and "4096 tokens" in reason
 
 
 def test_working_memory_is_what_a_prompt_of_this_model_takes() -> None:
@@ -72,8 +73,8 @@ def test_working_memory_is_what_a_prompt_of_this_model_takes() -> None:
     assert BESIDE_NBYTES < working_nbytes(small, 512, 2) < BESIDE_NBYTES + (10 << 20)
     assert working_nbytes(small, 1024, 2) - BESIDE_NBYTES == 4 * (working_nbytes(small, 256, 2) - BESIDE_NBYTES)
     assert working_nbytes(large, 4096, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
-    chosen = choose_budget(8 * GIB, 40 * GIB, 0, 0, 512, working_nbytes(small, 512, 2))
-    assert chosen.nbytes == 8 * GIB - working_nbytes(small, 512, 2)
+    chosen, _ = choose_amount(8 * GIB, 40 * GIB, 0, 0, 512, working_nbytes(small, 512, 2))
+    assert chosen == 8 * GIB - working_nbytes(small, 512, 2)
 
 
 def test_available_memory_is_positive_and_within_the_machine() -> None:

@@ -89,9 +89,9 @@ class Counted:
         return cancelled
 
 
-@pytest.mark.parametrize("failures", [0.0, 0.04])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize(
+    ("segments", "ahead", "failures"), [(1, "cache", 0.0), (1, "ring", 0.04), (4, "cache", 0.04), (4, "ring", 0.0)]
+)
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "cuda with little host memory"])
 def test_whatever_is_predicted_every_byte_is_right(
     kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
-"""Systems of parts taken at random, in memories, rings, cuts and devices taken at random: the tokens of the unmodified
-model, and slots that agree, each time.
+"""Systems of parts taken at random, in memories, staging slots, cuts and devices taken at random: the tokens of the
+unmodified model, and slots that agree, each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, System
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
-from tests.families import generate, load_reference, make_prompts
+from tests.families import generate, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,9 +70,9 @@ def test_no_choice_of_parts_changes_a_token(seed: int, cases: Cases, tmp_path: P
     dice = random.Random(seed)
     case = cases["qwen3_moe"]
     prompts = make_prompts(3, length=14)
-    expected = generate(load_reference(case.folder), prompts, 8)
+    expected = generate(case.reference, prompts, 6)
     num_run = num_replayed = 0
-    while num_run < 10:
+    while num_run < 6:
         system = random_system(dice)
         settings = random_settings(dice, system, case.store)
         path = None
@@ -82,14 +82,14 @@ def test_no_choice_of_parts_changes_a_token(seed: int, cases: Cases, tmp_path: P
             settings["matcher"] = dice.choice(["auto", "inline"])
         try:
             with loaded(case.store, **settings) as model:
-                assert generate(model, prompts, 8) == expected, settings
+                assert generate(model, prompts, 6) == expected, settings
                 prefetching = handle(model).engine.prefetching
                 assert prefetching is None or prefetching.error is None, settings
-        except BudgetError:  # a share of all may be less than the rings
+        except BudgetError:  # a share of all may be less than the staging slots
             assert isinstance(settings["memory"], str), settings
             continue
         num_run += 1
         if path is not None:
             assert replay_file(path)[1].difference is None, settings
             num_replayed += 1
-    assert num_replayed >= 3
+    assert num_replayed >= 2

@@ -41,11 +41,14 @@ def feed(model: Any, num_iterations: int) -> None:
             engine.forward_experts(module, layer, hidden, chosen, torch.full((num_tokens, 2), 0.5))
 
 
-@pytest.mark.parametrize(
-    ("run", "num_iterations"),
-    [(generate, 100), pytest.param(feed, 2_000, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(("system", "segments"), [*((name, 1) for name in runnable_systems()), ("lru", 4)])
+ALL = [*((name, 1) for name in runnable_systems()), ("lru", 4)]
+CASES = [
+    *((*one, feed, 500) for one in ALL),
+    *((*one, generate, 75) for one in ALL if SYSTEMS[one[0]].prediction != "none"),
+]
+
+
+@pytest.mark.parametrize(("system", "segments", "run", "num_iterations"), CASES)
 def test_what_an_engine_decided_is_decided_again(
     system: str, segments: int, run: Callable[[Any, int], None], num_iterations: int, cases: Cases, tmp_path: Path
 ) -> None:

@@ -21,7 +21,6 @@ from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
-from tests.engine.test_codec import compressed_case
 from tests.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.alone
@@ -154,7 +153,7 @@ def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, c
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the host decodes for an accelerator beside nothing")
 @pytest.mark.usefixtures("quick")
 def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    case = compressed_case(cases["mixtral"], tmp_path / "store")
+    case = cases["mixtral"].compressed(tmp_path / "store")
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
     monkeypatch.setattr("expertly.hardware.measure.store_costs", lambda store: (disk, alone))
     path = tmp_path / "here.toml"

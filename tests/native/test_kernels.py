@@ -13,7 +13,6 @@ from expertly.core.errors import ConfigError
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
 
-CPU = torch.device("cpu")
 AVAILABLE, WHY = libraries()
 compiled = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 
@@ -25,8 +24,8 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @compiled
 def test_the_fastest_is_taken() -> None:
-    chosen = choose_kernels(CPU)
-    assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.takes(torch.bfloat16, CPU)
+    chosen = choose_kernels()
+    assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.takes(torch.bfloat16)
     assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor", "native": 0, "torch": 0}
 
 
@@ -34,29 +33,29 @@ def test_the_fastest_is_taken() -> None:
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (library.name for library in AVAILABLE):
         monkeypatch.setenv(VARIABLE, name)
-        assert choose_kernels(CPU).name == f"native {name}"
+        assert choose_kernels().name == f"native {name}"
     monkeypatch.setenv(VARIABLE, "torch")
-    chosen = choose_kernels(CPU)
-    assert chosen.name == "torch" and not chosen.takes(torch.bfloat16, CPU) and chosen.max_tokens == 0
+    chosen = choose_kernels()
+    assert chosen.name == "torch" and not chosen.takes(torch.bfloat16) and chosen.max_tokens == 0
 
 
 def test_a_name_that_is_none_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(ConfigError, match=f"{VARIABLE}='fast'") as caught:
-        choose_kernels(CPU)
+        choose_kernels()
     assert all(name in str(caught.value) for name in ACCEPTED)
 
 
 def test_without_the_compiled_ones_torch_multiplies_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "libraries", lambda: ((), "not compiled"))
-    chosen = choose_kernels(CPU)
+    chosen = choose_kernels()
     assert (chosen.name, chosen.why) == ("torch", "not compiled")
     with pytest.raises(ConfigError, match="not compiled; accepted here: auto, torch"):
-        choose_kernels(CPU, "native")
+        choose_kernels("native")
 
 
 def test_a_device_that_is_no_cpu_multiplies_itself() -> None:
-    assert choose_kernels(torch.device("meta")).name == "torch"
+    assert choose_kernels(runs_on_host=False).name == "torch"
 
 
 @compiled

@@ -33,7 +33,7 @@ def set_threads(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def dtypes(kernels: Kernels) -> list[torch.dtype]:
-    return [dtype for dtype in EPSILON if kernels.takes(dtype, torch.device("cpu"))]
+    return [dtype for dtype in EPSILON if kernels.takes(dtype)]
 
 
 def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_memory_is_given_back(kernels: Kernels) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident_nbytes(50)
-    assert resident_nbytes(2000) - before < 8 << 20, "the calls took 2000 times 50 KiB"
+    assert resident_nbytes(500) - before < 8 << 20, "the calls took 500 times 50 KiB"
 
 
 def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> None:
@@ -218,8 +218,7 @@ def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> 
         with pytest.raises(MemoryError):
             kernels.sums((rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
     assert bool((out == 7).all())
-    assert not kernels.takes(torch.float64, torch.device("cpu"))
-    assert not kernels.takes(torch.bfloat16, torch.device("meta"))
+    assert not kernels.takes(torch.float64)
 
 
 def test_all_sets_of_a_processor_come_fastest_first() -> None:

@@ -69,7 +69,7 @@ class TestConformance:
         assert said and all(one == list(budget.kept_slots) for one in said)
 
 
-def test_none_makes_everything_a_ring() -> None:
+def test_none_makes_every_slot_one_for_staging() -> None:
     shape = SHAPES[1]
     for share in (0.3, 1.0):
         before = split_budget(shape, int(shape.nbytes * share))
@@ -156,29 +156,22 @@ def test_no_division_is_cheaper_than_the_dynamic_programs(kind: str) -> None:
             costs = [cost * (1 - int(dice.integers(0, 8)) / 8) for cost in costs]
         num_experts = int(dice.integers(0, sizes.sum() + 1))
         assert cheapest_shares(costs, num_experts) == brute_force(costs, num_experts)
+    assert cheapest_shares([np.zeros(9)] * 5, 23) == [5, 5, 5, 4, 4], "ties are equal shares"
 
 
 def test_it_is_never_worse_than_equal_shares() -> None:
     dice = np.random.default_rng(2)
-    for seed in range(60):
+    for seed in range(15):
         shape = geometry(int(dice.integers(1, 9)), 16, 2)
         usage = some_usage(shape, seed)
         costs = [misses * (1 - recall) for misses, recall in zip(usage.misses, usage.recall, strict=True)]
-        for num_experts in range(0, 16 * shape.num_layers + 1, 7):
+        for num_experts in range(0, 16 * shape.num_layers + 1, 9):
 
             def cost(shares: list[int]) -> float:
                 return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
 
-            best, equal = (
-                AdapMoE(shape, known=Known(usage=usage)).shares([num_experts]),
-                uniform_shares(shape, [num_experts]),
-            )
-            assert cost(best) <= cost(equal) + 1e-6
-
-
-def test_ties_are_equal_shares() -> None:
-    flat = [np.zeros(9)] * 5
-    assert cheapest_shares(flat, 23) == [5, 5, 5, 4, 4]
+            best = AdapMoE(shape, known=Known(usage=usage)).shares([num_experts])
+            assert cost(best) <= cost(uniform_shares(shape, [num_experts])) + 1e-6
 
 
 @pytest.mark.parametrize("num_experts", [-1, 5])
@@ -187,20 +180,13 @@ def test_more_than_there_is_cannot_be_shared_out(num_experts: int) -> None:
         cheapest_shares([np.zeros(3), np.zeros(3)], num_experts)
 
 
-def test_huge_counts_do_not_overflow() -> None:
-    costs = [np.linspace(10**12 + layer, 0, 257) ** 1.0 for layer in range(61)]
-    shares = cheapest_shares(costs, 61 * 128)
-    assert sum(shares) == 61 * 128
-
-
 @pytest.mark.alone
-def test_a_large_model_takes_less_than_a_second() -> None:
-    dice = np.random.default_rng(0)
-    costs = [np.sort(dice.integers(0, 10**6, 257))[::-1] * float(dice.random()) for _ in range(61)]
+def test_a_large_model_takes_less_than_a_second_and_huge_counts_do_not_overflow() -> None:
+    costs = [np.linspace(10**12 + layer, 0, 257) for layer in range(61)]
     start = time.perf_counter()
-    shares = cheapest_shares(costs, 61 * 256 // 2)
+    shares = cheapest_shares(costs, 61 * 128)
     assert time.perf_counter() - start < 1.0
-    assert sum(shares) == 61 * 256 // 2
+    assert sum(shares) == 61 * 128
 
 
 # -- what is counted -----------------------------------------------------------------------------------------------

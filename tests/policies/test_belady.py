@@ -9,7 +9,6 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, runnable_systems
@@ -43,9 +42,9 @@ def least_loads(demands: list[frozenset[int]], capacities: dict[int, int], of_ca
     return total
 
 
-def with_shares(shape: Geometry, shares: list[int], ring: int) -> Budget:
-    slots = sum(shares) + ring
-    return Budget(slots * shape.segment_nbytes(0), (ring,), (sum(shares),), tuple(shares))
+def with_shares(shape: Geometry, shares: list[int], staging: int) -> Budget:
+    slots = sum(shares) + staging
+    return Budget(slots * shape.segment_nbytes(0), (staging,), (sum(shares),), tuple(shares))
 
 
 def played(control: Scheduler, future: ListFuture, decode: bool = True) -> int:
@@ -70,44 +69,35 @@ def some_demands(dice: random.Random, layers: int, experts: int, iterations: int
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
-def test_whole_experts_load_the_least_that_is_possible(scope: str) -> None:
+@pytest.mark.parametrize(
+    ("segments", "models", "runs"),
+    [
+        (1, [(1, 5, 2), (2, 4, 2), (2, 3, 1), (1, 6, 3), (3, 3, 2)], 60),
+        (2, [(1, 4, 2), (1, 3, 1), (2, 2, 1)], 30),
+    ],
+)
+def test_it_loads_the_least_that_is_possible(
+    scope: str, segments: int, models: list[tuple[int, int, int]], runs: int
+) -> None:
+    """Of segments, each of which may be kept without the others of its expert."""
     system = SYSTEMS["belady" if scope == "layer" else "belady-global"]
     dice = random.Random(scope)
-    for _ in range(150):
-        layers, experts, top_k = dice.choice([(1, 5, 2), (2, 4, 2), (2, 3, 1), (1, 6, 3), (3, 3, 2)])
-        shape = geometry(layers, experts, top_k)
-        future = ListFuture(shape, some_demands(dice, layers, experts, 18 // layers, top_k))
-        shares = [dice.randint(0, experts) for _ in range(layers)]
-        control = system.scheduler(shape, with_shares(shape, shares, top_k), Known(future=future))
-        ids = [frozenset(shape.expert_id(layer, e) for e in chosen) for layer, chosen in future.demands]
-        every = range(shape.num_experts)
-        if scope == "layer":
-            least = least_loads(ids, dict(enumerate(shares)), {eid: shape.layer_of_expert(eid) for eid in every})
-        else:
-            least = least_loads(ids, {0: sum(shares)}, dict.fromkeys(every, 0))
-        assert played(control, future) == least
-
-
-@pytest.mark.parametrize("scope", ["layer", "global"])
-def test_segments_load_the_least_that_is_possible(scope: str) -> None:
-    system = SYSTEMS["belady" if scope == "layer" else "belady-global"]
-    dice = random.Random(scope)
-    for _ in range(60):
-        layers, experts, top_k = dice.choice([(1, 4, 2), (1, 3, 1), (2, 2, 1)])
-        shape = geometry(layers, experts, top_k, segments=2)
-        future = ListFuture(shape, some_demands(dice, layers, experts, 10 // layers, top_k))
-        shares = [dice.randint(0, 2 * experts - 1) for _ in range(layers)]
-        control = system.scheduler(shape, with_shares(shape, shares, 2 * top_k), Known(future=future))
-        ids = [
-            frozenset(2 * shape.expert_id(layer, e) + s for e in chosen for s in (0, 1))
+    for _ in range(runs):
+        layers, experts, top_k = dice.choice(models)
+        shape = geometry(layers, experts, top_k, segments=segments)
+        future = ListFuture(shape, some_demands(dice, layers, experts, 18 // layers // segments, top_k))
+        shares = [dice.randint(0, segments * experts) for _ in range(layers)]
+        control = system.scheduler(shape, with_shares(shape, shares, segments * top_k), Known(future=future))
+        demands = [
+            frozenset(segments * shape.expert_id(layer, e) + s for e in chosen for s in range(segments))
             for layer, chosen in future.demands
         ]
-        every = range(2 * shape.num_experts)
+        every = range(segments * shape.num_experts)
         if scope == "layer":
-            of_layer = {item: shape.layer_of_expert(item // 2) for item in every}
-            least = least_loads(ids, dict(enumerate(shares)), of_layer)
+            of_layer = {item: shape.layer_of_expert(item // segments) for item in every}
+            least = least_loads(demands, dict(enumerate(shares)), of_layer)
         else:
-            least = least_loads(ids, {0: sum(shares)}, dict.fromkeys(every, 0))
+            least = least_loads(demands, {0: sum(shares)}, dict.fromkeys(every, 0))
         assert played(control, future) == least
 
 
@@ -133,7 +123,7 @@ def test_no_system_loads_less_at_equal_slots(segments: int, kind: str) -> None:
     for share in (0.15, 0.4, 0.7):
         shape = geometry(layers, experts, top_k, segments)
         budget = split_budget(shape, int(shape.nbytes * share))
-        demands = some_demands(dice, layers, experts, 60, top_k if kind == "token" else experts)
+        demands = some_demands(dice, layers, experts, 30, top_k if kind == "token" else experts)
         future = ListFuture(shape, demands)
         loads, hits = {}, {}
         for name, system in SYSTEMS.items():
@@ -166,19 +156,3 @@ def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
     known = Known(future=ListFuture(shape, []))
     with pytest.raises(ConfigError, match=r"order='id'.*'belady'.*accepted: resident"):
         SYSTEMS["belady"].scheduler(shape, split_budget(shape, shape.nbytes // 2), known, order="id")
-
-
-def test_the_registry_hands_out_what_is_known() -> None:
-    """A popularity profile to `static`, a seed to `random`."""
-    static = EVICTIONS["static"].make(geometry(), 4, Known(popularity={0: 9, 1: 8, 2: 7, 3: 1}))
-    for expert in (3, 0, 1, 2):
-        static.admitted(expert)
-    assert list(static.victims(())) == [3, 2], "0 and 1 are pinned from the start"
-
-    def victims(seed: int) -> list[int]:
-        policy = EVICTIONS["random"].make(geometry(), 8, Known(seed=seed))
-        for expert in range(40):
-            policy.admitted(expert)
-        return list(policy.victims(()))
-
-    assert victims(1) == victims(1) != victims(2)

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.eviction.eam import EPSILON, EAMEviction
 from tests.scheduler.drive import geometry
 
@@ -49,18 +50,6 @@ def test_in_lock_step_with_algorithm_1(seed: int) -> None:
         assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted])
 
 
-def test_later_layers_go_first_and_the_likely_stay() -> None:
-    policy = EAMEviction(SHAPE)
-    for expert in (0, 1, 6, 7, 18):
-        policy.admitted(expert)
-    assert list(policy.victims(())) == [18, 6, 7, 0, 1], "nothing is known: the last layer first, ties to the lowest id"
-    row = [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
-    policy.expected((*row, *row, *([0.0] * 6), 1.0, *([0.0] * 5)))
-    assert list(policy.victims(())) == [18, 6, 7, 0, 1]
-    policy.expected((0.9, 0.1, *([0.0] * 4), 0.2, 0.8, *([0.0] * 4), *([0.0] * 6), 1.0, *([0.0] * 5)))
-    assert list(policy.victims(())) == [1, 6, 18, 7, 0], ".1, .15, .25, .6, .9"
-
-
 def test_rows_of_single_layers_serve_until_an_outlook_comes() -> None:
     """So that it works with any predictor of probabilities."""
     policy = EAMEviction(SHAPE)
@@ -75,8 +64,6 @@ def test_rows_of_single_layers_serve_until_an_outlook_comes() -> None:
 
 
 def test_layers_of_other_sizes() -> None:
-    from expertly.core.geometry import Geometry, LayerGeometry
-
     sizes = (4, 2, 3)
     policy = EAMEviction(Geometry(tuple(LayerGeometry(size, 1, 8, 8, 3, 4) for size in sizes)))
     for expert in range(9):

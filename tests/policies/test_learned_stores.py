@@ -16,20 +16,7 @@ from tests.policies.learned_builders import SHAPE, add_random, assert_same, make
 ONE_LAYER = ModelShape((4,), (1,))
 
 
-def one_hot_store(experts: list[int], capacity: int = 10, requests: list[int] | None = None) -> MapStore:
-    """Each map is sure of one expert."""
-    store = MapStore(ONE_LAYER, capacity, quota=1.0)
-    scores = np.eye(4, dtype=np.float32)[experts][:, None]
-    numbers = np.array(requests or [0] * len(experts), np.int64)
-    store.add(scores, np.array(experts, np.uint16)[:, None, None], numbers)
-    return store
-
-
-def experts_of(store: MapStore) -> list[int]:
-    return sorted(store.chosen[: store.num_maps, 0, 0].tolist())
-
-
-def test_where_there_is_room_all_maps_are_kept() -> None:
+def test_where_there_is_room_all_maps_are_kept_and_requests_stay_apart() -> None:
     stores = [make_store(6, 20, seed=1), make_store(9, 12, seed=2), make_store(4, 20, seed=3, hidden_size=None)]
     out = MapStore.merged(stores, 40)
     assert (out.num_maps, out.capacity, out.semantic_weight, out.quota) == (19, 40, 0.25, 0.5)
@@ -42,30 +29,32 @@ def test_where_there_is_room_all_maps_are_kept() -> None:
     assert out.embeddings is not None
     np.testing.assert_allclose(out.embeddings[:6], stores[0].state()["embeddings"], atol=1e-3)
     assert not out.embeddings[15:19].any()
+    assert sorted(set(out.requests[:19].tolist())) == [-6, -5, -4, -3, -2, -1], "four maps each"
+    assert sum(out.num_of_request.values()) == 19
 
 
-def test_requests_of_two_stores_are_not_the_same() -> None:
-    out = MapStore.merged([make_store(8), make_store(8, seed=1)], 20)
-    assert sorted(set(out.requests[:16].tolist())) == [-4, -3, -2, -1]
-    assert sorted(out.num_of_request.values()) == [4, 4, 4, 4]
+@pytest.mark.parametrize(
+    ("stores", "capacity", "kept"),
+    [
+        ([[0, 1], [0, 2, 1, 3]], 4, [0, 1, 2, 3]),
+        ([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3]], 4, [0, 1, 2, 3]),
+        ([[3, 3, 1]], 1, [1]),  # the newest stays
+    ],
+)
+def test_what_is_redundant_goes(stores: list[list[int]], capacity: int, kept: list[int]) -> None:
+    """Each map is sure of one expert."""
+    made = []
+    for experts in stores:
+        made.append(MapStore(ONE_LAYER, 10, quota=1.0))
+        scores, chosen = np.eye(4, dtype=np.float32)[experts][:, None], np.array(experts, np.uint16)[:, None, None]
+        made[-1].add(scores, chosen, np.zeros(len(experts), np.int64))
+    out = MapStore.merged(made, capacity)
+    assert sorted(out.chosen[: out.num_maps, 0, 0].tolist()) == kept
 
 
-def test_what_is_redundant_goes() -> None:
-    out = MapStore.merged([one_hot_store([0, 1]), one_hot_store([0, 2, 1, 3])], 4)
-    assert experts_of(out) == [0, 1, 2, 3]
-
-
-def test_a_smaller_store_keeps_what_differs() -> None:
-    assert experts_of(MapStore.merged([one_hot_store([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])], 4)) == [0, 1, 2, 3]
-    assert experts_of(MapStore.merged([one_hot_store([3, 3, 1])], 1)) == [1], "the newest stays"
-
-
-def test_one_store_of_the_same_capacity_stays_as_it_is() -> None:
+def test_one_store_stays_as_it_is_and_a_request_keeps_to_its_quota() -> None:
     store = make_store(7, hidden_size=None)
     assert_same(MapStore.merged([store], store.capacity), store)
-
-
-def test_one_request_keeps_to_its_quota() -> None:
     store = make_store(20, 20)
     add_random(store, 5, seed=9, first_request=50, each=5)
     assert max(MapStore.merged([store], 4).num_of_request.values()) == 2
@@ -86,10 +75,13 @@ def test_coverage_bounds_are_those_of_the_paper() -> None:
 
 
 def test_mean_similarity_is_over_pairs() -> None:
-    assert mean_similarities(one_hot_store([2, 2, 2])) == (pytest.approx(1), None)
-    assert mean_similarities(one_hot_store([0, 1, 2]))[0] == pytest.approx(0)
-    assert mean_similarities(one_hot_store([0, 0, 1]))[0] == pytest.approx(1 / 3)
-    assert mean_similarities(one_hot_store([0])) == (None, None)
+    """Rows of the identity are alike or have nothing in common; a layer that never ran has no similarity."""
+    for experts, expected in (([2, 2, 2], 1), ([0, 1, 2], 0), ([0, 0, 1], 1 / 3), ([0], None), ([None] * 3, None)):
+        store = MapStore(ONE_LAYER, 4, quota=1.0)
+        scores = np.array([np.zeros(4) if one is None else np.eye(4)[one] for one in experts], np.float32)
+        store.add(scores[:, None], np.full((len(experts), 1, 1), NONE), np.arange(len(experts)))
+        found = mean_similarities(store)
+        assert found == (expected if expected is None else pytest.approx(expected), None)
     store = make_store(12)
     state = store.state()
     maps = state["maps"].transpose(1, 0, 2).reshape(12, -1)
@@ -102,14 +94,7 @@ def test_mean_similarity_of_a_sample_is_repeatable() -> None:
     store = make_store(300, 300)
     few = mean_similarities(store, 50, seed=1)
     assert few == mean_similarities(store, 50, seed=1) != mean_similarities(store, 50, seed=2)
-    whole = mean_similarities(store, 300)
-    assert few[0] == pytest.approx(whole[0], abs=0.05)
-
-
-def test_maps_of_layers_that_never_ran_have_no_similarity() -> None:
-    store = MapStore(ONE_LAYER, 4)
-    store.add(np.zeros((3, 1, 4), np.float32), np.full((3, 1, 1), NONE, np.uint16), np.arange(3))
-    assert mean_similarities(store) == (None, None)
+    assert few[0] == pytest.approx(mean_similarities(store, 300)[0], abs=0.05)
 
 
 def test_merged_matrices_are_all_of_them_the_older_ones_first() -> None:
@@ -121,49 +106,28 @@ def test_merged_matrices_are_all_of_them_the_older_ones_first() -> None:
 
 
 def test_what_is_new_is_added_and_what_is_known_is_not() -> None:
+    """Digests survive being stored again, else what one has told would come back as new, without end."""
     mine, theirs = make_store(6, seed=1), make_store(8, seed=2)
-    other = mine.of_another(theirs.state())
+    other, before = mine.of_another(theirs.state()), set(mine.requests[:6].tolist())
     assert mine.absorb(other, mine.digests(), 256) == 8
-    assert mine.num_maps == 14
-    assert theirs.digests() < mine.digests()
+    assert mine.num_maps == 14 and theirs.digests() < mine.digests()
+    new, old = mine.requests[6:14].tolist(), theirs.requests[:8]
+    assert not before & set(new) and max(new) < 0, "requests of others are nobody's here"
+    np.testing.assert_array_equal(np.equal.outer(new, new), np.equal.outer(old, old), "grouped as they were")
     assert mine.absorb(other, mine.digests(), 256) == 0
     assert mine.num_maps == 14
 
 
-def test_digests_survive_being_stored_again() -> None:
-    """Else what one has told comes back as new, without end."""
-    theirs = make_store(8, seed=2)
-    mine = make_store(0)
-    mine.absorb(mine.of_another(theirs.state()), set(), 256)
-    assert mine.digests() == theirs.digests()
-
-
-def test_requests_of_others_are_nobodys_here() -> None:
-    mine, theirs = make_store(6, seed=1), make_store(8, seed=2)
-    before = set(mine.requests[:6].tolist())
-    mine.absorb(mine.of_another(theirs.state()), set(), 256)
-    new = mine.requests[6:14].tolist()
-    assert not before & set(new) and max(new) < 0
-    old = theirs.requests[:8]
-    np.testing.assert_array_equal(np.equal.outer(new, new), np.equal.outer(old, old), "grouped as they were")
-
-
-def test_into_a_full_store_only_the_newest_go() -> None:
-    mine, theirs = make_store(20, capacity=20, seed=1), make_store(12, seed=2)
-    assert mine.absorb(mine.of_another(theirs.state()), set(), 3) == 3
-    assert mine.num_maps == 20
-    newest = np.argsort(theirs.born[:12])[-3:]
-    assert mine.born.max() >= 22
-    for slot in newest:
+@pytest.mark.parametrize(("num_before", "num_taken"), [(20, 3), (0, 12)])
+def test_only_the_newest_go_into_a_full_store_and_all_that_fits_into_another(num_before: int, num_taken: int) -> None:
+    mine, theirs = make_store(num_before, capacity=20, seed=1), make_store(12, seed=2)
+    assert mine.absorb(mine.of_another(theirs.state()), set(), 3) == num_taken
+    assert mine.num_maps == max(20 * (num_before > 0), num_taken)
+    for slot in np.argsort(theirs.born[:12])[-3:]:
         assert any(np.array_equal(mine.maps[:, one], theirs.maps[:, slot]) for one in range(20))
 
 
-def test_a_store_with_room_takes_all_that_fits() -> None:
-    mine, theirs = make_store(0, capacity=20), make_store(12, seed=2)
-    assert mine.absorb(mine.of_another(theirs.state()), set(), 3) == 12
-
-
-def test_matrices_are_shared_by_phase() -> None:
+def test_matrices_are_exchanged_by_phase() -> None:
     mine, theirs = make_matrices(3, 3, seed=1), make_matrices(3, 3, seed=2)
     other = mine.of_another(theirs.state())
     assert mine.absorb(other, mine.digests(), 256) == 6
@@ -172,19 +136,15 @@ def test_matrices_are_shared_by_phase() -> None:
     assert mine.absorb(other, mine.digests(), 256) == 0
 
 
-@pytest.mark.parametrize("kind", ["other shape", "other width", "missing", "other kind", "not a number"])
+@pytest.mark.parametrize("kind", ["other shape", "other width", "missing", "other kind", "not a number", "too many"])
 def test_what_is_of_another_model_is_refused(kind: str) -> None:
-    mine = make_store(4)
-    state = dict(make_store(4, seed=1).state())
-    if kind == "other shape":
-        state = dict(MapStore(ModelShape((4,), (1,))).state())
-    elif kind == "other width":
-        state = dict(make_store(4, hidden_size=7).state())
-    elif kind == "not a number":
-        state["maps"] = np.full_like(state["maps"], np.nan)
-    elif kind == "missing":
-        del state["chosen"]
-    else:
-        state = make_matrices().state()
+    states = {
+        "other shape": MapStore(ONE_LAYER).state(),
+        "other width": make_store(4, hidden_size=7).state(),
+        "missing": {name: array for name, array in make_store(4).state().items() if name != "chosen"},
+        "other kind": make_matrices().state(),
+        "not a number": make_store(4).state() | {"maps": np.full((3, 4, 8), np.nan)},
+        "too many": make_store(4).state() | {"requests": np.zeros(5, np.int64)},
+    }
     with pytest.raises(StoreError):
-        mine.of_another(state)
+        make_store(4).of_another(states[kind])

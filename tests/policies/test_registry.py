@@ -119,9 +119,9 @@ def test_a_dotted_path_that_leads_nowhere_says_why(outside: str, path: str, mess
     assert str(caught.value).startswith(f"number='{path.format(outside)}': ")
 
 
-@pytest.mark.parametrize("name", ["", ".", "a.", ".b", "a..b", "1.5", "a b.c", "../a.b", "a-b.c", "x" * 10**5])
-def test_what_is_no_path_is_unknown(name: str) -> None:
-    assert name not in numbers()
+def test_what_is_no_path_is_unknown() -> None:
+    for name in ("", ".", "a.", ".b", "a..b", "1.5", "a b.c", "../a.b", "a-b.c", "x" * 10**5):
+        assert name not in numbers(), name
 
 
 @pytest.mark.parametrize("raises", ["raise ValueError('broken')", "import sys; sys.exit(1)", "def:", "1 / 0"])

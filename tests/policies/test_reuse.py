@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -128,18 +129,26 @@ def ranks(model: ReuseModel, steps: list[list[list[int]]]) -> list[float]:
     return found
 
 
-def test_what_an_earlier_layer_chose_says_what_a_layer_needs_next() -> None:
+@cache
+def _taught() -> tuple[ReuseModel, list[float]]:
     model = ReuseModel(SHAPE)
-    found = ranks(model, told_by_another(1500, 0))
+    return model, ranks(model, told_by_another(1500, 0))
+
+
+def taught() -> ReuseModel:
+    """One that has learned from 1499 tokens what layer 1 needs."""
+    return _taught()[0].copy()
+
+
+def test_what_an_earlier_layer_chose_says_what_a_layer_needs_next() -> None:
+    found = _taught()[1]
     assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
     assert np.mean(found[-600:]) > 0.9
 
 
 def test_it_learns_anew_when_the_rule_changes() -> None:
-    model = ReuseModel(SHAPE)
-    ranks(model, told_by_another(1000, 1))
     other = [[step[0], [(e + 5) % EXPERTS for e in step[1]], step[2]] for step in told_by_another(2500, 2)]
-    found = ranks(model, other)
+    found = ranks(taught(), other)
     assert np.mean(found[:60]) < 0.6
     assert np.mean(found[-600:]) > 0.9
 
@@ -147,7 +156,7 @@ def test_it_learns_anew_when_the_rule_changes() -> None:
 def test_values_are_those_of_the_formulas() -> None:
     """In lock-step with the reference over decode and prompts, with an expert that several tokens chose."""
     dice, model, reference = random.Random(3), ReuseModel(SHAPE), Reference(LAYERS, EXPERTS)
-    for step in range(400):
+    for step in range(200):
         for layer in range(LAYERS):
             if step % 90 == 0:
                 router = prompt(layer, dice)
@@ -214,24 +223,19 @@ def test_layers_may_have_other_numbers_of_experts() -> None:
             model.observe(one_token(layer, dice.sample(range(min(3, one.num_experts)), 2)))
     for layer, one in enumerate(layers):
         assert values(model, layer, shape)[:3].min() > values(model, layer, shape)[3:].max(), one
-    assert model.fits(shape) and not model.fits(SHAPE)
 
 
-@pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (1024, 1)])
+@pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (600, 1)])
 def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
-    model = ReuseModel(geometry(layers=20, experts=experts))
-    assert model._layers[10].weights.shape == (experts, looked_at * experts)
-    model.observe(one_token(10, [1, 2]))
-    assert model.worth()[10 * experts + 1] > model.worth()[10 * experts + 3]
+    model = ReuseModel(geometry(layers=9, experts=experts))
+    assert model._layers[4].weights.shape == (experts, looked_at * experts)
+    model.observe(one_token(4, [1, 2]))
+    assert model.worth()[4 * experts + 1] > model.worth()[4 * experts + 3]
+    state = model.state()
+    assert state is not None and len(state["weights"]) == num_weights([experts] * 9)
 
 
 # -- what is kept of it ---------------------------------------------------------------------------------------------
-
-
-def taught() -> ReuseModel:
-    model = ReuseModel(SHAPE)
-    ranks(model, told_by_another(1500, 0))
-    return model
 
 
 def test_a_new_model_goes_on_with_what_another_learned() -> None:
@@ -239,12 +243,9 @@ def test_a_new_model_goes_on_with_what_another_learned() -> None:
     state = model.state()
     assert state is not None and state["tokens"].tolist() == [1499] * 3
     other.restore(state)
-    assert (
-        np.mean(ranks(other, told_by_another(200, 1)))
-        > 0.9
-        > np.mean(ranks(ReuseModel(SHAPE), told_by_another(200, 1)))
-    )
-    assert other.num_tokens == 1499 + 199
+    of_other, of_new = (np.mean(ranks(one, told_by_another(200, 1))) for one in (other, ReuseModel(SHAPE)))
+    assert of_other > 0.9 > of_new
+    assert other.num_learned == 1499 + 199
 
 
 def test_what_was_taken_out_does_not_change() -> None:
@@ -253,12 +254,11 @@ def test_what_was_taken_out_does_not_change() -> None:
     assert state is not None
     before = {name: array.copy() for name, array in state.items()}
     ranks(model, told_by_another(50, 2))
-    for name, array in before.items():
-        np.testing.assert_array_equal(state[name], array)
     other = ReuseModel(SHAPE)
     other.restore(state)
     ranks(other, told_by_another(50, 2))
-    np.testing.assert_array_equal(state["weights"], before["weights"])
+    for name, array in before.items():
+        np.testing.assert_array_equal(state[name], array)
 
 
 def test_what_was_used_lately_is_no_part_of_it() -> None:
@@ -268,12 +268,10 @@ def test_what_was_used_lately_is_no_part_of_it() -> None:
     assert state is not None
     other.restore(state)
     other.observe(one_token(0, [3]))
-    first, second = ReuseModel(SHAPE), ReuseModel(SHAPE)
-    first.restore(state)
-    for one in (other, first):
-        again = one.state()
-        assert again is not None
-        np.testing.assert_array_equal(again["weights"], state["weights"])
+    again = other.state()
+    assert again is not None
+    np.testing.assert_array_equal(again["weights"], state["weights"])
+    second = ReuseModel(SHAPE)
     second.restore(again)
     assert not second.worth().any(), "nothing has run"
 
@@ -311,14 +309,6 @@ def test_another_thread_never_sees_it_half_changed(monkeypatch: pytest.MonkeyPat
     assert model.state() is not None
 
 
-@pytest.mark.parametrize("experts", [16, 128, 200, 600])
-def test_the_number_of_weights_is_known_from_the_layers(experts: int) -> None:
-    shape = geometry(layers=12, experts=experts)
-    state = ReuseModel(shape).state()
-    assert state is not None
-    assert len(state["weights"]) == num_weights([experts] * 12)
-
-
 # -- the eviction policy --------------------------------------------------------------------------------------------
 
 
@@ -350,16 +340,15 @@ def loads(system: str, routing: list[list[list[int]]], count_from: int, share: f
     return num
 
 
-@pytest.mark.parametrize("scope", ["global", "layer"])
-def test_it_loads_less_than_recency_and_frequency_once_it_has_learned(scope: str) -> None:
-    routing = steps(1200, 0)
-    ours = loads(f"expertly:scope={scope}", routing, 800)
-    plain = min(loads(name, routing, 800) for name in ("lru", "lfu"))
-    assert ours < 0.95 * plain
+def test_it_loads_less_than_recency_and_frequency_once_it_has_learned() -> None:
+    routing = steps(900, 0)
+    plain = min(loads(name, routing, 600) for name in ("lru", "lfu"))
+    for scope in ("global", "layer"):
+        assert loads(f"expertly:scope={scope}", routing, 600) < 0.95 * plain
 
 
 def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
-    taught, routing = ReuseModel(SHAPE), steps(300, 0)
+    taught, routing = ReuseModel(SHAPE), steps(150, 0)
     for layers in steps(900, 0):
         for layer, experts in enumerate(layers):
             taught.observe(one_token(layer, experts))
@@ -397,7 +386,7 @@ def test_where_all_are_kept_nothing_is_learned() -> None:
     assert other.score(3) > 0.0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_victims_are_those_of_sorting(seed: int) -> None:
     """Of hundreds that are kept, with equal scores among them, read to any depth."""
     dice = random.Random(seed)

@@ -167,7 +167,6 @@ def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, 
 
 def test_what_keeps_its_promises_passes() -> None:
     check_predictor(PREDICTORS["index"], distances=(1, 3))
-    check_predictor(PREDICTORS["token-id"], distances=(1, 1 << 30))
 
 
 def test_a_priority_that_falls_with_the_score_is_found() -> None:

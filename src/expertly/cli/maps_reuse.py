@@ -47,7 +47,7 @@ def _facts_of(file: LearnedFile[ReuseModel]) -> dict[str, Any]:
         "num_experts": list(file.header.shape.num_experts),
         "top_k": list(file.header.shape.top_k),
         "experts": sum(file.header.shape.num_experts),
-        "tokens": file.learned.num_tokens,
+        "tokens": file.learned.num_learned,
         "weights": num_weights(file.header.shape.num_experts),
         "meaning": dict(MEANING),
         "file_bytes": file.nbytes,

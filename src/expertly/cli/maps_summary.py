@@ -80,6 +80,7 @@ def headline(file: LearnedFile[Any]) -> str:
 def _of_maps(store: MapStore) -> dict[str, Any]:
     hidden_size = 0 if store.embeddings is None else store.embeddings.shape[1]
     maps_nbytes, embeddings_nbytes = store.nbytes_of(store.shape, store.num_maps, hidden_size)
+    full_maps_nbytes, full_embeddings_nbytes = store.nbytes_of(store.shape, store.capacity, hidden_size)
     return {
         "embedding_size": hidden_size or None,
         "maps": store.num_maps,
@@ -89,8 +90,8 @@ def _of_maps(store: MapStore) -> dict[str, Any]:
         "semantic_weight": store.semantic_weight,
         "maps_bytes": maps_nbytes,
         "embeddings_bytes": embeddings_nbytes,
-        "full_maps_bytes": store.maps_nbytes,
-        "full_embeddings_bytes": store.embeddings_nbytes,
+        "full_maps_bytes": full_maps_nbytes,
+        "full_embeddings_bytes": full_embeddings_nbytes,
     }
 
 

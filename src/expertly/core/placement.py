@@ -22,14 +22,9 @@ class Share:
             for layer, held in zip(geometry.layers, experts, strict=True)
         ]
         self.geometry = Geometry(tuple(layers), geometry.segments_per_expert)
-        self.experts = experts
-        """Of each layer: number on the device -> number in the model."""
+        self.experts = experts  # of each layer: number on the device -> number in the model
         self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
-        self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]
-
-    def numbers(self, layer: int) -> dict[int, int]:
-        """Number in the model -> number on the device, of the experts of this device."""
-        return self._numbers[layer]
+        self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
 
     def router(self, router: RouterRan) -> RouterRan:
         """What the router chose of these experts, in router order. The tokens of the pass are still all."""
@@ -79,23 +74,14 @@ class Placement:
                 f"devices: {num_devices} of them, but a layer has only {fewest} experts; accepted: 1 to {fewest}"
             )
         self.geometry = geometry
-        self._device_of = [0] * geometry.num_experts
+        held: list[list[list[int]]] = [[[] for _ in geometry.layers] for _ in range(num_devices)]  # [device][layer]
         turn = 0
         for layer, shape in enumerate(geometry.layers):
             first = geometry.first_expert_id(layer)
             for eid in sorted(range(first, first + shape.num_experts), key=_hash):
-                self._device_of[eid] = turn % num_devices
+                held[turn % num_devices][layer].append(eid - first)
                 turn += 1
-        self.shares = [Share(geometry, self._experts_of(device)) for device in range(num_devices)]
-
-    def device_of(self, layer: int, expert: int) -> int:
-        return self._device_of[self.geometry.expert_id(layer, expert)]
-
-    def _experts_of(self, device: int) -> list[list[int]]:
-        return [
-            [expert for expert in range(shape.num_experts) if self.device_of(layer, expert) == device]
-            for layer, shape in enumerate(self.geometry.layers)
-        ]
+        self.shares = [Share(geometry, [sorted(experts) for experts in layers]) for layers in held]
 
 
 def _hash(number: int) -> int:

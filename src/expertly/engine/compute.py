@@ -66,7 +66,7 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens they take, and where rows are.
-        self._max_tokens = kernels.max_tokens if kernels.takes(rows.dtype, rows.device) else 0
+        self._max_tokens = kernels.max_tokens if kernels.takes(rows.dtype) else 0
         self._num_inner = rows.shape[1] - 1  # gate and up, or up
         self._matrix_nbytes = rows.shape[2] * rows.element_size()
         self._row_nbytes = rows.shape[1] * self._matrix_nbytes

@@ -144,7 +144,7 @@ class StepTimes:
             moe_ns=_medians(self._experts),
             load_ns=[round(segment_ns * geometry.segments_per_expert) for segment_ns in each_ns],
             head_ns=round(median(self._head)),
-            piece_ns=[_at_no_size(spans) for spans in self._spans],
+            span_ns=[_at_no_size(spans) for spans in self._spans],
             ask_ns=[round(median(times)) if times else 0 for times in self._asking],
         )
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from typing import Any
 
 import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.device import Device
+from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_cpu_device
 from expertly.engine.reading import ExtentSource, HostPool
@@ -57,27 +55,8 @@ class CpuDevice:
         self._pool.close()
 
 
-class NoHandover:
-    """Nothing is queued: what has been called has been done."""
-
-    def give(self) -> None:
-        """No mark is needed."""
-
-    def take(self, mark: None, device: torch.device) -> None:
-        """Nothing to wait for."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Nothing reads it later."""
-
-
-class _Cpu:
+class _Cpu(DeviceKind):
     runs_on_host = True
-
-    def check(self, device: torch.device, field: str) -> None:
-        """There is always one."""
-
-    def name(self, device: torch.device) -> None:
-        return None
 
     def memory_of(self, device: torch.device) -> str:
         return "cpu"
@@ -103,12 +82,6 @@ class _Cpu:
         host_nbytes: int,
     ) -> Device:
         return CpuDevice(store, geometry, slots_per_class, dtype, self.memory_node(device))
-
-    def handover(self, home: torch.device) -> NoHandover:
-        return NoHandover()
-
-    def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
 
 KIND = _Cpu()

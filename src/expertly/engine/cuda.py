@@ -1,7 +1,7 @@
 """CUDA: slots on an accelerator, filled from host memory over a copy stream, which is filled from disk.
 
-The only file of the engine that uses torch.cuda. All but CudaStreams and CudaHandover runs on any Streams, so without
-an accelerator, too.
+The only file of the engine that uses torch.cuda. CudaDevice and HostTier do so through CudaStreams alone, so that they
+run without an accelerator, too, on streams that tests make up.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from expertly.core.errors import BudgetError, ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
-from expertly.engine.device import Device
+from expertly.engine.device import Device, DeviceKind, Handover
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_pci_device
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
@@ -44,7 +44,7 @@ class _Transfer:
 
 
 class CudaDevice:
-    """disk -> host tier -> device. A `Streams` makes it CUDA.
+    """disk -> host tier -> device.
 
     Disk and copy stream each serve loads first. A copy that is queued cannot be recalled: one prefetched segment is on
     the stream at a time, and only behind kernels and loads that have run, so that a load finds one segment before it at
@@ -54,7 +54,7 @@ class CudaDevice:
     def __init__(
         self,
         device: torch.device,
-        streams: Streams,
+        streams: CudaStreams,
         store: ExtentSource,
         geometry: Geometry,
         slots_per_class: list[int],
@@ -76,18 +76,10 @@ class CudaDevice:
         ]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
-        self._busy: dict[int, Any] = {}  # expert id -> mark of the last copy out of its host slots
-        self.tier = HostTier(store, geometry, host_nbytes, dtype, self._is_busy, self._wait_idle, node)
-        self._unpin: list[Callable[[], None]] = []
-        try:
-            for memory in self.tier.pool.regions:
-                self._unpin.append(streams.register(memory))
-        except BaseException:  # the readers run already, and hold all of the memory
-            self.close()
-            raise
+        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype, node)
         self._waiting: dict[Span, _Transfer] = {}  # by host span being read
         self._copying: deque[_Transfer] = deque()  # loads whose last copy is queued
-        self._backlog: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
+        self._needed: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
         self._load_mark: Any = None  # behind the last copy of a load
         self._prefetches: deque[_Transfer] = deque()  # not asked of the host tier, or it had no room
         self._in_host: deque[_Transfer] = deque()  # prefetches that the host tier has, and may yet evict for a load
@@ -104,7 +96,7 @@ class CudaDevice:
 
     def submit(self, spans: Sequence[Span]) -> None:
         """Copy what the host has at once; the rest when it has been read."""
-        self._backlog.extend([_Transfer(span) for span in spans])
+        self._needed.extend([_Transfer(span) for span in spans])
         self._start()
 
     def prefetch(self, spans: Sequence[Span]) -> None:
@@ -149,7 +141,7 @@ class CudaDevice:
         """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
         start = time.perf_counter_ns()
         while not self._copying:
-            is_awaited = bool(self._backlog) or not all(transfer.is_prefetch for transfer in self._waiting.values())
+            is_awaited = bool(self._needed) or not all(transfer.is_prefetch for transfer in self._waiting.values())
             if not is_awaited and self._promote_next():
                 continue
             if self._waiting:
@@ -167,14 +159,11 @@ class CudaDevice:
         uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
 
     def drain(self) -> None:
-        for queue in (self._copying, self._backlog, self._prefetches, self._in_host):
+        for queue in (self._copying, self._needed, self._prefetches, self._in_host):
             queue.clear()
         self._waiting.clear()
         self._prefetch_copy = self._load_mark = None
         self.tier.abandon()
-        self._streams.synchronize()
-        self._busy.clear()
-        self.tier.check()  # an interrupt in the middle of a decision shows here
 
     @property
     def waited_ns(self) -> int:
@@ -191,34 +180,29 @@ class CudaDevice:
         }
 
     def close(self) -> None:
-        if self._rows:
-            self.tier.readers.close()
-            self._streams.synchronize()
-            for undo in self._unpin:
-                undo()
-            self._unpin, self._rows = [], []
-            self.tier.pool.close()
+        self._rows = []
+        self.tier.close()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Begin what waits for room in the host tier."""
-        while self._backlog:
-            request = self.tier.request(self._backlog[0].span)
+        while self._needed:
+            request = self.tier.request(self._needed[0].span)
             if request is None:
                 if not self._recall():
                     return
                 continue
-            transfer = self._backlog.popleft()
+            transfer = self._needed.popleft()
             found, reads = request
-            for host_span in found:
-                self._copy(transfer, host_span)
-                if not transfer.was_read:
-                    self._hit_nbytes += self._nbytes(host_span)
-            transfer.waits_for = dict.fromkeys(reads)
-            self._waiting.update(dict.fromkeys(reads, transfer))
+            self._copy_found(transfer, found)
+            self._await(transfer, reads)
             if not reads:
                 self._copying.append(transfer)
+
+    def _await(self, transfer: _Transfer, reads: Sequence[Span]) -> None:
+        transfer.waits_for = dict.fromkeys(reads)
+        self._waiting.update(dict.fromkeys(reads, transfer))
 
     def _recall(self) -> bool:
         """Take the host tier's room back from prefetches whose reads have not begun; whether there was any."""
@@ -244,7 +228,7 @@ class CudaDevice:
 
     def _begin_prefetches(self) -> None:
         """Ask the host tier for prefetches, and copy a segment of one if the stream is free."""
-        if self._prefetches and not self._backlog:
+        if self._prefetches and not self._needed:
             spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._in_host}
             while self._prefetches:
                 request = self.tier.request(self._prefetches[0].span, True, spared)
@@ -253,8 +237,7 @@ class CudaDevice:
                 transfer, (_, reads) = self._prefetches.popleft(), request
                 if reads:
                     transfer.was_read = True
-                    transfer.waits_for = dict.fromkeys(reads)
-                    self._waiting.update(dict.fromkeys(reads, transfer))
+                    self._await(transfer, reads)
                 else:
                     spared.add(self._geometry.expert_id(transfer.span.layer, transfer.span.expert))
                     self._in_host.append(transfer)
@@ -272,10 +255,7 @@ class CudaDevice:
                 continue
             if all(self._streams.is_past(mark) for mark in self._uses_of(transfer.span)):
                 self._prefetch_copy = self._in_host.popleft()
-                for host_span in found:
-                    self._copy(transfer, host_span)
-                    if not transfer.was_read:
-                        self._hit_nbytes += self._nbytes(host_span)
+                self._copy_found(transfer, found)
             return
 
     def _is_stream_free(self) -> bool:
@@ -301,8 +281,8 @@ class CudaDevice:
         queue = self._in_host or (None if self._waiting else self._prefetches)
         if not queue:
             return False
-        self._backlog.append(queue.popleft())
-        self._backlog[-1].is_prefetch = False
+        self._needed.append(queue.popleft())
+        self._needed[-1].is_prefetch = False
         self._start()
         return True
 
@@ -320,9 +300,17 @@ class CudaDevice:
         rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
         self._streams.copy(target, rows, after)
         self._copied_nbytes += self._nbytes(source)
-        transfer.mark = self._busy[self._geometry.expert_id(layer, source.expert)] = self._streams.mark_copy()
+        transfer.mark = self._streams.mark_copy()
+        self.tier.copied(source, transfer.mark)
         if not transfer.is_prefetch:
             self._load_mark = transfer.mark
+
+    def _copy_found(self, transfer: _Transfer, found: Sequence[Span]) -> None:
+        """Copy what the host tier had: a hit, unless it was read for this transfer."""
+        for host_span in found:
+            self._copy(transfer, host_span)
+            if not transfer.was_read:
+                self._hit_nbytes += self._nbytes(host_span)
 
     def _uses_of(self, span: Span) -> list[Any]:
         """Marks behind the kernels that read the span's slots last."""
@@ -337,38 +325,22 @@ class CudaDevice:
         self._streams.hold_compute(transfer.mark)
         return transfer.span
 
-    def _is_busy(self, eid: int) -> bool:
-        mark = self._busy.get(eid)
-        if mark is None:
-            return False
-        if self._streams.is_past(mark):
-            del self._busy[eid]
-            return False
-        return True
-
-    def _wait_idle(self) -> None:
-        self._streams.synchronize()
-        self._busy.clear()
-
 
 # -- the RAM behind it ---------------------------------------------------------------------------------------------
 
 
 class HostTier:
-    """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots.
-
-    `is_busy(expert id)` says that a copy out of the expert's host slots may still be running: it is not evicted.
-    `wait_idle()` makes no expert busy.
+    """Brings the segments of a device span into pinned host slots. Its spans carry host slots, not device slots. An
+    expert is not evicted while a copy out of its slots may still be running.
     """
 
     def __init__(
         self,
+        streams: CudaStreams,
         store: ExtentSource,
         geometry: Geometry,
         memory_nbytes: int,
         dtype: torch.dtype,
-        is_busy: Callable[[int], bool],
-        wait_idle: Callable[[], None],
         node: MemoryNode | None = None,
     ) -> None:
         try:
@@ -381,13 +353,21 @@ class HostTier:
         self._geometry = geometry
         self._slots = SlotTable(geometry, slots)
         self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
-        self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
-        self.readers = Readers(store, geometry, self.pool.buffer, node=node)
-        self._is_busy, self._wait_idle = is_busy, wait_idle
+        self._streams = streams
         self._loading: dict[Span, None] = {}
+        self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
+        with contextlib.ExitStack() as opened:  # closed from the last to the first
+            self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
+            opened.callback(self.pool.close)
+            for memory in self.pool.regions:
+                opened.callback(streams.register(memory))
+            opened.callback(streams.synchronize)
+            self.readers = Readers(store, geometry, self.pool.buffer, node=node)
+            opened.callback(self.readers.close)
+            self._opened = opened.pop_all()
 
     def request(
-        self, wanted: Span, is_prefetch: bool = False, spared: Container[int] = ()
+        self, wanted: Span, is_prefetch: bool = False, spared: Collection[int] = ()
     ) -> tuple[list[Span], list[Span]] | None:
         """(host spans that are here, host spans now to be read) of a device span; None: no room until reads end.
 
@@ -431,12 +411,25 @@ class HostTier:
         eid, mask = self._segments(span)
         self._slots.arrived(eid, mask, self._slots.awaited)
 
+    def copied(self, span: Span, mark: Any) -> None:
+        """A copy of a host span has been queued before this mark."""
+        eid, _ = self._segments(span)
+        self._copied.pop(eid, None)
+        self._copied[eid] = mark
+
     def abandon(self) -> None:
-        """Nothing is being read any more; what had not arrived is absent again."""
+        """Nothing is read or copied any more; what had not arrived is absent again."""
         self.readers.drain()
         for span in self._loading:
             self._release(span)
         self._loading.clear()
+        self._streams.synchronize()
+        self._copied.clear()
+        self.check()  # an interrupt in the middle of a decision shows here
+
+    def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""
+        self._opened.close()
 
     @property
     def resident_nbytes(self) -> int:
@@ -474,70 +467,34 @@ class HostTier:
         self._slots.release(eid, mask)
 
     def _make_room(
-        self, cache: Partition, num_segments: int, wanted: int, is_prefetch: bool, spared: Container[int]
+        self, cache: Partition, num_segments: int, wanted: int, is_prefetch: bool, spared: Collection[int]
     ) -> bool:
         short = num_segments - cache.room
         if short <= 0:
             return True
-        victims = cache.evict(short, _Protected(wanted, self._slots, lambda e: e in spared or self._is_busy(e)))
+        while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
+            del self._copied[next(iter(self._copied))]
+        loading = (self._geometry.expert_id(span.layer, span.expert) for span in self._loading)
+        victims = cache.evict(short, {wanted, *spared, *self._copied, *loading})
         if victims is None:
             if is_prefetch or self._loading:
                 return False
-            self._wait_idle()
-            victims = cache.evict(short, _Protected(wanted, self._slots, lambda eid: False))
+            self._streams.synchronize()
+            self._copied.clear()
+            victims = cache.evict(short, {wanted})
         assert victims is not None, "the host tier holds at least one token's experts"
         for eid, mask in victims:
             self._slots.release(eid, mask)
         return True
 
 
-class _Protected:
-    """The experts that may not be evicted now, as a container."""
-
-    def __init__(self, wanted: int, slots: SlotTable, is_busy: Callable[[int], bool]) -> None:
-        self._wanted, self._slots, self._is_busy = wanted, slots, is_busy
-
-    def __contains__(self, eid: object) -> bool:
-        assert isinstance(eid, int)
-        return eid == self._wanted or bool(self._slots.in_flight[eid]) or self._is_busy(eid)
-
-
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
-class Streams(Protocol):
-    """One stream that computes and one that copies. Marks are events: `Any`, made and read only here."""
-
-    def is_capturing(self) -> bool:
-        """Whether what is queued on the compute stream is recorded instead of run."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        """Queue a copy on the copy stream, after these marks of the compute stream."""
-
-    def mark_copy(self) -> Any:
-        """A mark behind everything queued on the copy stream."""
-
-    def mark_compute(self) -> Any:
-        """A mark behind everything queued on the compute stream."""
-
-    def is_past(self, mark: Any) -> bool:
-        """Whether everything before the mark has run. Does not wait."""
-
-    def hold_compute(self, mark: Any) -> None:
-        """The compute stream goes on only when the mark is past. Does not wait."""
-
-    def synchronize(self) -> None:
-        """Wait for everything queued on both streams."""
-
-    def stall_ns(self) -> int:
-        """Time the compute stream was held, of holds that have ended since the last call."""
-
-    def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Pin host memory for copies; call the result to undo."""
-
-
 class CudaStreams:
-    """No call but `synchronize` makes the host wait."""
+    """One stream that computes and one that copies. Marks are events: `Any`, made and read only here. No call but
+    `synchronize` makes the host wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -546,26 +503,30 @@ class CudaStreams:
         self._spare: list[Any] = []
 
     def is_capturing(self) -> bool:
+        """Whether what is queued on the compute stream is recorded instead of run."""
         return torch.cuda.is_current_stream_capturing()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        """Asynchronous, because the source is page-locked."""
+        """Queue a copy on the copy stream, after these marks of the compute stream. The source must be pinned."""
         for mark in after:
             self._copy_stream.wait_event(mark)
         with torch.cuda.stream(self._copy_stream):
             target.copy_(source, non_blocking=True)
 
     def mark_copy(self) -> Any:
+        """A mark behind everything queued on the copy stream."""
         return self._copy_stream.record_event()
 
     def mark_compute(self) -> Any:
+        """A mark behind everything queued on the compute stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def is_past(self, mark: Any) -> bool:
+        """Whether everything before the mark has run."""
         return bool(mark.query())
 
     def hold_compute(self, mark: Any) -> None:
-        """Make the current stream wait, and time how long it does."""
+        """The compute stream goes on only when the mark is past; how long that takes is timed."""
         if mark.query():
             return
         stream = torch.cuda.current_stream(self._device)
@@ -576,10 +537,12 @@ class CudaStreams:
         self._holds.append((before, after))
 
     def synchronize(self) -> None:
+        """Wait for everything queued on both streams."""
         self._copy_stream.synchronize()
         torch.cuda.current_stream(self._device).synchronize()
 
     def stall_ns(self) -> int:
+        """Time the compute stream was held, of holds that have ended since the last call."""
         total = 0
         while self._holds and self._holds[0][1].query():
             before, after = self._holds.popleft()
@@ -587,8 +550,10 @@ class CudaStreams:
             self._spare += (before, after)
         return total
 
-    def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """cudaHostRegister; the caching allocator would round a large region up to a power of two."""
+    def register(self, memory: torch.Tensor) -> Callable[[], object]:
+        """Pin host memory; call the result to undo. The caching allocator would round a large region up to a power of
+        two. Raises ConfigError.
+        """
         runtime = torch.cuda.cudart()
         address, nbytes = memory.data_ptr(), memory.numel()
         error = runtime.cudaHostRegister(address, nbytes, 0)
@@ -602,7 +567,7 @@ class CudaStreams:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
 
-class CudaHandover:
+class CudaHandover(Handover):
     """`home` is the first device. Which stream is current is each thread's own."""
 
     def __init__(self, home: torch.device) -> None:
@@ -612,9 +577,8 @@ class CudaHandover:
         return torch.cuda.current_stream(self._home).record_event()
 
     def take(self, mark: Any, device: torch.device) -> None:
-        """Both streams wait for the event, whichever device it is of."""
         for one in dict.fromkeys((self._home, device)):
-            torch.cuda.current_stream(one).wait_event(mark)
+            torch.cuda.current_stream(one).wait_event(mark)  # whichever device it is of
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Its memory is used again only behind what this thread's stream has queued until it is freed."""
@@ -624,7 +588,7 @@ class CudaHandover:
 # -- the kind --------------------------------------------------------------------------------------------------------
 
 
-class _Cuda:
+class _Cuda(DeviceKind):
     runs_on_host = False
 
     def check(self, device: torch.device, field: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -74,11 +74,15 @@ class Device(Protocol):
         """Free threads, files and memory. Idempotent."""
 
 
-class Handover(Protocol):
-    """Orders what the threads of several devices queue. No call makes the host wait. Marks are made and read here."""
+class Handover:
+    """Orders what the threads of several devices queue. No call makes the host wait. Marks are made and read here.
+
+    As it is, for devices that queue nothing: what has been called has been done.
+    """
 
     def give(self) -> Any:
         """A mark behind all that this thread has queued on the first device."""
+        return None
 
     def take(self, mark: Any, device: torch.device) -> None:
         """What this thread queues on the first device and on `device` comes after the mark."""
@@ -88,16 +92,21 @@ class Handover(Protocol):
 
 
 class DeviceKind(Protocol):
-    """What is asked of a kind of device, before there is a Device of it."""
+    """What is asked of a kind of device, before there is a Device of it.
+
+    Where a method says what it returns, that is so for a device which every machine has.
+    """
 
     runs_on_host: bool
     """Whether computing takes the host's memory and processors."""
 
     def check(self, device: torch.device, field: str) -> None:
         """Raises ConfigError naming `field` where this machine does not have the device."""
+        return None
 
     def name(self, device: torch.device) -> str | None:
         """As its driver has it; None: that of the processor."""
+        return None
 
     def memory_of(self, device: torch.device) -> str:
         """Whose memory it takes: devices with equal answers share it."""
@@ -124,9 +133,11 @@ class DeviceKind(Protocol):
 
     def handover(self, home: torch.device) -> Handover:
         """Between the threads of several devices, the first of which is `home`."""
+        return Handover()
 
     def beside(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where a thread computes that does not wait for what the model has queued since."""
+        return nullcontext()
 
 
 _KINDS = ("cpu", "cuda")

@@ -57,47 +57,31 @@ def divide(
 
     Raises ConfigError (BudgetError) naming the setting that cannot be.
     """
-    amounts, reason = _amounts(store, geometries, system, request, targets)
-    if system.keeps_everything:
-        return Division([split_budget(one, one.nbytes) for one in geometries], reason)
-    try:
-        return Division(split_over(geometries, amounts, request.ring), reason)
-    except BudgetError as error:
-        why = f"; {reason}" if request.memory in (None, "auto") else ""
-        raise BudgetError(f"{error}{why}") from None
-
-
-def _amounts(
-    store: PackedStore,
-    geometries: Sequence[Geometry],
-    system: System,
-    request: MemoryRequest,
-    targets: Sequence[torch.device],
-) -> tuple[list[int], str]:
-    """What each device gives to experts, and why so much."""
-    memory, context = request.memory, request.context
-    total_nbytes = sum(one.nbytes for one in geometries)
+    context, total_nbytes = request.context, sum(one.nbytes for one in geometries)
+    is_stated = request.memory not in (None, "auto")
+    nbytes = parse_memory(request.memory, total_nbytes) if request.memory is not None else None
     if context is not None and context < 1:
         raise ConfigError(f"context={context}: must be at least 1 token")
-    if context is not None and (system.keeps_everything or memory not in (None, "auto")):
-        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={memory!r}")
+    if context is not None and (system.keeps_everything or is_stated):
+        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={request.memory!r}")
     if system.keeps_everything:
-        nbytes = parse_memory("100%" if memory in (None, "auto") else memory, total_nbytes)
         if nbytes is not None and nbytes < total_nbytes:
             raise ConfigError(
-                f"memory={memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
+                f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes "
+                "(100%)"
             )
-        return [one.nbytes for one in geometries], f"system {system.name}: all experts"
-    nbytes = parse_memory("auto" if memory is None else memory, total_nbytes)
+        budgets = [split_budget(one, one.nbytes) for one in geometries]
+        return Division(budgets, f"system {system.name}: all experts")
     if nbytes is None:
-        tokens = context or DEFAULT_CONTEXT
-        itemsize = geometries[0].layers[0].itemsize
-        cache = kv_cache_nbytes(store.config, tokens, itemsize)
-        is_host = kind_of(targets[0]).runs_on_host
-        working = working_nbytes(store.config, tokens, itemsize) if is_host else WORKING_NBYTES
-        return choose_amounts(targets, geometries, store.dense_nbytes, cache, tokens, working)
-    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
-    return shares_of(nbytes, geometries), f"memory {memory}{over}"
+        amounts, reason = _amounts_that_are_free(store, geometries, context or DEFAULT_CONTEXT, targets)
+    else:
+        over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+        amounts, reason = shares_of(nbytes, geometries), f"memory {request.memory}{over}"
+    try:
+        return Division(_split_over(geometries, amounts, request.ring), reason)
+    except BudgetError as error:
+        why = "" if is_stated else f"; {reason}"
+        raise BudgetError(f"{error}{why}") from None
 
 
 def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
@@ -106,7 +90,7 @@ def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
     return [nbytes * one.nbytes // total for one in geometries]
 
 
-def split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
+def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
     """The slots of each device from its amount; `ring`: the staging slots of each. Raises BudgetError naming the least
     that all need together.
     """
@@ -117,10 +101,23 @@ def split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int
         total = sum(one.nbytes for one in geometries)
         enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
         raise BudgetError(
-            f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the rings through which each streams "
-            f"its experts; the least that works is {enough} bytes"
+            f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the staging slots through which each "
+            f"streams its experts; the least that works is {enough} bytes"
         )
     return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
+
+
+# -- what is chosen where nothing is stated ----------------------------------------------------------------------------
+
+
+def _amounts_that_are_free(
+    store: PackedStore, geometries: Sequence[Geometry], context: int, targets: Sequence[torch.device]
+) -> tuple[list[int], str]:
+    itemsize = geometries[0].layers[0].itemsize
+    cache_nbytes = kv_cache_nbytes(store.config, context, itemsize)
+    is_host = kind_of(targets[0]).runs_on_host
+    working = working_nbytes(store.config, context, itemsize) if is_host else WORKING_NBYTES
+    return choose_amounts(targets, geometries, store.dense_nbytes, cache_nbytes, context, working)
 
 
 def choose_amounts(
@@ -132,7 +129,8 @@ def choose_amounts(
     working_nbytes: int = WORKING_NBYTES,
 ) -> tuple[list[int], str]:
     """What each device can give to experts, and why: of the memory that is free, which logical devices share; the first
-    device also holds the dense part and the KV cache. `working_nbytes`: what a forward pass takes beside these.
+    device also holds the dense part and the KV cache of `context` tokens. `working_nbytes`: what a forward pass takes
+    beside these.
     """
     amounts = [0] * len(targets)
     reasons = []
@@ -142,21 +140,34 @@ def choose_amounts(
         target, of_experts = targets[here[0]], [geometries[number] for number in here]
         dense, cache, tokens = (dense_nbytes, cache_nbytes, context) if 0 in here else (0, 0, 0)
         available, expert_nbytes = kind_of(target).available_nbytes(target), sum(one.nbytes for one in of_experts)
-        chosen = choose_budget(available, expert_nbytes, dense, cache, tokens, working_nbytes)
-        for number, amount in zip(here, shares_of(chosen.nbytes, of_experts), strict=True):
+        chosen, reason = choose_amount(available, expert_nbytes, dense, cache, tokens, working_nbytes)
+        for number, amount in zip(here, shares_of(chosen, of_experts), strict=True):
             amounts[number] = amount
-        reasons.append(chosen.reason)
-    if len(targets) == 1:
-        return amounts, reasons[0]
-    whys = [reason.removeprefix("memory auto: ") for reason in reasons]
-    told = [f"{owner}: {why}" for owner, why in zip(dict.fromkeys(owners), whys, strict=True)]
-    return amounts, f"memory auto over {len(targets)} devices: {'; '.join(told)}"
+        reasons.append(reason if len(targets) == 1 else f"{owner}: {reason}")
+    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+    return amounts, f"memory auto{over}: {'; '.join(reasons)}"
 
 
-# -- running them ----------------------------------------------------------------------------------------------------
-
-
-# -- what is free, and what the model takes beside experts -------------------------------------------------------------
+def choose_amount(
+    available: int,
+    expert_nbytes: int,
+    dense_nbytes: int,
+    cache_nbytes: int,
+    context: int,
+    working_nbytes: int = WORKING_NBYTES,
+) -> tuple[int, str]:
+    """What is free after the dense part, the KV cache of `context` tokens and working memory, at most all experts; and
+    how that came to be.
+    """
+    left = available - dense_nbytes - cache_nbytes - working_nbytes
+    nbytes = max(0, min(left, expert_nbytes))
+    gib = 1 << 30
+    parts = (
+        f"{available / gib:.2f} GiB are free; dense weights take {dense_nbytes / gib:.2f}, "
+        f"the KV cache of {context} tokens {cache_nbytes / gib:.2f}, working memory {working_nbytes / gib:.2f} GiB"
+    )
+    chosen = "all experts fit" if nbytes == expert_nbytes else f"{100 * nbytes / expert_nbytes:.1f}% of the experts"
+    return nbytes, f"{nbytes / gib:.2f} GiB ({chosen}): {parts}"
 
 
 def working_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
@@ -189,46 +200,11 @@ def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
 
 def available_host_nbytes() -> int:
     """Host memory this process may still take: what the system has free, within every cgroup limit above us."""
-    free = _meminfo("MemAvailable")
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), 0)
     for limit, usage, cache in _cgroup_limits():
         free = min(free, limit - usage + cache)
     return max(0, free)
-
-
-@dataclass(frozen=True, slots=True)
-class AutoBudget:
-    """A chosen budget and the sentence that says why."""
-
-    nbytes: int
-    reason: str
-
-
-def choose_budget(
-    available: int,
-    expert_nbytes: int,
-    dense_nbytes: int,
-    cache_nbytes: int,
-    context: int,
-    working_nbytes: int = WORKING_NBYTES,
-) -> AutoBudget:
-    """What is free after the dense part, the KV cache of `context` tokens and working memory; at most all experts."""
-    left = available - dense_nbytes - cache_nbytes - working_nbytes
-    nbytes = max(0, min(left, expert_nbytes))
-    gib = 1 << 30
-    parts = (
-        f"{available / gib:.2f} GiB are free; dense weights take {dense_nbytes / gib:.2f}, "
-        f"the KV cache of {context} tokens {cache_nbytes / gib:.2f}, working memory {working_nbytes / gib:.2f} GiB"
-    )
-    chosen = "all experts fit" if nbytes == expert_nbytes else f"{100 * nbytes / expert_nbytes:.1f}% of the experts"
-    return AutoBudget(nbytes, f"memory auto: {nbytes / gib:.2f} GiB ({chosen}): {parts}")
-
-
-def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) << 10
-    return 0
 
 
 def _cgroup_limits() -> list[tuple[int, int, int]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -53,24 +54,18 @@ class Moved(NamedTuple):
     decode_ns: int = 0  # processor time
 
 
-class Read(Protocol):
-    """A part of a span, brought into its slots by one reader."""
-
-    def run(self, scratch: Any) -> Moved:
-        """`scratch`: what `Source.scratch` made for this reader. Raises TransferError."""
+Read = Callable[[], Moved]
+"""A part of a span: the reader that calls it brings it into its slots. Raises TransferError."""
 
 
 class Source(Protocol):
-    """Where the bytes of spans come from. Used by the thread that submits, but for `scratch`."""
+    """Where the bytes of spans come from. Used by the thread that submits; readers call what `reads` gave."""
 
     batch_nbytes: int
     """Spans of one read go to a reader together, up to so many bytes of weights."""
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """The reads that fill `buffer`, all of the span's slots; and the bytes that they ask of the disk."""
-
-    def scratch(self) -> Any:
-        """What a reader thread needs of its own."""
 
     def close(self) -> None:
         """Close files. Idempotent."""
@@ -84,19 +79,16 @@ def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> So
             files.append(ExpertFile(store.layer_extent(layer)[0]))
             undo.callback(files[-1].close)
         undo.pop_all()
-    if store.frame_index(0) is None:
-        return PlainSource(files, store, geometry, num_readers)
-    return FrameSource(files, store, geometry, num_readers)
-
-
-# -- experts stored as they are --------------------------------------------------------------------------------------
+    make = PlainSource if store.frame_index(0) is None else FrameSource
+    return make(files, store, geometry, num_readers)
 
 
 class PlainSource:
-    """A read goes straight from the file into the slots."""
+    """Experts stored as they are: a read goes straight from the file into the slots."""
+
+    batch_nbytes = MIN_READ_NBYTES
 
     def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
-        self.batch_nbytes = MIN_READ_NBYTES
         self._files = files
         self._offsets = []  # of each expert in its layer's file
         for layer, shape in enumerate(geometry.layers):
@@ -111,27 +103,18 @@ class PlainSource:
         file = self._files[layer]
         offset = self._offsets[layer][span.expert] + span.segment * self._segment_nbytes[layer]
         if nbytes <= MIN_READ_NBYTES:
-            return (_PlainRead(file, offset, buffer),), nbytes
+            return (partial(_read_plain, file, offset, buffer),), nbytes
         size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
         starts = range(0, nbytes, size)
-        return [_PlainRead(file, offset + start, buffer[start : start + size]) for start in starts], nbytes
-
-    def scratch(self) -> None:
-        """A read into the slots needs none."""
+        return [partial(_read_plain, file, offset + start, buffer[start : start + size]) for start in starts], nbytes
 
     def close(self) -> None:
         _close(self._files)
 
 
-@dataclass(slots=True, eq=False)
-class _PlainRead:
-    file: ExpertFile
-    offset: int
-    buffer: memoryview
-
-    def run(self, scratch: None) -> Moved:
-        is_direct = self.file.read_into(self.offset, [self.buffer])
-        return Moved(0 if is_direct else len(self.buffer))
+def _read_plain(file: ExpertFile, offset: int, buffer: memoryview) -> Moved:
+    is_direct = file.read_into(offset, [buffer])
+    return Moved(0 if is_direct else len(buffer))
 
 
 def _close(files: list[ExpertFile]) -> None:
@@ -140,16 +123,15 @@ def _close(files: list[ExpertFile]) -> None:
     files.clear()
 
 
-# -- compressed experts ----------------------------------------------------------------------------------------------
-
-
 class FrameSource:
-    """Each read is one direct read of some frames' pages, then the decoding of these frames, one by one: readers that
-    read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring segments share one.
+    """Compressed experts. Each read is one direct read of some frames' pages, then the decoding of these frames, one by
+    one: readers that read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring
+    segments share one.
     """
 
+    batch_nbytes = MIN_DECODE_NBYTES
+
     def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
-        self.batch_nbytes = MIN_DECODE_NBYTES
         self._files = files
         self._indexes: list[FrameIndex] = []
         for layer in range(geometry.num_layers):
@@ -161,6 +143,7 @@ class FrameSource:
         self._num_readers = num_readers
         longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # pages of one frame
         self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, longest)
+        self._scratch = _Scratch(self._scratch_nbytes)
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """One read for each reader, but of no fewer bytes of weights than are worth it, nor more than scratch holds."""
@@ -176,63 +159,42 @@ class FrameSource:
             count = min(most, last - frame)
             while (pages := _pages(index, place, frame, count))[1] > self._scratch_nbytes and count > 1:
                 count //= 2
-            first = max(begin, frame * size)
+            first = max(begin, frame * size)  # byte of the expert's weights, the first that is wanted of these frames
             out = buffer[first - begin : (frame + count) * size - begin]
-            reads.append(_FrameRead(self._files[layer], index, place, frame, count, *pages, first, out))
+            reads.append(partial(self._read, layer, place, range(frame, frame + count), pages, first, out))
             disk_nbytes += pages[1]
             frame += count
         return reads, disk_nbytes
 
-    def scratch(self) -> _Scratch:
-        return _Scratch(self._scratch_nbytes)
-
     def close(self) -> None:
         _close(self._files)
 
+    def _read(
+        self, layer: int, place: int, frames: range, pages: tuple[int, int], first: int, out: memoryview
+    ) -> Moved:
+        """Bring the weights of frames of the expert at a `place` in the file, from its byte `first` on, into `out`."""
+        offset, disk_nbytes = pages
+        stored, decoder = self._scratch.memory[:disk_nbytes], self._scratch.decoder
+        is_direct = self._files[layer].read_into(offset, [stored])
+        start_ns = time.thread_time_ns()
+        index, size, done = self._indexes[layer], self._indexes[layer].frame_nbytes, 0
+        for frame in frames:
+            begin, nbytes = index.extent(place, frame)
+            begin -= offset
+            skip = max(0, first - frame * size)
+            part = out[done : done + size - skip]
+            decoder.decode(index, place, frame, stored[begin : begin + nbytes], part, skip)
+            done += len(part)
+        decode_ns = time.thread_time_ns() - start_ns
+        return Moved(0 if is_direct else disk_nbytes, len(frames) * size, decode_ns)
 
-class _Scratch:
-    """A reader's decoder, and page-aligned memory for what it reads, made when it is first needed."""
+
+class _Scratch(threading.local):
+    """Each reader's own: a decoder, and page-aligned memory for what it reads."""
 
     def __init__(self, nbytes: int) -> None:
         self.decoder = FrameDecoder()
-        self._nbytes = nbytes
-        self._memory = memoryview(b"")
-
-    def memory(self, nbytes: int) -> memoryview:
-        """Good until the next call."""
-        if not self._memory:
-            self._memory = memoryview(mmap.mmap(-1, self._nbytes))
-        return self._memory[:nbytes]
-
-
-@dataclass(slots=True, eq=False)
-class _FrameRead:
-    """Consecutive frames of one expert, and the bytes of its weights that are wanted of them."""
-
-    file: ExpertFile
-    index: FrameIndex
-    expert: int  # its place in the file
-    first: int
-    count: int
-    offset: int  # of the pages that the frames lie in
-    disk_nbytes: int  # of these pages
-    first_byte: int  # of the expert's weights: the first that is wanted, in the first frame
-    out: memoryview
-
-    def run(self, scratch: _Scratch) -> Moved:
-        pages = scratch.memory(self.disk_nbytes)
-        is_direct = self.file.read_into(self.offset, [pages])
-        start_ns = time.thread_time_ns()
-        index, size, done = self.index, self.index.frame_nbytes, 0
-        for frame in range(self.first, self.first + self.count):
-            offset, nbytes = index.extent(self.expert, frame)
-            offset -= self.offset
-            skip = max(0, self.first_byte - frame * size)
-            out = self.out[done : done + size - skip]
-            scratch.decoder.decode(index, self.expert, frame, pages[offset : offset + nbytes], out, skip)
-            done += len(out)
-        decode_ns = time.thread_time_ns() - start_ns
-        return Moved(0 if is_direct else len(pages), self.count * size, decode_ns)
+        self.memory = memoryview(mmap.mmap(-1, nbytes))
 
 
 def _pages(index: FrameIndex, expert: int, first: int, count: int) -> tuple[int, int]:
@@ -262,22 +224,21 @@ class HostPool:
     ) -> None:
         self.regions: list[torch.Tensor] = []
         """The memory as bytes, one region a size class."""
-        memory: list[memoryview] = []
+        slots: list[tuple[memoryview, int]] = []
+        flats: list[torch.Tensor] = []
         for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True):
-            region = mmap.mmap(-1, max(num_slots * nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            size = num_slots * nbytes
+            memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                region.madvise(mmap.MADV_HUGEPAGE)
-            flat = torch.frombuffer(region, dtype=torch.uint8, count=num_slots * nbytes or mmap.PAGESIZE)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            region = torch.frombuffer(memory, dtype=torch.uint8)
             if node is not None:
-                node.bind(flat.data_ptr(), len(region))
-            memory.append(memoryview(region))
-            self.regions.append(flat)
-        self._slots = [(memory[c], segment_nbytes[c]) for c in geometry.size_classes]
-        used = [num_slots * nbytes for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True)]
-        self._rows = [
-            layer_rows(self.regions[c][: used[c]], geometry, layer, dtype)
-            for layer, c in enumerate(geometry.size_classes)
-        ]
+                node.bind(region.data_ptr(), len(memory))
+            self.regions.append(region)
+            slots.append((memoryview(memory), nbytes))
+            flats.append(region[:size])
+        self._slots = [slots[c] for c in geometry.size_classes]
+        self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P)."""

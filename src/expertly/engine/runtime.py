@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,16 +15,15 @@ from torch import nn
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, RouterRan, group_by_expert
-from expertly.core.observation import Began, IterationInfo, Routed
+from expertly.core.observation import IterationInfo
 from expertly.core.resources import computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
 from expertly.engine.transfer import NUM_READERS
-from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from expertly.engine.group import ShardGroup
     from expertly.engine.learned import SavedState
     from expertly.engine.observe import Prefetching
     from expertly.engine.shard import Shard
@@ -60,61 +59,8 @@ class Observer(Protocol):
         """It ended; `ok` is False when it raised."""
 
 
-class Executor(Protocol):
-    """All experts of one model. One call at a time."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """Of the model."""
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """The first is where the dense part is."""
-
-    @property
-    def num_late(self) -> int:
-        """Predictions that came too late, on each device."""
-
-    def bind(self, modules: Sequence[nn.Module]) -> None:
-        """Attach the experts modules, in layer order."""
-
-    def predict_from(self, channel: Channel) -> None:
-        """From now on prefetch what this channel predicts."""
-
-    def preload(self, layer: int) -> None:
-        """Load and keep every expert of a layer, before anything ran."""
-
-    def begin(self) -> None:
-        """A forward pass begins. Raises ModelUseError where a device is in a state in which none can run."""
-
-    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
-        """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
-
-    def end_iteration(self, ok: bool) -> None:
-        """The same pass ended."""
-
-    def run_layer(
-        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
-    ) -> tuple[torch.Tensor, int]:
-        """The outputs of a layer's experts [T * K, H] by row, from hidden states [T, H], and the time that was spent
-        waiting for transfers. `routed` is what may be seen of the router; None: nothing.
-
-        Raises TransferError or OSError when bytes could not be brought; nothing runs any more then.
-        """
-
-    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
-        """Count how long a forward pass waited for transfers of a layer, and was in its experts in all."""
-
-    def layer_counters(self, layer: int) -> LayerCounters:
-        """What a layer has come to, over all devices."""
-
-    def abandon(self, is_in_doubt: bool) -> None:
-        """Undo the layer that runs, once nothing moves, and drop what is prefetched. Raises AssertionError or
-        LookupError where a decision was interrupted half-way, which is looked for where that `is_in_doubt`.
-        """
-
-    def close(self) -> None:
-        """Free threads, files and memory. Idempotent."""
+Executor: TypeAlias = "Shard | ShardGroup"
+"""All experts of one model, on one device or several. One call at a time; `Shard` says what each does."""
 
 
 class Engine:
@@ -167,7 +113,6 @@ class Engine:
         return self.observer is not None or self.prefetching is not None
 
     def begin_iteration(self, info: IterationInfo) -> None:
-        """A forward pass begins."""
         self._check_open()
         self.executor.begin()
         if self.prefetching is not None:
@@ -183,7 +128,6 @@ class Engine:
             self.threads.begin(len(info.is_prefill))
 
     def end_iteration(self, ok: bool) -> None:
-        """It ended; `ok` is False when it raised."""
         if self.threads is not None:
             self.threads.end()
         info, self._info = self._info, None

@@ -13,7 +13,7 @@ from expertly.core.messages import Phase, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.compute import Dispatch, LayerCall, LayerCompute
 from expertly.engine.configuring import Configuring, StepTimes
-from expertly.engine.device import Device
+from expertly.engine.device import Device, kind_of
 from expertly.native.kernels import choose_kernels
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.loop import Prefetcher, run_layer
@@ -23,13 +23,13 @@ from expertly.scheduler.scheduler import Scheduler
 
 class Shard:
     """The Executor of a model with one device, and each of the shards of a model with several: then its geometry and
-    its numbers of experts are those of its share.
+    its numbers of experts are those of its share. The first shard is where the dense part is.
     """
 
     def __init__(self, name: str, scheduler: Scheduler, device: Device) -> None:
         """Raises ConfigError as `choose_kernels`."""
         self.name = name
-        self.kernels = choose_kernels(device.torch_device)
+        self.kernels = choose_kernels(runs_on_host=kind_of(device.torch_device).runs_on_host)
         self.scheduler = scheduler
         self.device = device
         self.geometry: Geometry = scheduler.geometry
@@ -40,10 +40,13 @@ class Shard:
 
     @property
     def num_late(self) -> int:
+        """Predictions that came too late."""
         return 0 if self.prefetcher is None else self.prefetcher.num_late
 
     def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
-        """`experts`: of each layer, the number here -> the number in the module; None: the same."""
+        """Attach the experts modules, in layer order. `experts`: of each layer, the number here -> the number in the
+        module; None: the same.
+        """
         self._layers = [
             LayerCompute(
                 module,
@@ -57,9 +60,11 @@ class Shard:
         ]
 
     def predict_from(self, channel: Channel) -> None:
+        """From now on prefetch what this channel predicts."""
         self.prefetcher = Prefetcher(self.scheduler, self.device, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
+        """Load and keep every expert of a layer, before anything ran."""
         for expert in range(self.geometry.layers[layer].num_experts):
             spans = self.scheduler.preload(layer, expert)
             self.device.submit(spans)
@@ -67,11 +72,13 @@ class Shard:
                 self.scheduler.loaded(self.device.wait())
 
     def begin(self) -> None:
+        """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
         self.device.begin()
         if self.configuring is not None:
             self.configuring.begin_iteration()
 
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
         assert self.prefetcher is not None
         self.prefetcher.begin_iteration(began, layers)
 
@@ -82,7 +89,12 @@ class Shard:
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, int]:
-        """`hidden` is on this device. Of a share of the layer, the outputs are in the order of `work`."""
+        """The outputs of a layer's experts [T * K, H] by row, from hidden states [T, H], and the time that was spent
+        waiting for transfers. `routed` is what may be seen of the router; None: nothing. `hidden` is on this device;
+        of a share of the layer, the outputs are in the order of `work`.
+
+        Raises TransferError or OSError when bytes could not be brought; nothing runs any more then.
+        """
         device, router = self.device, work.router
         waited_ns = device.waited_ns
         call = LayerCall(self._layers[router.layer], work, hidden)
@@ -112,6 +124,7 @@ class Shard:
         return call.outputs, stall_ns
 
     def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
+        """Count how long a forward pass waited for transfers of a layer, and was in its experts in all."""
         counters = self.scheduler.counters[layer]
         of_phase = counters.decode if phase is Phase.DECODE else counters.prefill
         of_phase.stall_ns += stall_ns
@@ -124,12 +137,16 @@ class Shard:
         return self.scheduler.counters[layer]
 
     def abandon(self, is_in_doubt: bool) -> None:
+        """Undo the layer that runs, once nothing moves, and drop what is prefetched. Raises AssertionError or
+        LookupError where a decision was interrupted half-way, which is looked for where that `is_in_doubt`.
+        """
         self.device.drain()
         self.scheduler.abandon()
         if is_in_doubt:
             self.scheduler.check()
 
     def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""
         self._layers = []
         if self.configuring is not None:
             self.configuring.close()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
@@ -201,16 +201,18 @@ class Readers:
         """Wait until all readers have done every job before this; False where one had ended, and must be replaced."""
         self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
         all_there = threading.Event()
-        gate = threading.Barrier(len(self._threads), action=all_there.set)  # a reader waits at it until all have come
+        barrier = threading.Barrier(
+            len(self._threads), action=all_there.set
+        )  # a reader waits at it until all have come
         try:
             for _ in self._threads:
-                self._jobs.put(gate)
+                self._jobs.put(barrier)
             while not all_there.wait(_LOOK_EVERY_S):
                 if not all(thread.is_alive() for thread in self._threads):
-                    gate.abort()
+                    barrier.abort()
                     return False
         except BaseException:
-            gate.abort()  # else the readers that are there would wait for ever
+            barrier.abort()  # else the readers that are there would wait for ever
             raise
         return True
 
@@ -225,25 +227,24 @@ class Readers:
         try:
             if self._node is not None:
                 self._node.pin_thread()
-            scratch = self._source.scratch()
             while (jobs := self._jobs.get()) is not None:
                 if isinstance(jobs, threading.Barrier):
                     with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
                         jobs.wait()
                     continue
                 for job in jobs:
-                    self._run_one(job, scratch)
+                    self._run_one(job)
                 if self._prefetches:
                     self._begin_prefetches()
         except BaseException as error:  # a thread's entry: the waiter raises it
             self._ended_by = error
             self._done.put(None)
 
-    def _run_one(self, job: _Job, scratch: Any) -> None:
+    def _run_one(self, job: _Job) -> None:
         error: Exception | None = None
         moved = Moved(0)
         try:
-            moved = job.read.run(scratch)
+            moved = job.read()
         except Exception as e:  # a thread's entry: whatever it is, the waiter raises it
             error = e
         ticket = job.ticket

@@ -376,9 +376,7 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
     modules: list[Any] = [
         module
         for module in model.modules()
-        if type(module) is nn.Linear
-        and module.weight.dtype in GAINING
-        and kernels.takes(module.weight.dtype, module.weight.device)
+        if type(module) is nn.Linear and module.weight.dtype in GAINING and kernels.takes(module.weight.dtype)
     ]
     for module in modules:
         module.__class__ = FewTokensLinear

@@ -85,7 +85,7 @@ class Kernels:
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
         self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
-        self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the memory of a CPU
+        self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products
         self.num_torch = 0  # the same by torch: prompts, mostly
@@ -93,9 +93,9 @@ class Kernels:
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self
 
-    def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
+    def takes(self, dtype: torch.dtype) -> bool:
         """Whether the compiled products are for such matrices, and up to `max_tokens` tokens at a time."""
-        return dtype in self.dtypes and device.type == "cpu"
+        return dtype in self.dtypes
 
     def facts(self) -> dict[str, str | int]:
         return {"name": self.name, "why": self.why, "native": self.num_native, "torch": self.num_torch}
@@ -169,8 +169,9 @@ class Kernels:
             raise MemoryError("a product of an expert")
 
 
-def choose_kernels(device: torch.device, wanted: str | None = None) -> Kernels:
-    """The fastest for a device, or what `wanted`, else the environment, says.
+def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:
+    """The fastest for a device, or what `wanted`, else the environment, says. `runs_on_host`: it computes in the host's
+    memory, which the compiled ones need.
 
     Raises ConfigError where that is unknown or not to be had here.
     """
@@ -179,8 +180,8 @@ def choose_kernels(device: torch.device, wanted: str | None = None) -> Kernels:
         raise ConfigError(f"{VARIABLE}={wanted!r}: unknown; accepted: {', '.join(ACCEPTED)}")
     if wanted == "torch":
         return Kernels(None, f"{VARIABLE}=torch")
-    if device.type != "cpu":
-        return Kernels(None, f"the compiled ones are for a CPU, the model is on {device}")
+    if not runs_on_host:
+        return Kernels(None, "the compiled ones are for a CPU")
     found, why = libraries()
     chosen = [one for one in found if wanted in ("auto", "native", one.name)]
     if not chosen:

@@ -23,10 +23,17 @@ _WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "o
 
 
 def option(
-    default: Any, help: str, *, least: float | None = None, above: float | None = None, most: float | None = None
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A field of an options dataclass: its default, what it means, and the bounds of a number."""
-    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    return field(default=default, metadata={"help": help, **bounds})
 
 
 @dataclass(frozen=True)
@@ -120,16 +127,19 @@ def describe_options(kind: type[Any]) -> dict[str, str]:
 
 def check_bounds(one: Field[Any], value: object) -> None:
     """Raises ConfigError where a field's value is a number outside its bounds."""
-    least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
+    least, above, most, below = (one.metadata.get(name) for name in ("least", "above", "most", "below"))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     is_low = (least is not None and not value >= least) or (above is not None and not value > above)  # NaN, too
-    if is_low or (most is not None and not value <= most):
+    is_high = (most is not None and not value <= most) or (below is not None and not value < below)
+    if is_low or is_high:
         raise ConfigError(f"{one.name}={value}: must be {_bounds(one)}")
 
 
 def _bounds(one: Field[Any]) -> str:
-    least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
+    least, above, most, below = (one.metadata.get(name) for name in ("least", "above", "most", "below"))
+    if below is not None:
+        return f"above {above} and below {below}"
     if most is not None:
         return f"from {least} to {most}" if above is None else f"above {above}, up to {most}"
     if above is not None:

@@ -15,9 +15,9 @@ import re
 import stat
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -40,16 +40,13 @@ VERSION = 1
 MAX_LAYERS = 4096
 MAX_EXPERTS = 0xFFFE
 MAX_CAPACITY = 1 << 20
-MAX_NBYTES = 1 << 36
-"""Of what a file makes in memory: one of a few bytes must not take all there is."""
+MAX_NBYTES = 1 << 36  # of what a file makes in memory: one of a few bytes must not take all there is
 
-OF_A_TRACE = "trace:"
-"""Begins the identity of what was made of a trace, of a model that nobody named."""
+OF_A_TRACE = "trace:"  # begins the identity of what was made of a trace, of a model that nobody named
 
 NO_CHECKSUM = "0" * 8
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
 _NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F32": "<f4", "F16": "<f2"}
-_CHUNK_NBYTES = 8 << 20
 
 Shape = tuple[int, ...]
 Array = npt.NDArray[Any]
@@ -65,10 +62,10 @@ class ModelShape:
     top_k: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.num_experts or len(self.num_experts) != len(self.top_k):
+        if not 1 <= len(self.num_experts) == len(self.top_k) <= MAX_LAYERS:
             raise ConfigError(
                 f"model shape: num_experts of {len(self.num_experts)} layers and top_k of {len(self.top_k)}; "
-                "must be as many, and at least one"
+                f"must be as many, 1 to {MAX_LAYERS} layers"
             )
         for experts, top_k in zip(self.num_experts, self.top_k, strict=True):
             if not 1 <= top_k <= experts <= MAX_EXPERTS:
@@ -137,24 +134,13 @@ class Header:
             self.refuse("shape", f"{name} must be whole numbers from {least} to {most}")
         return tuple(numbers)
 
-    def capacity(self, nbytes_each: int) -> int:
-        """How much it may hold; `nbytes_each` is what one of it takes in memory."""
-        text = self.texts.get("capacity", "")
-        if re.fullmatch("[1-9][0-9]{0,6}", text) is None or int(text) > MAX_CAPACITY:
-            self.refuse("capacity", f"must be a whole number from 1 to {MAX_CAPACITY}")
-        nbytes = int(text) * nbytes_each
-        if nbytes > MAX_NBYTES:
-            self.refuse("capacity", f"a store of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
-        return int(text)
-
-    def share(self, name: str) -> float:
-        """A number from 0 to 1."""
-        value = math.nan
-        with contextlib.suppress(ValueError):
-            value = float(self.texts.get(name, ""))
-        if not 0 <= value <= 1:
-            self.refuse(name, "must be a number from 0 to 1")
-        return value
+    def number(self, name: str, kind: Callable[[str], float] = float) -> Any:
+        """A finite number of this kind, int or float. Which are accepted says who is made of it."""
+        with contextlib.suppress(ValueError, OverflowError):
+            value = kind(self.texts.get(name, ""))
+            if math.isfinite(value):
+                return value
+        self.refuse(name, "must be a whole number" if kind is int else "must be a number")
 
     def check(self, kind: type[LearnedState], identity: str | None, shape: ModelShape | None) -> None:
         """Whether it is a header of this kind, of the model that it must be of (None: of any)."""
@@ -175,36 +161,29 @@ class Header:
             self.refuse("about", "must hold texts and numbers")
 
     def _layers(self) -> ModelShape:
-        num_experts = self.whole_numbers("num_experts", 1, MAX_EXPERTS)
-        top_k = self.whole_numbers("top_k", 1, MAX_EXPERTS)
-        if not 1 <= len(num_experts) <= MAX_LAYERS or len(num_experts) != len(top_k):
-            self.refuse("shape", f"must list num_experts and top_k of 1 to {MAX_LAYERS} layers")
-        if any(chosen > experts for experts, chosen in zip(num_experts, top_k, strict=True)):
-            self.refuse("shape", "top_k must be at most num_experts")
-        return ModelShape(num_experts, top_k)
+        num_experts, top_k = (self.whole_numbers(name, 1, MAX_EXPERTS) for name in ("num_experts", "top_k"))
+        try:
+            return ModelShape(num_experts, top_k)
+        except ConfigError as error:
+            self.refuse("shape", str(error))
 
 
 class LearnedState(ABC):
     """What a policy learned, or was trained to know: plain numbers that a file can keep. One class a kind."""
 
-    kind: ClassVar[str]
-    """A file's `format` is "expertly-" and this; beside a store its file has this name."""
-    holds: ClassVar[str]
-    """In words, and who goes by it."""
-    unit: ClassVar[str]
-    """What `num_learned` counts."""
-    made_by: ClassVar[str] = ""
-    """The command that makes a file of a trace, where one does."""
-    schema: ClassVar[Mapping[str, str]]
-    """Of each array its type in a file, in file order."""
-    optional: ClassVar[frozenset[str]] = frozenset()
-    """Arrays that may be missing."""
-    has_plain_facts: ClassVar[bool] = True
-    """Whatever else a file says of itself is texts and numbers."""
+    kind: ClassVar[str]  # a file's `format` is "expertly-" and this; beside a store its file has this name
+    holds: ClassVar[str]  # in words, and who goes by it
+    unit: ClassVar[str]  # what `num_learned` counts
+    made_by: ClassVar[str] = ""  # the command that makes a file of a trace, where one does
+    schema: ClassVar[Mapping[str, tuple[str, str]]]
+    """Of each array, in file order, its type in a file and its dimensions, a letter each: L layers, E experts of the
+    largest one, K chosen of one at most; another letter has the size that the first array with it has.
+    """
+    optional: ClassVar[frozenset[str]] = frozenset()  # arrays that may be missing
+    has_plain_facts: ClassVar[bool] = True  # whatever else a file says of itself is texts and numbers
 
     shape: ModelShape
-    generation: int
-    """Another one when it has changed."""
+    generation: int  # another one when it has changed
 
     @property
     @abstractmethod
@@ -224,10 +203,9 @@ class LearnedState(ABC):
         return {"num_experts": self.shape.num_experts, "top_k": self.shape.top_k}
 
     @classmethod
-    @abstractmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """The shapes that arrays must have, where they have `sizes`. Checks the header. Raises StoreError."""
-        ...
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
+        """What dimensions must have another size than was `found`. Checks the header. Raises StoreError."""
+        return {}
 
     @classmethod
     @abstractmethod
@@ -238,7 +216,9 @@ class LearnedState(ABC):
     @classmethod
     @abstractmethod
     def restored(cls, header: Header, arrays: Arrays) -> Any:
-        """One of these arrays, which have passed `layout` and `check`. Raises StoreError."""
+        """One of these arrays, which have passed `sizes` and `check`. Raises StoreError, and ConfigError where settings
+        in the header cannot be.
+        """
         ...
 
     def check_model(self, path: Path, embedding_size: int) -> None:  # noqa: B027 - most need not
@@ -283,21 +263,12 @@ class LearnedStore(LearnedState):
         """A store of what another has learned, its `state`. Raises StoreError where it is of another kind or model, or
         holds numbers that nobody can have learned.
         """
-        path = Path("what another has learned")
-        for name in self.schema:
-            if name not in arrays and name not in self.optional:
-                raise StoreError(f"{path}: array {name!r}: missing")
         longest = max((len(array) for array in arrays.values() if array.ndim == 1), default=1)
         texts = self.settings() | {"capacity": str(max(1, longest))}
-        header = Header(path, texts, self.shape)
+        header = Header(Path("what another has learned"), texts, self.shape)
         arrays = {name: arrays[name] for name in self.schema if name in arrays}
-        expected = self.layout(header, {name: array.shape for name, array in arrays.items()})
-        for name, array in arrays.items():
-            if array.shape != expected[name]:
-                raise StoreError(f"{path}: array {name!r}: {list(array.shape)!s:.80}; must be {list(expected[name])}")
-        self.check(path, self.shape, arrays)
-        made: Own = self.restored(header, arrays)
-        return made
+        _check_tensors(type(self), header, {name: (self.schema[name][0], one.shape) for name, one in arrays.items()})
+        return _restored(type(self), header, arrays)
 
 
 AnyState = TypeVar("AnyState", bound=LearnedState)
@@ -348,10 +319,10 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
     shot.kind.check(path, shot.shape, shot.arrays)
     arrays = {
         name: np.ascontiguousarray(shot.arrays[name], _NUMPY[dtype])
-        for name, dtype in shot.kind.schema.items()
+        for name, (dtype, _) in shot.kind.schema.items()
         if name in shot.arrays
     }
-    specs = [TensorSpec(name, shot.kind.schema[name], array.shape) for name, array in arrays.items()]
+    specs = [TensorSpec(name, shot.kind.schema[name][0], array.shape) for name, array in arrays.items()]
     metadata = {
         "format": _format_of(shot.kind),
         "version": str(VERSION),
@@ -369,9 +340,7 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
     with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path) as file:
         file.write(sealed)
         for array in arrays.values():
-            data = _bytes_of(array)
-            for start in range(0, len(data), _CHUNK_NBYTES):
-                file.write(data[start : start + _CHUNK_NBYTES])
+            file.write(_bytes_of(array))
 
 
 def read_learned(
@@ -390,26 +359,13 @@ def read_learned(
             raw = header_bytes_of(file, path, StoreError)
             infos = parse_safetensors_header(path, raw, StoreError, nbytes)
             kind, header = _header(path, raw, kinds, identity, shape)
-            expected = kind.layout(header, {name: info.shape for name, info in infos.items()})
-            for name, info in infos.items():
-                if name not in kind.schema:
-                    raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(kind.schema)}")
-                if (info.dtype, info.shape) != (kind.schema[name], expected[name]):
-                    needs = f"{kind.schema[name]} {list(expected[name])}"
-                    raise StoreError(f"{path}: tensor {name!r}: {info.dtype} {list(info.shape)!s:.80}; must be {needs}")
-            for name in kind.schema:
-                if name not in infos and name not in kind.optional:
-                    raise StoreError(f"{path}: tensor {name!r}: missing")
+            _check_tensors(kind, header, {name: (info.dtype, info.shape) for name, info in infos.items()})
             # In file order, which leaves nothing between them.
             arrays: dict[str, Array] = {n: np.empty(i.shape, _NUMPY[i.dtype]) for n, i in infos.items()}
             _read_arrays(file, path, raw, arrays)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror or error})") from None
-    kind.check(path, header.shape, arrays)
-    try:
-        return LearnedFile(header, nbytes, kind.restored(header, arrays))
-    except MemoryError:
-        raise StoreError(f"{path}: not enough memory for {kind.holds}") from None
+    return LearnedFile(header, nbytes, _restored(kind, header, arrays))
 
 
 def kind_of(path: Path) -> str | None:
@@ -422,11 +378,14 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def length_of(header: Header, sizes: Mapping[str, Shape], name: str) -> int:
-    """Of an array of one number each. Raises StoreError where it is none."""
-    if len(sizes.get(name, ())) != 1:
-        raise StoreError(f"{header.path}: tensor {name!r}: missing, or not one number each")
-    return sizes[name][0]
+def check_numbers(
+    path: Path, name: str, values: Array, is_right: npt.NDArray[np.bool_], axes: Sequence[str], accepted: str
+) -> None:
+    """Raises StoreError naming the first of `values` that is not right: `axes` say what each dimension counts."""
+    if not is_right.all():
+        place = tuple(int(at) for at in np.unravel_index(int(is_right.argmin()), is_right.shape))
+        where = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=False))
+        raise StoreError(f"{path}: tensor {name!r}: {where}: {values[place].tolist()!s:.80}; must be {accepted}")
 
 
 def check_born(path: Path, name: str, born: Array) -> None:
@@ -461,6 +420,37 @@ def _header(
     return kind, header
 
 
+def _check_tensors(kind: type[LearnedState], header: Header, found: Mapping[str, tuple[str, Shape]]) -> None:
+    """Raises StoreError where arrays of these types and shapes are not those of the header, or one is missing."""
+    path, schema, shape = header.path, kind.schema, header.shape
+    sizes = {"L": shape.num_layers, "E": shape.max_experts, "K": shape.max_top_k}
+    for name, (_, letters) in schema.items():
+        if name in found and len(found[name][1]) == len(letters):
+            sizes = dict(zip(letters, found[name][1], strict=True)) | sizes
+    sizes |= kind.sizes(header, sizes)
+    for name, (dtype, size) in found.items():
+        if name not in schema:
+            raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(schema)}")
+        expected = schema[name][0], tuple(sizes.get(letter, 0) for letter in schema[name][1])
+        if (dtype, size) != expected:
+            needs = f"{expected[0]} {list(expected[1])}"
+            raise StoreError(f"{path}: tensor {name!r}: {dtype} {list(size)!s:.80}; must be {needs}")
+    for name in schema:
+        if name not in found and name not in kind.optional:
+            raise StoreError(f"{path}: tensor {name!r}: missing")
+
+
+def _restored(kind: type[AnyState], header: Header, arrays: Arrays) -> AnyState:
+    kind.check(header.path, header.shape, arrays)
+    try:
+        made: AnyState = kind.restored(header, arrays)
+    except ConfigError as error:
+        raise StoreError(f"{header.path}: {error}") from None
+    except MemoryError:
+        raise StoreError(f"{header.path}: not enough memory for {kind.holds}") from None
+    return made
+
+
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
@@ -478,13 +468,11 @@ def _read_arrays(file: FileIO, path: Path, raw: bytes, arrays: Mapping[str, Arra
     """Fill the arrays from a file that is at their beginning, and check its seal."""
     blank, checksum = without_checksum(len(raw).to_bytes(8, "little") + raw)
     crc = zlib.crc32(blank)
-    for name, array in arrays.items():
-        left = _bytes_of(array)
-        while left:
-            num = file.readinto(left[:_CHUNK_NBYTES])
-            if not num:
+    with BufferedReader(file) as reader:  # which reads on until an array is full
+        for name, array in arrays.items():
+            data = _bytes_of(array)
+            if reader.readinto(data) != len(data):
                 raise StoreError(f"{path}: truncated inside tensor {name!r}")
-            crc = zlib.crc32(left[:num], crc)
-            left = left[num:]
+            crc = zlib.crc32(data, crc)
     if f"{crc:08x}" != checksum:
         raise StoreError(f"{path}: checksum={checksum!r:.20}: the file was damaged or altered (it sums to {crc:08x})")

@@ -85,14 +85,14 @@ class System:
     @property
     def takes_plan(self) -> bool:
         """Whether its allocation can begin with a plan of splits: `expertly configure`."""
-        return not self.keeps_everything and ALLOCATIONS[self.allocation].takes_plan
+        return not self.keeps_everything and ALLOCATIONS[self.allocation].splits
 
     def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:
         """Raises ConfigError where the system makes nothing of a plan, where it is of other experts or segments, or
         keeps more than there are slots for.
         """
         if not self.takes_plan:
-            takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.takes_plan) or "there are none"
+            takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.splits) or "there are none"
             raise ConfigError(
                 f"plan: system {self.name!r} takes none (allocation={self.allocation}); accepted: allocation={takers}"
             )

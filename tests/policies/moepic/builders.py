@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
@@ -41,13 +42,14 @@ def learn(
         layer.observe(needed[this], predicted[this] if has_scores else None)
 
 
+@cache
 def gathered(seed: int, experts: int = 6, top_k: int = 2, tokens: int = 150) -> LayerRates:
     layer = LayerStatistics(experts)
     learn(layer, *routing(seed, tokens, experts, top_k, [0.0, 0.3, 1.0, 2.0, 5.0][seed % 5]))
     return layer.rates()
 
 
-def random_model(seed: int, piece_ns: int = 0) -> tuple[Geometry, int, list[LayerRates], Timing]:
+def random_model(seed: int, span_ns: int = 0) -> tuple[Geometry, int, list[LayerRates], Timing]:
     """Three small layers, the segments to keep, their rates and times; an expert loads in 100 us."""
     dice = np.random.default_rng(seed)
     experts, segments, top_k = int(dice.integers(4, 7)), int(dice.choice([1, 2, 4])), int(dice.integers(1, 3))
@@ -55,7 +57,7 @@ def random_model(seed: int, piece_ns: int = 0) -> tuple[Geometry, int, list[Laye
     rates = [gathered(100 * seed + int(dice.integers(100)), experts, top_k) for _ in range(3)]
     attention_ns, moe_ns, head_ns = (int(100_000 * dice.uniform(0.1, 1.0)) for _ in range(3))
     kept = int(dice.integers(3, 3 * experts * segments // 2 + 1))
-    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns, piece_ns, piece_ns // 2)
+    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns, span_ns, span_ns // 2)
 
 
 def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]:

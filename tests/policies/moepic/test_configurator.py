@@ -17,7 +17,7 @@ from expertly.policies.allocation.moepic import (
     configure,
     uniform_plan,
 )
-from expertly.policies.allocation.moepic.configurator import Forecaster, half_split
+from expertly.policies.allocation.moepic.configurator import Forecaster
 from expertly.policies.allocation.uniform import equal_shares
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
@@ -32,42 +32,38 @@ def budgets_of(found: Configuration) -> list[int]:
     return [one.budget_segments for one in found.plan.layers]
 
 
-@pytest.mark.parametrize("piece_ns", [0, 15_000])
-@pytest.mark.parametrize("seed", range(20))
-def test_budgets_are_possible_and_no_worse_than_equal_ones(seed: int, piece_ns: int) -> None:
-    shape, kept, rates, timing = random_model(seed, piece_ns)
-    found = configure(shape, [kept], rates, timing)
-    most = shape.layers[0].num_experts * shape.segments_per_expert
-    assert sum(budgets_of(found)) == kept
-    assert all(1 <= budget <= most for budget in budgets_of(found))
-    assert sum(found.exposed_ns) <= sum(found.uniform_exposed_ns)
-    assert sum(found.exposed_ns) <= sum(found.start_exposed_ns)
-    assert found == configure(shape, [kept], rates, timing)
+@pytest.mark.parametrize("zeta", [1e-6, 0.01, 0.2, 0.99])
+@pytest.mark.parametrize("span_ns", [0, 15_000])
+def test_budgets_are_possible_and_no_worse_than_equal_ones(span_ns: int, zeta: float) -> None:
+    for seed in range(6):
+        shape, kept, rates, timing = random_model(seed, span_ns)
+        found = configure(shape, [kept], rates, timing, zeta)
+        most = shape.layers[0].num_experts * shape.segments_per_expert
+        assert sum(budgets_of(found)) == kept
+        assert all(1 <= budget <= most for budget in budgets_of(found))
+        assert sum(found.exposed_ns) <= min(sum(found.uniform_exposed_ns), sum(found.start_exposed_ns))
+        assert found == configure(shape, [kept], rates, timing, zeta)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_what_is_forecast_is_of_the_plan(seed: int) -> None:
-    shape, kept, rates, timing = random_model(seed)
-    found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
-    assert found.exposed_ns == pytest.approx(exposed(forecaster, found.plan))
-    outcomes = found.outcomes
-    assert outcomes[0].window_ns == timing.first_window_ns()
-    for layer, (one, following) in enumerate(pairwise(outcomes)):
-        assert (
-            following.window_ns == timing.next_window_ns(layer, np.array(one.loaded))
-            and 0 <= one.loaded <= timing.top_k[layer]
-        )
-        assert one.exposed_ns == timing.exposed_ns(layer, np.array(one.loaded))
-    uniform = forecaster.forecast(equal_shares(shape, [kept]))
-    assert found.uniform_exposed_ns == uniform.exposed_ns
-    assert found.start_exposed_ns == exposed(forecaster, uniform_plan(shape, [kept]))
+def test_what_is_forecast_is_of_the_plan() -> None:
+    for seed in range(6):
+        shape, kept, rates, timing = random_model(seed)
+        found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
+        assert found.exposed_ns == pytest.approx(exposed(forecaster, found.plan))
+        assert found.outcomes[0].window_ns == timing.first_window_ns()
+        for layer, (one, following) in enumerate(pairwise(found.outcomes)):
+            assert following.window_ns == timing.next_window_ns(layer, np.array(one.loaded))
+            assert 0 <= one.loaded <= timing.top_k[layer]
+            assert one.exposed_ns == timing.exposed_ns(layer, np.array(one.loaded))
+        assert found.uniform_exposed_ns == forecaster.forecast(equal_shares(shape, [kept])).exposed_ns
+        assert found.start_exposed_ns == exposed(forecaster, uniform_plan(shape, [kept]))
 
 
-@pytest.mark.parametrize("piece_ns", [0, 15_000])
-def test_the_gap_to_the_best_of_all_budgets(piece_ns: int) -> None:
+@pytest.mark.parametrize("span_ns", [0, 15_000])
+def test_the_gap_to_the_best_of_all_budgets(span_ns: int) -> None:
     gaps = []
-    for seed in range(30):
-        shape, kept, rates, timing = random_model(seed, piece_ns)
+    for seed in range(18):
+        shape, kept, rates, timing = random_model(seed, span_ns)
         forecaster, near, least = Forecaster(shape, rates, timing), None, float("inf")
         for budgets in allocations(3, kept, shape.layers[0].num_experts * shape.segments_per_expert):
             near = forecaster.forecast(budgets, near)
@@ -83,22 +79,21 @@ def test_the_gap_to_the_best_of_all_budgets(piece_ns: int) -> None:
 def test_split_experts_are_expected_to_be_kept_only_where_their_spans_pay() -> None:
     """The dearer a span, the fewer layers keep parts; what is expected is of the plan, spans and all."""
     num_split = []
-    for piece_ns in (1, 15_000, 1_000_000):
+    for span_ns in (1, 15_000, 1_000_000):
         found_split = 0
-        for seed in range(12):
-            shape, kept, rates, timing = random_model(seed, piece_ns)
+        for seed in range(6):
+            shape, kept, rates, timing = random_model(seed, span_ns)
             found = configure(shape, [kept], rates, timing)
-            forecast = exposed(Forecaster(shape, rates, timing), found.plan)
-            assert found.exposed_ns == pytest.approx(forecast)
+            assert found.exposed_ns == pytest.approx(exposed(Forecaster(shape, rates, timing), found.plan))
             found_split += sum(0 < one.kept_segments < shape.segments_per_expert for one in found.plan.layers)
         num_split.append(found_split)
     assert num_split[0] > num_split[1] > num_split[2] == 0
 
 
-@pytest.mark.parametrize("piece_ns", [0, 15_000])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_forecast_near_another_is_as_one_from_nothing(seed: int, piece_ns: int) -> None:
-    shape, _, rates, timing = random_model(seed, piece_ns)
+@pytest.mark.parametrize("span_ns", [0, 15_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forecast_near_another_is_as_one_from_nothing(seed: int, span_ns: int) -> None:
+    shape, _, rates, timing = random_model(seed, span_ns)
     forecaster, dice, near = Forecaster(shape, rates, timing), np.random.default_rng(seed), None
     most = shape.layers[0].num_experts * shape.segments_per_expert
     for _ in range(20):
@@ -127,12 +122,11 @@ def test_useless_predictions_everywhere_and_equal_layers_stay_equal() -> None:
     assert [(one.kept_experts, one.kept_segments) for one in found.plan.layers] == [(4, 4)] * 4
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_more_memory_never_waits_longer(seed: int) -> None:
-    rates = [useless(8, 2, 0.6), gathered(5 * seed, 8), useless(8, 2, 0.9), perfect(8, 2, 0.7 ** np.arange(8))]
+def test_more_memory_never_waits_longer() -> None:
+    rates = [useless(8, 2, 0.6), gathered(5, 8), useless(8, 2, 0.9), perfect(8, 2, 0.7 ** np.arange(8))]
     shape = shape_of(4, experts=8, top_k=2, segments=2)
     timing = Timing.of(shape, **TIMES)
-    totals = [sum(configure(shape, [kept], rates, timing).exposed_ns) for kept in range(65)]
+    totals = [sum(configure(shape, [kept], rates, timing).exposed_ns) for kept in (*range(0, 64, 3), 64)]
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(totals))
     assert totals[-1] == 0 < totals[0]
 
@@ -158,15 +152,6 @@ def test_memory_stays_in_its_size_class() -> None:
     budgets = budgets_of(found)
     assert (sum(budgets[:2]), sum(budgets[2:])) == (20, 12)
     assert budgets[1] > budgets[0] and budgets[3] > budgets[2]
-
-
-@pytest.mark.parametrize("zeta", [1e-6, 0.01, 0.2, 0.99])
-def test_any_step_ends_no_worse(zeta: float) -> None:
-    for seed in range(5):
-        shape, kept, rates, timing = random_model(seed)
-        found = configure(shape, [kept], rates, timing, zeta)
-        assert sum(found.exposed_ns) <= min(sum(found.uniform_exposed_ns), sum(found.start_exposed_ns))
-        assert sum(budgets_of(found)) == kept
 
 
 def test_what_does_not_fit_together_is_said() -> None:
@@ -197,7 +182,7 @@ def test_what_does_not_fit_together_is_said() -> None:
     ],
 )
 def test_half_of_each_expert(budget: int, segments: int, kept: tuple[int, int]) -> None:
-    split = half_split(budget, 8, segments)
+    (split,) = uniform_plan(shape_of(1, experts=8, segments=segments, width=12), [budget]).layers
     assert (split.kept_experts, split.kept_segments, split.budget_segments) == (*kept, budget)
 
 

@@ -61,11 +61,11 @@ def test_whole_experts_are_shared_out_as_always() -> None:
         assert SplitExperts(SHAPE, SplitOptions(1.0)).shares([slots]) == uniform_shares(SHAPE, [slots])
 
 
-@pytest.mark.parametrize("theta", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("theta", [0.1, 0.8])
 def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
     small, large = LayerGeometry(2, 1, 4, 30, 3, 2), LayerGeometry(9, 3, 4, 60, 3, 2)
     shape = Geometry((small, large, small, large), 10)
-    for first in range(41):
+    for first in range(0, 41, 3):
         for second in range(0, 181, 7):
             shares = SplitExperts(shape, SplitOptions(theta)).shares([first, second])
             assert (shares[0] + shares[2], shares[1] + shares[3]) == (first, second)
@@ -89,14 +89,9 @@ def tell(allocation: MoEpic, token: int) -> None:
         assert allocation.ran(one_token(layer, experts), lambda layer: 0.0) is None
 
 
-def test_it_begins_with_halves() -> None:
-    allocation = begun()
-    shares = allocation.shares(split_budget(SHAPE, int(SHAPE.nbytes * 0.6)).kept_slots)
-    assert allocation.tops(shares) == [2, 2, 2] and sum(shares) == 49
-
-
 def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
     allocation = begun()
+    assert allocation.tops(allocation.shares([49])) == [2, 2, 2], "it begins with halves"
     for token in range(3):
         assert allocation.due() is None
         tell(allocation, token)
@@ -115,7 +110,7 @@ def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
     assert allocation.facts() == {"learned": "online, from 15 decoded tokens", "configurations": 1}
 
 
-@pytest.mark.parametrize(("tau", "due_at"), [(5000, [0, 64, 256, 5256]), (100, [0, 64, 164]), (64, [0, 64, 128])])
+@pytest.mark.parametrize(("tau", "due_at"), [(700, [0, 64, 256, 956]), (100, [0, 64, 164]), (64, [0, 64, 128])])
 def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -> None:
     """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
     allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
@@ -133,8 +128,8 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
     kept = {}
     for name, options, timing in (
         ("free", MoEpicOptions(), TIMES),
-        ("dear", MoEpicOptions(), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
-        ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)),
+        ("dear", MoEpicOptions(), Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)),
+        ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)),
     ):
         allocation = MoEpic(SHAPE, options)
         allocation.begin(allocation.shares([49]))
@@ -155,7 +150,7 @@ def test_what_is_not_counted_changes_no_configuration() -> None:
             tell(allocation, token)
         job = allocation.due()
         assert job is not None
-        costs = Timing.of(SHAPE, 40, 40, 100, 40, piece_ns=1000)
+        costs = Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)
         assert (job(costs) == job(TIMES)) == (not spans)
         tops = {layer.kept_segments for layer in job(costs).plan.layers}
         assert (tops <= {0, 4}) == spans

@@ -4,10 +4,13 @@ them on.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from expertly.core.observation import Floats
 from expertly.policies.learned import ModelShape
+from expertly.policies.predictor.fmoe.store import NONE, MapStore
 
 TIE = 1e-6
 
@@ -23,11 +26,27 @@ def top(scores: Floats, top_k: int) -> np.ndarray:
     return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k]
 
 
+def request_counts(store: MapStore, request: int) -> np.ndarray:
+    """How often each expert was chosen in a request's stored iterations, [L, E] (fMoE, section 4.1)."""
+    counts = np.zeros((store.shape.num_layers, store.shape.max_experts), np.int64)
+    for slot in np.flatnonzero(store.requests[: store.num_maps] == request):
+        for layer, experts in enumerate(store.chosen[slot]):
+            counts[layer, experts[experts != NONE]] += 1
+    return counts
+
+
 def cosine(left: Floats, right: Floats) -> float:
     """Of two vectors; 0 where either is zero."""
     left, right = left.astype(np.float64).ravel(), right.astype(np.float64).ravel()
     length = np.linalg.norm(left) * np.linalg.norm(right)
     return float(left @ right / length) if length else 0.0
+
+
+def cosines(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """`cosine` of each row to each other, [T, n], of whatever dimensions they have."""
+    rows, others = (one.reshape(len(one), math.prod(one.shape[1:])).astype(np.float64) for one in (rows, others))
+    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(others, axis=1)
+    return np.divide(rows @ others.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
 
 
 class NaiveStore:

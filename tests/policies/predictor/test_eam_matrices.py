@@ -18,12 +18,9 @@ def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
     return collection
 
 
-def test_the_papers_capacity() -> None:
-    assert (DEFAULT_CAPACITY, Collection(SHAPE).capacity, Matrices(SHAPE).decode.capacity) == (120, 120, 120)
-
-
-def test_a_request_without_tokens_is_left_out() -> None:
-    collection = Collection(SHAPE, 3)
+def test_the_papers_capacity_and_a_request_without_tokens() -> None:
+    collection = Collection(SHAPE)
+    assert DEFAULT_CAPACITY == collection.capacity == Matrices(SHAPE).decode.capacity == 120
     collection.add(np.zeros((5, 7), np.int64))
     assert (collection.num_matrices, collection.generation) == (0, 0)
 
@@ -36,11 +33,12 @@ def test_counts_that_float32_cannot_count_are_taken_for_the_most_it_can() -> Non
     assert (collection.total == 1).all(), "it replaced the other"
 
 
-@pytest.mark.parametrize("num", [0, 7, 50])
+@pytest.mark.parametrize("num", [0, 50])
 def test_state_and_back(num: int) -> None:
     collection = filled(num)
     n = collection.num_matrices
-    other = Collection.from_arrays(SHAPE, collection.matrices[:n], collection.born[:n], 20)
+    other = Collection(SHAPE, 20)
+    other.fill(collection.matrices[:n], collection.born[:n])
     for name in ("matrices", "columns", "squares", "inverse_norms", "total"):
         np.testing.assert_array_equal(getattr(other, name), getattr(collection, name), err_msg=name)
     matrix = matrix_of(choices(np.random.default_rng(9), 2))
@@ -50,16 +48,7 @@ def test_state_and_back(num: int) -> None:
     np.testing.assert_array_equal(other.matrices, collection.matrices)
 
 
-def test_a_smaller_one_keeps_what_is_unlike() -> None:
-    large, small = filled(20), Collection(SHAPE, 6)
-    small.extend(large)
-    assert small.num_matrices == 6 and large.num_matrices == 20
-    stored = {matrix.tobytes() for matrix in large.matrices}
-    assert all(matrix.tobytes() in stored for matrix in small.matrices)
-    assert small.matrices[small.born.argmax()].tobytes() == large.matrices[19].tobytes(), "the newest is there"
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 1 << 21])
+@pytest.mark.parametrize("capacity", [0, 1 << 21])
 def test_a_capacity_that_cannot_be(capacity: int) -> None:
     with pytest.raises(ConfigError, match=rf"capacity={capacity}: must be from 1 to"):
         Collection(SHAPE, capacity)
@@ -83,8 +72,7 @@ def counts_of(row: np.ndarray) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
-@pytest.mark.parametrize("num_tokens", [1, 2, 40])
-@pytest.mark.parametrize("capacity", [1, 6, 60])
+@pytest.mark.parametrize(("capacity", "num_tokens"), [(1, 2), (6, 1), (6, 40), (60, 2)])
 def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: list[int]) -> None:
     """Requests come, replace each other and are matched, m at a time, layer by layer; some layers are left out."""
     dice = np.random.default_rng(capacity)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
@@ -129,11 +128,6 @@ def test_speculative_names_all_experts_in_the_order_of_their_scores() -> None:
     assert said(predictor("speculative", next_token="no").router_ran(looks(3, [NEXT]))) == {}
     (both,) = ahead.router_ran(looks(0, [NEXT], [THIRD]))
     assert both.experts == [5, 1, 2, 4, 0], "the highest of either row first"
-
-
-def test_a_width_of_none_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prediction='speculative': width=0: must be at least 1"):
-        predictor("speculative", width="0")
 
 
 # -- popularity ------------------------------------------------------------------------------------------------

@@ -12,11 +12,15 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.observation import Routed
+from expertly.core.observation import Began, Routed
+from expertly.policies.base import PolicyOptions
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.base import Reach, WidthOptions, best_of_rows
+from expertly.policies.predictor.base import WidthOptions, best_of_rows
+from expertly.policies.predictor.eam import EAMOptions
+from expertly.policies.predictor.fmoe import FMoEOptions
 from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
+from expertly.policies.predictor.token_id import TokenIdOptions
 from expertly.testing import PREDICTOR_CHECKS, made_up
 from expertly.testing.made_up import SHAPE, ListFuture, some_future
 from expertly.testing.predictor import DISTANCES
@@ -42,30 +46,30 @@ def test_conformance(name: str, distance: int, check: Any) -> None:
     check(PREDICTORS[name], distance, known)
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("name", [name for name, one in PREDICTORS.items() if one.gives_probabilities])
 def test_of_one_row_scores_are_probabilities(name: str) -> None:
-    if PREDICTORS[name].gives_probabilities and name != "eam":  # which weighs them by the layers to go
+    if name != "eam":  # which weighs them by the layers to go
         for _, prediction in watched(name, 2)[1]:
             assert prediction.probabilities is not None
             assert prediction.scores == [prediction.probabilities[expert] for expert in prediction.experts]
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
-def test_without_what_it_must_be_told_it_says_so_or_needs_nothing(name: str) -> None:
-    if "future" in PREDICTORS[name].needs:
-        with pytest.raises(ConfigError, match=f"prediction '{name}'.*only a simulation"):
-            PREDICTORS[name].make(SHAPE, Known(), 1)
-    elif PREDICTORS[name].takes_weights:
-        with pytest.raises(ConfigError, match=r"no weights.*expertly train-predictor"):
-            PREDICTORS[name].make(SHAPE, Known(), 1)
-    else:
-        PREDICTORS[name].make(SHAPE, Known(), 1)
-
-
-@pytest.mark.parametrize("name", PREDICTORS)
-def test_an_option_it_does_not_have_is_refused(name: str) -> None:
+def test_what_it_is_made_of_is_checked(name: str) -> None:
+    one = PREDICTORS[name]
     with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
-        PREDICTORS[name].make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
+        one.make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
+    if "future" in one.needs:
+        with pytest.raises(ConfigError, match=f"prediction '{name}'.*only a simulation"):
+            one.make(SHAPE, Known(), 1)
+        return
+    with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
+        one.make(SHAPE, Known(), 0)
+    if one.takes_weights:
+        with pytest.raises(ConfigError, match=r"no weights.*expertly train-predictor"):
+            one.make(SHAPE, Known(), 1)
+    else:
+        one.make(SHAPE, Known(), 1)
 
 
 @pytest.mark.parametrize(("distance", "reach"), [(1, 1), (3, 3), (5, 5), (6, 5), (1 << 30, 5)])
@@ -82,28 +86,36 @@ def test_perfect_names_every_demand_in_reach_once_as_soon_as_it_is(distance: int
 def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> None:
     """An iteration that failed half-way: the next steps in reach are named, the past ones are not."""
     future = some_future(SHAPE, 3)
-    predictor = Perfect(SHAPE, 2, known=Known(future=future))
+    predictor = Perfect.make(SHAPE, Known(future=future), 2)
     router = RouterRan(0, [0], [1], [True], 1)
     assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
     future.step = 7
     assert [(p.layer, p.distance) for p in predictor.router_ran(Routed(router))] == [(2, 1), (3, 2)]
 
 
-@pytest.mark.parametrize("distance", [1, 2, 4, 5])
-def test_the_modelled_lookahead_is_as_right_as_it_says(distance: int) -> None:
-    """Within five standard errors, at every distance; after the first layer it fills the layers up to its own."""
-    future, made = watched("modelled", distance, iterations=1500)
-    right, total = defaultdict(int), defaultdict(int)
-    for step, prediction in made:
-        needed = future.demands[step + prediction.distance][1]
-        total[prediction.distance] += len(prediction.experts)
-        right[prediction.distance] += len(set(needed) & set(prediction.experts))
-        assert prediction.distance == distance or future.demands[step][0] == 0
-        assert step // SHAPE.num_layers == (step + prediction.distance) // SHAPE.num_layers, "within the iteration"
+@pytest.mark.parametrize("distance", [2, 5])
+def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(distance: int) -> None:
+    """Within five standard errors, at every distance; after the first layer it fills the layers up to its own. Wrong
+    ones are spread over all others.
+    """
+    future = some_future(SHAPE, 1500)
+    predictor = ModelledLookahead.make(SHAPE, Known(future=future), distance)
+    right, total, wrong = defaultdict(int), defaultdict(int), defaultdict(int)
+    for step, (running, experts) in enumerate(future.demands):
+        future.step = step
+        for prediction in predictor.router_ran(Routed(RouterRan(running, experts, [1] * 3, [True] * 3, 1))):
+            layer, needed = future.demands[step + prediction.distance]
+            assert prediction.layer == layer > running, "within the iteration"
+            assert prediction.distance == distance or running == 0
+            total[prediction.distance] += len(prediction.experts)
+            right[prediction.distance] += len(set(needed) & set(prediction.experts))
+            for expert in set(prediction.experts) - set(needed):
+                wrong[expert] += 1
     assert sorted(total) == list(range(1, distance + 1))
     for d, num in total.items():
         expected = accuracy_at(d)
         assert abs(right[d] / num - expected) < 5 * (expected * (1 - expected) / num) ** 0.5
+    assert len(wrong) == 12 and max(wrong.values()) < 1.3 * min(wrong.values())
 
 
 def test_the_accuracies_are_those_of_promoe() -> None:
@@ -112,23 +124,14 @@ def test_the_accuracies_are_those_of_promoe() -> None:
     assert [accuracy_at(d) for d in range(1, 9)] == sorted([accuracy_at(d) for d in range(1, 9)], reverse=True)
 
 
-def test_wrong_guesses_of_the_modelled_lookahead_are_spread_over_all_others() -> None:
-    future, made = watched("modelled", 5, iterations=1500)
-    wrong: dict[int, int] = defaultdict(int)
-    for step, prediction in made:
-        for expert in set(prediction.experts) - set(future.demands[step + prediction.distance][1]):
-            wrong[expert] += 1
-    assert len(wrong) == 12 and max(wrong.values()) < 1.3 * min(wrong.values())
-
-
-def test_a_layer_that_needs_everything_cannot_be_guessed_wrong() -> None:
+def test_a_layer_that_needs_everything_cannot_be_predicted_wrong() -> None:
     future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
-    predictor = ModelledLookahead(geometry(layers=2, experts=3, top_k=1), 1, known=Known(future=future))
+    predictor = ModelledLookahead.make(geometry(layers=2, experts=3, top_k=1), Known(future=future), 1)
     (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]
 
 
-def test_another_seed_guesses_otherwise() -> None:
+def test_another_seed_is_wrong_otherwise() -> None:
     assert watched("modelled", 3, seed=1)[1] != watched("modelled", 3, seed=2)[1]
 
 
@@ -142,8 +145,7 @@ def naively(scores: np.ndarray, width: int) -> list[tuple[int, float]]:
     return sorted(best.items(), key=lambda one: (-one[1], one[0]))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 9])
-@pytest.mark.parametrize("width", [1, 3, 8, 99])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (1, 3), (1, 99), (2, 3), (9, 1), (9, 8), (9, 99)])
 def test_it_is_the_union_of_every_rows_best(num_rows: int, width: int) -> None:
     dice = random.Random(f"{num_rows} {width}")
     for _ in range(100):
@@ -159,17 +161,36 @@ def test_it_is_the_union_of_every_rows_best(num_rows: int, width: int) -> None:
         assert prediction.probabilities == scores.max(axis=0).tolist()
 
 
-def test_reach() -> None:
-    reach = Reach(geometry(layers=6), 3)
-    assert list(reach.at_begin()) == [0, 1, 2]
-    assert [reach.after(layer) for layer in range(6)] == [3, 4, 5, None, None, None]
-    assert list(Reach(geometry(layers=4), 1 << 30).at_begin()) == [0, 1, 2], "no farther than the layers there are"
-    assert list(Reach(geometry(layers=1), 2).at_begin()) == [0]
-    with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
-        Reach(geometry(layers=4), 0)
+@pytest.mark.parametrize(
+    ("num_layers", "distance", "at_begin", "after"),
+    [(6, 3, [0, 1, 2], {0: 3, 1: 4, 2: 5}), (4, 1 << 30, [0, 1, 2], {0: 3}), (1, 2, [0], {})],
+)
+def test_layers_are_predicted_so_far_ahead_and_the_first_when_a_pass_begins(
+    num_layers: int, distance: int, at_begin: list[int], after: dict[int, int]
+) -> None:
+    index = PREDICTORS["index"].make(geometry(layers=num_layers), Known(), distance)
+    began = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+    assert [one.layer for one in index.begin_iteration(began)] == at_begin
+    routers = [Routed(RouterRan(layer, [0], [1], [True], 1)) for layer in range(num_layers)]
+    assert {routed.layer: one.layer for routed in routers for one in index.router_ran(routed)} == after
 
 
-def test_a_width_of_nothing_is_refused() -> None:
-    assert WidthOptions().width is None
-    with pytest.raises(ConfigError, match="width=0: must be at least 1"):
-        WidthOptions(0)
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        (WidthOptions, {"width": 0}, "width=0: must be at least 1"),
+        (TokenIdOptions, {"capacity": 0}, "capacity=0: must be from 1"),
+        (TokenIdOptions, {"capacity": 99999999}, "capacity=99999999: must be from 1"),
+        (EAMOptions, {"capacity": 0}, "capacity=0: must be from 1"),
+        (EAMOptions, {"matches": 0}, "matches=0: must be at least 1"),
+        (EAMOptions, {"width": 0}, "width=0: must be at least 1"),
+        (EAMOptions, {"threshold": 1.5}, "threshold=1.5: must be from 0 to 1"),
+        (FMoEOptions, {"capacity": 0}, "capacity=0: must be from 1"),
+        (FMoEOptions, {"quota": 1.5}, "quota=1.5: must be above 0, up to 1"),
+        (FMoEOptions, {"semantic": False, "trajectory": False}, "at least one"),
+        (FMoEOptions, {"select": "all"}, "select='all': accepted: delta, top-k"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: type[PolicyOptions], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(**given)

@@ -33,10 +33,8 @@ class Allocation(Policy, ABC):
     """Works with one cache a layer only: over all layers there is nothing to share out."""
     takes_usage: ClassVar[bool] = False
     """Makes something of Known.usage."""
-    takes_plan: ClassVar[bool] = False
-    """Begins with Known.plan where there is one."""
     splits: ClassVar[bool] = False
-    """May keep parts of experts."""
+    """May keep parts of experts, and begins with Known.plan where there is one."""
     is_configured: ClassVar[bool] = False
     """Whether anything is ever `due`."""
 

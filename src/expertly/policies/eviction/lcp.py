@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction.base import ScoredPolicy
@@ -16,17 +15,10 @@ from expertly.policies.known import Known
 
 @dataclass(frozen=True)
 class LCPOptions(PolicyOptions):
-    """Options of `lcp`. Raises ConfigError where one is out of its bounds."""
+    """Options of `lcp`."""
 
-    rho: float = option(0.25, "by which a priority falls in `omega` tokens without a use, below 1", above=0)
-    omega: float = option(128.0, "tokens", above=0)
-
-    def __post_init__(self) -> None:
-        PolicyOptions.__post_init__(self)
-        if not self.rho < 1:
-            raise ConfigError(f"rho={self.rho}: must be above 0 and below 1")
-        if self.omega == math.inf:
-            raise ConfigError(f"omega={self.omega}: must be above 0 tokens")
+    rho: float = option(0.25, "by which a priority falls in `omega` tokens without a use", above=0, below=1)
+    omega: float = option(128.0, "tokens", above=0, below=math.inf)
 
 
 class CachePriority:

@@ -21,35 +21,25 @@ from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape, Shape
+from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
 Floats = npt.NDArray[np.float32]
 
-DISCOUNT = 0.9
-"""Of a use a step later."""
-HORIZON = 8
-"""Steps after which it is known what a value should have been; what comes later is taken to go on like them."""
-FADING = np.exp(-1 / 2)
-"""What is left of a token's share of the inputs a token later."""
-RATE = 0.03
-"""Of learning: the share of its error by which a value changes where the same inputs come again."""
-BATCH = 4
-"""Steps that are learned from at once: one product of matrices costs less than four of vectors."""
-MEAN_RATE = 1e-3
-"""By which means of inputs follow, a token; faster while few have been seen."""
-OWN_WEIGHT = 1.0
-"""At the start: of an expert's own recent use. All else begins at 0."""
-REACH = 4
-"""Layers before and behind that a layer looks at."""
+DISCOUNT = 0.9  # of a use a step later
+HORIZON = 8  # steps after which it is known what a value should have been; what comes later is taken to go on like them
+FADING = np.exp(-1 / 2)  # what is left of a token's part in the inputs a token later
+RATE = 0.03  # of learning: the share of its error by which a value changes where the same inputs come again
+BATCH = 4  # steps that are learned from at once: one product of matrices costs less than four of vectors
+MEAN_RATE = 1e-3  # by which means of inputs follow, a token; faster while few have been seen
+OWN_WEIGHT = 1.0  # at the start: of an expert's own recent use; all else begins at 0
+REACH = 4  # layers before and behind that a layer looks at
 MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
 """What weights are of: with other inputs or values they would mean nothing."""
 MAX_TOKENS = 1 << 53
-MAX_WEIGHT = 1e6
-"""Far above any that is learned: what a file has must not overflow where it is used."""
-MOST_WEIGHTS = 1 << 18
-"""Of a layer: with many experts it looks at fewer layers, at least at itself."""
+MAX_WEIGHT = 1e6  # far above any that is learned: what a file has must not overflow where it is used
+MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it looks at fewer layers, at least at itself
 MOST_PRODUCTS = 1 << 17
-"""Multiplications in one product of matrices. BLAS shares out larger ones among threads, which costs more than it saves
+"""Multiplications in one product of matrices. BLAS divides larger ones among threads, which costs more than it saves
 here, and could round otherwise with another number of them.
 """
 SURE = 100.0
@@ -57,12 +47,9 @@ SURE = 100.0
 
 _SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
 _LEAST_NORM = 1e-3
-_ROUNDING = 1e-3
-"""How far above 1 a mean share of tokens of a file may be."""
-_AT_ONCE = 16
-"""Victims put in order at a time beyond the number of those that are protected."""
-_MANY = 16
-"""Times that: of so many kept experts finding the few to go costs less than putting all in order."""
+_ROUNDING = 1e-3  # how far above 1 a mean share of tokens of a file may be
+_AT_ONCE = 16  # victims put in order at a time beyond the number of those that are protected
+_MANY = 16  # times that: of so many kept experts finding the few to go costs less than putting all in order
 
 
 class ReuseModel(LearnedState):
@@ -76,16 +63,15 @@ class ReuseModel(LearnedState):
     kind = "reuse"
     holds = "what was learned of reuse, by which expertly keeps experts"
     unit = "tokens"
-    schema = {"tokens": "I64", "mean": "F32", "weights": "F32"}  # noqa: RUF012
+    schema = {"tokens": ("I64", "L"), "mean": ("F32", "A"), "weights": ("F32", "W")}  # noqa: RUF012
 
     def __init__(self, geometry: Geometry) -> None:
         self.shape = ModelShape.of(geometry)
-        self._ends = _ends(geometry)
-        num_layers, num_experts = geometry.num_layers, geometry.num_experts
+        num_experts = geometry.num_experts
         self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
         self._mean: Floats = np.zeros(num_experts, np.float32)  # what `_recent` is on average
         self._values: Floats = np.zeros(num_experts, np.float32)  # said when each layer ran last
-        self._layers = [LayerReuse(*_place(self._ends, layer)) for layer in range(num_layers)]
+        self._layers = [LayerReuse(own, seen) for own, seen in _places(self.shape.num_experts)]
         self._discounts: dict[int, Floats] = {}  # of a layer that runs: of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # that runs, or ran last
@@ -98,10 +84,6 @@ class ReuseModel(LearnedState):
         for layer in self._layers:
             layer.link(self._recent, self._mean)
         self._own = [(self._recent[layer.own], self._values[layer.own]) for layer in self._layers]
-
-    def fits(self, geometry: Geometry) -> bool:
-        """Whether it is of a model with so many experts a layer."""
-        return self._ends == _ends(geometry)
 
     def copy(self) -> ReuseModel:
         """One that goes on from here by itself."""
@@ -136,13 +118,8 @@ class ReuseModel(LearnedState):
         if self._worth is None:
             self._worth = self._values * self._discount(self._layer)
             if not self._is_decode:
-                self._worth[self._ends[self._layer + 1] :] += SURE
+                self._worth[self._layers[self._layer].own.stop :] += SURE
         return self._worth
-
-    @property
-    def num_tokens(self) -> int:
-        """That it has seen, in the layer that saw most."""
-        return max(layer.num_tokens for layer in self._layers)
 
     def state(self) -> dict[str, npt.NDArray[Any]] | None:
         """A copy of what it has learned: `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id,
@@ -174,23 +151,24 @@ class ReuseModel(LearnedState):
 
     @property
     def num_learned(self) -> int:
-        return self.num_tokens
+        """Tokens that it has seen, in the layer that saw most."""
+        return max(layer.num_tokens for layer in self._layers)
 
     @property
     def generation(self) -> int:  # type: ignore[override]
-        return self.num_tokens
+        return self.num_learned
 
     def settings(self) -> dict[str, str]:
         return {"meaning": json.dumps(MEANING, separators=(",", ":"))}
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
         if header.json_object("meaning") != MEANING:
             header.refuse("meaning", f"learned by another version of expertly; this one has {MEANING}")
         shape, num = header.shape, num_weights(header.shape.num_experts)
         if 4 * num > MAX_NBYTES:
             header.refuse("shape", f"weights of {4 * num} bytes; at most {MAX_NBYTES} are accepted")
-        return {"tokens": (shape.num_layers,), "mean": (sum(shape.num_experts),), "weights": (num,)}
+        return {"A": sum(shape.num_experts), "W": num}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
@@ -216,7 +194,8 @@ class ReuseModel(LearnedState):
         if layer not in self._discounts:
             num_layers = len(self._layers)
             ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
-            self._discounts[layer] = np.repeat(DISCOUNT ** (ahead / num_layers), np.diff(self._ends)).astype(np.float32)
+            discounts = np.repeat(DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
+            self._discounts[layer] = discounts.astype(np.float32)
         return self._discounts[layer]
 
 
@@ -273,9 +252,7 @@ class LayerReuse:
         return values
 
     def restore(self, weights: Floats, num_tokens: int) -> None:
-        """Go on with what another process had learned from so many tokens; the mean of its inputs is what it was
-        then.
-        """
+        """Go on with what another process had learned from so many tokens, and its mean inputs, which are set."""
         self.weights[:] = weights
         self.num_tokens = num_tokens
         self._num_kept = 0
@@ -312,24 +289,22 @@ class LayerReuse:
 
 def num_weights(num_experts: Sequence[int]) -> int:
     """Of a model with so many experts a layer."""
-    ends = [0, *accumulate(num_experts)]
-    places = (_place(ends, layer) for layer in range(len(num_experts)))
-    return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in places)
+    return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in _places(num_experts))
 
 
-def _ends(geometry: Geometry) -> list[int]:
-    """Where each layer's dense ids begin, and where the last one's end."""
-    return [*map(geometry.first_expert_id, range(geometry.num_layers)), geometry.num_experts]
-
-
-def _place(ends: Sequence[int], layer: int) -> tuple[slice, slice]:
-    """The dense ids of a layer's experts, and of those that it looks at: as many layers as MOST_WEIGHTS allows."""
-    num_layers, own = len(ends) - 1, slice(ends[layer], ends[layer + 1])
-    for reach in range(REACH, 0, -1):
-        seen = slice(ends[max(0, layer - reach)], ends[min(num_layers, layer + reach + 1)])
-        if (seen.stop - seen.start) * (own.stop - own.start) <= MOST_WEIGHTS:
-            return own, seen
-    return own, own
+def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Of each layer the dense ids of its experts, and of those that it looks at: of as many layers as MOST_WEIGHTS
+    allows.
+    """
+    ends, places = [0, *accumulate(num_experts)], []
+    for layer, num in enumerate(num_experts):
+        seen = own = slice(ends[layer], ends[layer + 1])
+        for reach in range(1, REACH + 1):
+            wider = slice(ends[max(0, layer - reach)], ends[min(len(num_experts), layer + reach + 1)])
+            if (wider.stop - wider.start) * num <= MOST_WEIGHTS:
+                seen = wider
+        places.append((own, seen))
+    return places
 
 
 def _targets() -> Floats:
@@ -361,8 +336,9 @@ class Reuse(ScoredPolicy):
     ) -> Callable[[int], EvictionPolicy]:
         """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
         cls.parse(given)
-        model = known.reuse
-        shared = ReuseModel(geometry) if model is None or not model.fits(geometry) else model.copy()
+        shared = ReuseModel(geometry)
+        if known.reuse is not None and known.reuse.shape.num_experts == shared.shape.num_experts:
+            shared = known.reuse.copy()
         return lambda capacity: cls(geometry, shared, capacity)
 
     @property

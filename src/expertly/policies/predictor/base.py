@@ -1,5 +1,5 @@
 """The contract of a predictor: it watches forward passes and says what later layers will need; and what many of them
-share: which layers they reach, and how scores become a prediction.
+share: when they predict which layer, and how scores become a prediction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Routed, Want
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions, option
-from expertly.policies.known import Known
+from expertly.policies.known import NOTHING, Known
 
 ALL_LAYERS = 1 << 30
 """A distance that no model has."""
@@ -96,23 +96,45 @@ class WidthOptions(PolicyOptions):
     width: int | None = option(None, "experts named of each layer; as many as its router chooses, unless said", least=1)
 
 
-class Reach:
-    """Which layers are predicted when: `distance` layers ahead, within one iteration."""
+class RankingPredictor(Predictor):
+    """One that scores the experts of a layer and names the best `width` of each row."""
 
-    def __init__(self, geometry: Geometry, distance: int) -> None:
-        if distance < 1:
-            raise ConfigError(f"distance={distance}: must be at least 1")
-        self.num_layers = geometry.num_layers
-        self.distance = max(1, min(distance, geometry.num_layers - 1))
+    options = WidthOptions
 
-    def at_begin(self, layers: range | None = None) -> range:
-        """Layers that no router of an iteration over `layers` (None: all) can name in time."""
-        return (range(self.num_layers) if layers is None else layers)[: self.distance]
+    def __init__(
+        self, geometry: Geometry, distance: int = 1, options: WidthOptions = WidthOptions(), known: Known = NOTHING
+    ) -> None:
+        super().__init__()
+        self._layers = geometry.layers
+        self._distance = distance_in(geometry, distance)
+        self._width = options.width
 
-    def after(self, layer: int) -> int | None:
-        """The layer that comes into reach when this one's router has spoken."""
-        ahead = layer + self.distance
-        return ahead if layer < ahead < self.num_layers else None
+
+class FixedDistancePredictor(RankingPredictor):
+    """One that predicts a layer when the one `distance` before it has run, and the first layers when a pass begins."""
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        layers = range(len(self._layers)) if began.layers is None else began.layers
+        for layer in layers[: self._distance]:
+            if (prediction := self._predict(layer, layer + 1)) is not None:
+                yield prediction
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        layer = routed.layer + self._distance
+        if layer < len(self._layers) and (prediction := self._predict(layer, self._distance)) is not None:
+            yield prediction
+
+    @abstractmethod
+    def _predict(self, layer: int, distance: int) -> Prediction | None:
+        """Also counts its work."""
+        ...
+
+
+def distance_in(geometry: Geometry, distance: int) -> int:
+    """`distance`, or how far one can look in so few layers. Raises ConfigError where it is under 1."""
+    if distance < 1:
+        raise ConfigError(f"distance={distance}: must be at least 1")
+    return max(1, min(distance, geometry.num_layers - 1))
 
 
 def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Prediction | None:

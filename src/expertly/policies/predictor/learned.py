@@ -19,8 +19,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Floats, Routed, Want
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape, Shape, length_of
-from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
+from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape
+from expertly.policies.predictor.base import RankingPredictor, WidthOptions, best_of_rows
 
 Weights = npt.NDArray[np.floating[Any]]
 
@@ -63,16 +63,16 @@ class LearnedWeights(LearnedState):
     holds = "the weights of a predictor, by which promoe predicts"
     unit = "networks"
     made_by = "train-predictor"
-    schema = {  # noqa: RUF012 - of M networks; E is that of the largest layer, what is beyond a layer's own is 0
-        "source": "I32",  # [M]
-        "target": "I32",  # [M]
-        "mean": "F16",  # [M, H]
-        "scale": "F16",  # [M, H]
-        "hidden": "F16",  # [M, N, H]
-        "hidden_bias": "F16",  # [M, N]
-        "out": "F16",  # [M, E, N]
-        "direct": "F16",  # [M, E, H]
-        "bias": "F16",  # [M, E]
+    schema = {  # noqa: RUF012 - of M networks; what is beyond a layer's own experts is 0
+        "source": ("I32", "M"),
+        "target": ("I32", "M"),
+        "mean": ("F16", "MH"),
+        "scale": ("F16", "MH"),
+        "hidden": ("F16", "MNH"),
+        "hidden_bias": ("F16", "MN"),
+        "out": ("F16", "MEN"),
+        "direct": ("F16", "MEH"),
+        "bias": ("F16", "ME"),
     }
     has_plain_facts = False
 
@@ -117,13 +117,13 @@ class LearnedWeights(LearnedState):
             each = [getattr(self.mlps[pair], name) for pair in order]
             if name in _OF_EXPERTS:
                 each = [np.pad(one, [(0, num_experts - len(one)), *[(0, 0)] * (one.ndim - 1)]) for one in each]
-            blank = (0, *[1] * (2 if name in ("hidden", "out", "direct") else 1))  # of a model of one layer
+            blank = (0, *[1] * (len(self.schema[name][1]) - 1))  # of a model of one layer
             with np.errstate(over="ignore"):
                 arrays[name] = np.stack(each).astype(np.float16) if each else np.zeros(blank, np.float16)
         return arrays
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
         starts, distances = _stacks(header)
         if not 1 <= len(distances) <= MAX_DISTANCES:
             header.refuse("shape", f"must have 1 to {MAX_DISTANCES} distances")
@@ -131,24 +131,11 @@ class LearnedWeights(LearnedState):
             header.refuse("shape", "starts must be of as many layers as num_experts")
         if any(start > layer for layer, start in enumerate(starts)):
             header.refuse("shape", "starts must not be behind their layers")
-        num, hidden = length_of(header, sizes, "source"), sizes.get("hidden", ())
-        if len(hidden) != 3 or not all(1 <= size <= MAX_WIDTH for size in hidden[1:]):
-            raise StoreError(
-                f"{header.path}: tensor 'hidden': {list(hidden)!s:.80}; must be [M, N, H] of up to {MAX_WIDTH} each"
-            )
-        width, hidden_size = hidden[1:]
-        num_experts = header.shape.max_experts if num else 1
-        return {
-            "source": (num,),
-            "target": (num,),
-            "mean": (num, hidden_size),
-            "scale": (num, hidden_size),
-            "hidden": (num, width, hidden_size),
-            "hidden_bias": (num, width),
-            "out": (num, num_experts, width),
-            "direct": (num, num_experts, hidden_size),
-            "bias": (num, num_experts),
-        }
+        width, hidden_size = found.get("N", 0), found.get("H", 0)
+        if not (1 <= width <= MAX_WIDTH and 1 <= hidden_size <= MAX_WIDTH):
+            accepted = f"N={width}, H={hidden_size}; must be [M, N, H] of up to {MAX_WIDTH} each"
+            raise StoreError(f"{header.path}: tensor 'hidden': {accepted}")
+        return {} if found.get("M") else {"E": 1}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
@@ -216,33 +203,25 @@ class Network:
         return logits
 
 
-class Learned(Predictor):
+class Learned(RankingPredictor):
     """After layer l, the best of layer l + distance; after the first layer of a stack, of all layers up to there. Rows
     are looked at one by one, the prediction is the union of what they name. Scores are what the networks make of the
     router's scores.
     """
 
     name = "learned"
-    options = WidthOptions
     needs = ("router_inputs",)
     takes_weights = True
     wants: frozenset[Want] = frozenset({"inputs"})
 
     def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: WidthOptions = WidthOptions(),
-        known: Known = NOTHING,
+        self, geometry: Geometry, distance: int = 1, options: WidthOptions = WidthOptions(), known: Known = NOTHING
     ) -> None:
         """Raises ConfigError where there are no weights, or they are of another model or of other distances."""
-        super().__init__()
-        reach = Reach(geometry, distance)
-        weights = _checked(geometry, known.learned, reach.distance)
-        self._layers = geometry.layers
-        self._width = options.width
+        super().__init__(geometry, distance, options, known)
+        weights = _checked(geometry, known.learned, self._distance)
         self._networks: dict[int, list[tuple[int, Network]]] = {}  # by the layer that is looked at: what is predicted
-        for source, target in pairs(weights.starts, reach.distance):
+        for source, target in pairs(weights.starts, self._distance):
             self._networks.setdefault(source, []).append((target, Network(weights.mlps[source, target])))
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:

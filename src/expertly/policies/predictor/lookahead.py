@@ -12,8 +12,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed, Want, layer_ahead
 from expertly.policies.base import option
-from expertly.policies.known import NOTHING, Known
-from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
+from expertly.policies.known import Known
+from expertly.policies.predictor.base import RankingPredictor, WidthOptions, best_of_rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SpeculativeOptions(LookaheadOptions):
     next_token: bool = option(True, "past the last layer, too: the first layers, as the next token will run them")
 
 
-class Lookahead(Predictor):
+class Lookahead(RankingPredictor):
     """After layer l of a stack, the best of layer l + distance; after the first layer, of all layers up to there. Looks
     no farther than what it is shown does.
 
@@ -43,17 +43,8 @@ class Lookahead(Predictor):
     needs = ("lookahead",)
     wants: frozenset[Want] = frozenset({"lookahead"})
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: LookaheadOptions = LookaheadOptions(),
-        known: Known = NOTHING,
-    ) -> None:
-        super().__init__()
-        self._layers = geometry.layers
-        self._reach = Reach(geometry, distance)
-        self._width = options.width
+    def __init__(self, geometry: Geometry, distance: int, options: LookaheadOptions, known: Known) -> None:
+        super().__init__(geometry, distance, options, known)
         self._next_token = options.next_token
         self._stack = range(geometry.num_layers)
         self._num_rows = 1  # of this pass
@@ -70,7 +61,7 @@ class Lookahead(Predictor):
         shown, stack = routed.lookahead, self._stack
         if shown is None or not shown.size or routed.layer not in stack:
             return
-        farthest = min(self._reach.distance, shown.shape[1], len(stack) - 1)
+        farthest = min(self._distance, shown.shape[1], len(stack) - 1)
         for distance in range(1 if routed.layer == stack.start else max(1, farthest), farthest + 1):
             layer = layer_ahead(routed.layer, distance, stack, self._next_token)
             if layer is None:
@@ -96,13 +87,7 @@ class Speculative(Lookahead):
     name = "speculative"
     options = SpeculativeOptions
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: SpeculativeOptions = SpeculativeOptions(),
-        known: Known = NOTHING,
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: SpeculativeOptions, known: Known) -> None:
         most = max(layer.num_experts for layer in geometry.layers)
         super().__init__(geometry, distance, replace(options, width=options.width or most), known)
 

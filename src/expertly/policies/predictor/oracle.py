@@ -10,8 +10,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.policies.base import PolicyOptions
-from expertly.policies.known import NOTHING, Future, Known
+from expertly.policies.known import Future, Known
 from expertly.policies.predictor.base import Predictor
 
 ACCURACY = {1: 0.905, 8: 0.545}
@@ -32,9 +31,7 @@ class Perfect(Predictor):
     needs = ("future",)
     gives_probabilities = False
 
-    def __init__(
-        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
         super().__init__()
         self._future = _future_of(known, self.name)
         self._reach = min(distance, geometry.num_layers - 1)  # one demand a layer
@@ -56,16 +53,14 @@ class ModelledLookahead(Predictor):
     """A lookahead of stated accuracy, for studies of predictors that do not exist. Names as many experts as the layer
     needs; each is right with the stated probability, else any other of the layer.
 
-    Wrong guesses are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
+    Wrong experts are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
     """
 
     name = "modelled"
     needs = ("future",)
     gives_probabilities = False
 
-    def __init__(
-        self, geometry: Geometry, distance: int, options: Any = PolicyOptions(), known: Known = NOTHING
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
         super().__init__()
         self._num_experts = [layer.num_experts for layer in geometry.layers]
         self._future = _future_of(known, self.name)
@@ -82,21 +77,21 @@ class ModelledLookahead(Predictor):
             if needs is None:
                 return
             layer, experts = needs
-            guesses = self._guess(experts, self._num_experts[layer], accuracy_at(distance))
-            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(guesses))]
-            yield Prediction(layer, guesses, scores, distance)
+            named = self._mostly_right(experts, self._num_experts[layer], accuracy_at(distance))
+            scores = [1.0 / (distance * (1 + rank)) for rank in range(len(named))]
+            yield Prediction(layer, named, scores, distance)
 
-    def _guess(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
+    def _mostly_right(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
         is_needed = set(needed)
         others = [expert for expert in range(num_experts) if expert not in is_needed]
-        guesses = []
+        named = []
         for expert in needed:
             if others and self._random.random() >= accuracy:
                 chosen = int(self._random.random() * len(others))
                 others[chosen], others[-1] = others[-1], others[chosen]
                 expert = others.pop()
-            guesses.append(expert)
-        return guesses
+            named.append(expert)
+        return named
 
 
 def _future_of(known: Known, name: str) -> Future:

@@ -4,7 +4,7 @@ request-level hit counts that fMoE, section 2, measures maps against).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
-from expertly.policies.known import NOTHING, Known
-from expertly.policies.predictor.base import Predictor, Reach, WidthOptions, best_of_rows
+from expertly.policies.known import Known
+from expertly.policies.predictor.base import FixedDistancePredictor, WidthOptions, best_of_rows
 
 LayerCounts = npt.NDArray[np.int64]
 
@@ -58,48 +58,30 @@ def shares(counts: LayerCounts) -> Floats | None:
     return (counts / total).astype(np.float32) if total else None
 
 
-class Popularity(Predictor):
+class Popularity(FixedDistancePredictor):
     """Names the most popular experts of each layer, `distance` layers ahead. Scores are shares of the choices."""
 
     name = "popularity"
-    options = WidthOptions
     wants: frozenset[Want] = frozenset({"experts"})
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: WidthOptions = WidthOptions(),
-        known: Known = NOTHING,
-    ) -> None:
-        super().__init__()
-        self._layers = geometry.layers
-        self._reach = Reach(geometry, distance)
-        self._width = options.width
+    def __init__(self, geometry: Geometry, distance: int, options: WidthOptions, known: Known) -> None:
+        super().__init__(geometry, distance, options, known)
         self._popular = Popular(geometry, known.popularity)
 
-    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        for layer in self._reach.at_begin(began.layers):
-            yield from self._predict(layer, layer + 1)
-
-    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
         if routed.experts is not None:
             self._popular.saw(routed.layer, routed.experts)
-        ahead = self._reach.after(routed.layer)
-        if ahead is not None:
-            yield from self._predict(ahead, self._reach.distance)
+        return super().router_ran(routed)
 
     def learn(self, history: History) -> None:
         self._popular.learn(history.experts)
 
-    def _predict(self, layer: int, distance: int) -> Iterator[Prediction]:
+    def _predict(self, layer: int, distance: int) -> Prediction | None:
         self.work.num_calls += 1
         scores = self._shares(layer)
         self.work.read_nbytes += self._layers[layer].num_experts * 8 * len(scores)
-        if scores:
-            prediction = best_of_rows(layer, distance, np.stack(scores), self._width or self._layers[layer].top_k)
-            if prediction is not None:
-                yield prediction
+        width = self._width or self._layers[layer].top_k
+        return best_of_rows(layer, distance, np.stack(scores), width) if scores else None
 
     def _shares(self, layer: int) -> list[Floats]:
         """[E] each, of which the best are named."""
@@ -115,41 +97,31 @@ class Counts(Popularity):
 
     name = "counts"
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: WidthOptions = WidthOptions(),
-        known: Known = NOTHING,
-    ) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: WidthOptions, known: Known) -> None:
         super().__init__(geometry, distance, options, known)
-        self._rows: list[tuple[list[LayerCounts], slice | Ids]] = []  # of each request: counts by layer, its rows
-        self._counts: dict[int, list[LayerCounts]] = {}  # of the requests of this pass
+        self._counts: dict[int, list[LayerCounts]] = {}  # of the requests of this pass, by layer
+        self._rows: list[tuple[list[LayerCounts], slice | Ids]] = []  # of each request: its counts, its rows
         self._num_rows = 0
 
-    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
         requests, first = np.unique(began.requests, return_index=True)
         self._num_rows = len(began.requests)
-        before, self._counts = self._counts, {}
+        before, self._counts, self._rows = self._counts, {}, []
         for request in requests[np.argsort(first)].tolist():
             counts = before.get(request)
             if counts is None:
                 counts = [np.zeros(layer.num_experts, np.int64) for layer in self._layers]
             self._counts[request] = counts
-        if len(self._counts) == 1:
-            self._rows = [(counts, slice(None)) for counts in self._counts.values()]
-        else:
-            self._rows = [
-                (counts, np.flatnonzero(began.requests == request)) for request, counts in self._counts.items()
-            ]
-        yield from super().begin_iteration(began)
+            is_alone = len(requests) == 1
+            self._rows.append((counts, slice(None) if is_alone else np.flatnonzero(began.requests == request)))
+        return super().begin_iteration(began)
 
-    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
         # Of a pass whose beginning was left out nobody knows whose rows they are.
         if routed.experts is not None and len(routed.experts) == self._num_rows:
             for counts, rows in self._rows:
                 count(counts[routed.layer], routed.experts[rows])
-        yield from super().router_ran(routed)
+        return super().router_ran(routed)
 
     def facts(self) -> dict[str, int | float | None]:
         """`requests`: those of the last pass, of which counts are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,11 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import option
-from expertly.policies.known import NOTHING, Known
-from expertly.policies.predictor.base import ALL_LAYERS, Predictor, Reach, WidthOptions, best_of_rows
+from expertly.policies.known import Known
+from expertly.policies.predictor.base import ALL_LAYERS, FixedDistancePredictor, WidthOptions, best_of_rows
 from expertly.policies.predictor.popularity import Popular
 
 TokenIds = npt.NDArray[np.int32]
-
-_FIRST_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class IdCounts:
         self._firsts = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._sizes = [layer.num_experts for layer in geometry.layers]
         self._slots: OrderedDict[int, int] = OrderedDict()  # of the ids, the one seen last at the end
-        self._counts = np.zeros((min(capacity, _FIRST_SLOTS), geometry.num_experts), np.int32)
+        self._counts = np.zeros((capacity, geometry.num_experts), np.int32)  # pages take no memory until written to
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -84,12 +82,9 @@ class IdCounts:
                 _, slot = order.popitem(last=False)
                 self._counts[slot] = 0
             order[token] = slot
-            if slot >= len(self._counts):
-                more = np.zeros((min(len(self._counts), self._capacity - slot), self._counts.shape[1]), np.int32)
-                self._counts = np.concatenate([self._counts, more])
 
 
-class TokenId(Predictor):
+class TokenId(FixedDistancePredictor):
     """Names, for each row, the experts that its token's id chose most often in a layer; for an id that is not known,
     the most popular. All of it is known when a pass begins: with a distance of all layers it is said then
     (iteration-wise, as in the paper), else of each layer when it is `distance` ahead. Scores are shares of the id's
@@ -105,19 +100,11 @@ class TokenId(Predictor):
     default_distance = ALL_LAYERS
     wants: frozenset[Want] = frozenset({"token_ids", "experts"})
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: TokenIdOptions = TokenIdOptions(),
-        known: Known = NOTHING,
-    ) -> None:
-        super().__init__()
-        self._layers = geometry.layers
-        self._reach = Reach(geometry, distance)
+    def __init__(self, geometry: Geometry, distance: int, options: TokenIdOptions, known: Known) -> None:
+        super().__init__(geometry, distance, options, known)
         self._all_layers = range(geometry.num_layers)
-        self._says_all_at_once = distance >= geometry.num_layers
-        self._width = options.width
+        if distance >= geometry.num_layers:
+            self._distance = geometry.num_layers  # the last layer, too, is named when a pass begins
         self._popular = Popular(geometry, known.popularity)
         self._counts = IdCounts(geometry, options.capacity)
         self._token_ids: TokenIds | None = None  # of the pass
@@ -127,7 +114,7 @@ class TokenId(Predictor):
         self._chosen: dict[int, Ids] = {}  # by the layers that have run
         self._num_rows = self._num_known = 0
 
-    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
         self._due = self._all_layers if began.layers is None else began.layers
         self._chosen = {}
         self._last = -1
@@ -139,16 +126,13 @@ class TokenId(Predictor):
             self._num_rows += len(began.token_ids)
             self._num_known += int(counts[slots >= 0].sum())
             self._slots = np.unique(slots)
-        for layer in self._due if self._says_all_at_once else self._reach.at_begin(began.layers):
-            yield from self._predict(layer, layer + 1)
+        return super().begin_iteration(began)
 
-    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
         if routed.experts is not None:
             self._popular.saw(routed.layer, routed.experts)
         self._note(routed)
-        ahead = None if self._says_all_at_once else self._reach.after(routed.layer)
-        if ahead is not None and self._token_ids is not None:
-            yield from self._predict(ahead, self._reach.distance)
+        return () if self._token_ids is None else super().router_ran(routed)
 
     def end_iteration(self, ok: bool) -> None:
         """Count what the pass chose, if it ended well and every layer was seen, with as many rows as it began with."""
@@ -183,17 +167,13 @@ class TokenId(Predictor):
         if experts is not None:
             self._chosen[routed.layer] = experts
 
-    def _predict(self, layer: int, distance: int) -> Iterator[Prediction]:
+    def _predict(self, layer: int, distance: int) -> Prediction | None:
         scores = self._counts.shares(layer, self._slots[self._slots >= 0])
         scores = scores[scores.any(axis=1)]
         self.work.num_calls += 1
         self.work.read_nbytes += scores.nbytes
-        if len(scores) < len(self._slots):
-            popular = self._popular.shares(layer)
-            if popular is not None:
-                scores = np.concatenate([scores, popular[None]])
-                self.work.read_nbytes += 8 * len(popular)
-        if len(scores):
-            prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
-            if prediction is not None:
-                yield prediction
+        if len(scores) < len(self._slots) and (popular := self._popular.shares(layer)) is not None:
+            scores = np.concatenate([scores, popular[None]])
+            self.work.read_nbytes += 8 * len(popular)
+        width = self._width or self._layers[layer].top_k
+        return best_of_rows(layer, distance, scores, width) if len(scores) else None

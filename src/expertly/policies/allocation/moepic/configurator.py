@@ -150,20 +150,14 @@ def configure(
 
 
 def uniform_plan(geometry: Geometry, kept_segments: Sequence[int]) -> SplitPlan:
-    """Equal budgets and half of each expert: MoEpic without its configurator (algorithm 1, line 4)."""
-    budgets, num_segments = equal_shares(geometry, kept_segments), geometry.segments_per_expert
-    layers = [half_split(v, shape.num_experts, num_segments) for v, shape in zip(budgets, geometry.layers, strict=True)]
-    return SplitPlan(geometry, tuple(layers))
-
-
-def half_split(budget: int, num_experts: int, segments_per_expert: int) -> LayerSplit:
-    """theta 0.5, rounded down to segments but not to none; less of one expert where the budget is less than that, more
-    where it keeps half of every expert.
+    """Equal budgets and half of each expert: MoEpic without its configurator (algorithm 1, line 4). A half is rounded
+    down to segments but not to none; less of one expert where the budget is less, more where half of all is less.
     """
-    if not budget:
-        return LayerSplit(0, 0, 0)
-    segments = min(max(segments_per_expert // 2, budget // num_experts, 1), segments_per_expert, budget)
-    return LayerSplit(min(budget // segments, num_experts), segments, budget)
+    num_segments, layers = geometry.segments_per_expert, []
+    for budget, shape in zip(equal_shares(geometry, kept_segments), geometry.layers, strict=True):
+        top = min(max(num_segments // 2, budget // shape.num_experts, 1), num_segments, budget)
+        layers.append(LayerSplit(min(budget // top, shape.num_experts) if budget else 0, top, budget))
+    return SplitPlan(geometry, tuple(layers))
 
 
 def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> Forecast | None:

@@ -10,6 +10,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.policies.allocation.uniform import class_sums
 
 _FORMAT = "expertly-split-plan"
 _VERSION = 1
@@ -17,7 +18,6 @@ _ABOUT = "about"
 """What a file says of itself beside the plan, for people."""
 
 _PLAN_FIELDS = ("format", "version", "segments_per_expert", "layers")
-_SPLIT_FIELDS = ("kept_experts", "kept_segments", "budget_segments")
 _GEOMETRY_FIELDS = tuple(field.name for field in fields(LayerGeometry))
 _MAX_COUNT = 1 << 31
 
@@ -33,6 +33,9 @@ class LayerSplit:
     @property
     def used_segments(self) -> int:
         return self.kept_experts * self.kept_segments
+
+
+_SPLIT_FIELDS = tuple(field.name for field in fields(LayerSplit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class SplitPlan:
     @property
     def free_segments(self) -> tuple[int, ...]:
         """Segments of each size class that the layers' budgets leave; they widen the staging slots."""
-        return tuple(self._sums([layer.budget_segments - layer.used_segments for layer in self.layers]))
+        free = [layer.budget_segments - layer.used_segments for layer in self.layers]
+        return tuple(class_sums(self.geometry, free))
 
     def check_fits(self, geometry: Geometry, kept_slots: Sequence[int] | None = None) -> None:
         """Raises ConfigError where the plan is for other experts or segments than these, or where its budgets take more
@@ -75,19 +79,13 @@ class SplitPlan:
                     accepted = f"{getattr(running, name)}, as the model has it"
                     raise _error(f"layers[{number}].{name}", getattr(planned, name), accepted)
         if kept_slots is not None:
-            budgets = self._sums([layer.budget_segments for layer in self.layers])
+            budgets = class_sums(mine, [layer.budget_segments for layer in self.layers])
             for planned_slots, slots in zip(budgets, kept_slots, strict=True):
                 if planned_slots > slots:
                     raise ConfigError(
                         f"plan field layers: budgets of {planned_slots} segments together; must be at most the {slots} "
-                        f"that the memory keeps beside the ring"
+                        f"that the memory keeps beside the staging slots"
                     )
-
-    def _sums(self, of_layers: Sequence[int]) -> list[int]:
-        sums = [0] * self.geometry.num_size_classes
-        for num, size_class in zip(of_layers, self.geometry.size_classes, strict=True):
-            sums[size_class] += num
-        return sums
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""

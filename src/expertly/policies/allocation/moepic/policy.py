@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation.base import Allocation
@@ -50,7 +49,6 @@ class SplitExperts(Allocation):
     options: ClassVar[type[Any]] = SplitOptions
     needs_layers = True
     splits = True
-    takes_plan = True
 
     def __init__(self, geometry: Geometry, options: Any = SplitOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
@@ -93,14 +91,9 @@ class MoEpicOptions(PolicyOptions):
     """Options of `moepic`."""
 
     tau: int = option(5000, "decoded tokens between two configurations", least=1)
-    zeta: float = option(DEFAULT_ZETA, "share of what is kept that moves at a time", above=0)
+    zeta: float = option(DEFAULT_ZETA, "share of what is kept that moves at a time", above=0, below=1)
     pieces: bool = option(True, "count what computing experts in parts costs, as far as it is known (ours)")
     start: Literal["timed", "half"] = option("timed", "begin with what is best by times alone (ours), or with halves")
-
-    def __post_init__(self) -> None:
-        PolicyOptions.__post_init__(self)
-        if not self.zeta < 1:
-            raise ConfigError(f"zeta={self.zeta}: must be above 0 and below 1")
 
 
 class MoEpic(SplitExperts):

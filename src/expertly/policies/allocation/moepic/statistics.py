@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +24,8 @@ DEFAULT_HALF_LIFE = 5000.0
 _MAX_WEIGHT = 2.0**100
 _TOGETHER = 64  # tokens
 
-_Noted = tuple[Sequence[int], "Sequence[int] | None", float, int]
-"""A token: needed experts; all by falling score, where there was a prediction; weight; pass, from 0."""
+_Noted = tuple[Sequence[int], bytes | None, float, int]
+"""A token: needed experts; the ids of all by falling score, where there was a prediction; weight; pass, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,6 @@ class LayerStatistics:
         self._weight = 1.0
         self._priority = CachePriority()
         self._num_used = [0] * num_experts
-        self._score = np.full(num_experts, math.inf)  # minus the cache priority
         self._needed = np.zeros(num_experts)  # weight of the needed experts, by their rank
         self._predicted_weight = 0.0  # of the tokens that had a prediction
         self._right = np.zeros(num_experts)  # of those that needed the y-th predicted one
@@ -74,7 +75,10 @@ class LayerStatistics:
         # What tokens showed, until they are counted.
         self._until_counted = _TOGETHER - early % _TOGETHER
         self._noted: list[_Noted] = []
-        self._scores: list[Doubles] = []  # as each pass found them
+        self._id_dtype = np.uint8 if num_experts <= 256 else np.uint16  # in which predictions are noted
+        self._ids = list(range(num_experts))  # of all experts, then of those that each pass used
+        self._scores = [math.inf] * num_experts  # minus the cache priority: of all at first, then of those after it
+        self._starts: list[int] = []  # of each pass: where its own begin in both
 
     def note(self, needed: Sequence[int], predicted: Sequence[int] | None = None) -> None:
         """A pass of one token: the experts that it needs, all in 0..E-1 and none twice, and the predicted ones by
@@ -84,7 +88,10 @@ class LayerStatistics:
             is_named = np.zeros(self.num_experts, np.bool_)
             is_named[list(predicted)] = True
             predicted = [*predicted, *np.flatnonzero(~is_named).tolist()]
-        self._noted.append((needed, predicted, self._weight, len(self._scores)))
+        order = None
+        if predicted is not None:
+            order = bytes(predicted) if self._id_dtype is np.uint8 else np.array(predicted, self._id_dtype).tobytes()
+        self._noted.append((needed, order, self._weight, len(self._starts)))
         self._end_pass(1)
 
     def observe(
@@ -95,12 +102,13 @@ class LayerStatistics:
         What is not in 0..E-1 is no expert; none is twice in a row. All rows find the ranks that the passes before left.
         Rows outside `is_predicted`, [T], and all where there are no scores, had no prediction: they count for H alone.
         """
-        orders = None if predicted is None else (-predicted).argsort(axis=1, kind="stable").tolist()
+        orders = None if predicted is None else (-predicted).argsort(axis=1, kind="stable").astype(self._id_dtype)
         for number, row in enumerate(experts.tolist()):
             needed = [expert for expert in row if 0 <= expert < self.num_experts]
-            has_order = orders is not None and (is_predicted is None or is_predicted[number])
-            order = orders[number] if orders is not None and has_order else None
-            self._noted.append((needed, order, self._weight, len(self._scores)))
+            order = None
+            if orders is not None and (is_predicted is None or is_predicted[number]):
+                order = orders[number].tobytes()
+            self._noted.append((needed, order, self._weight, len(self._starts)))
         self._end_pass(len(experts))
 
     def rates(self) -> LayerRates:
@@ -119,21 +127,16 @@ class LayerStatistics:
             np.minimum(accuracy, 1, out=accuracy)
         return LayerRates(hits, accuracy, predicted_hits)
 
-    def ranked(self) -> list[int]:
-        """All experts by falling cache priority, now: the first C are those that a cache of C experts should hold."""
-        ranked: list[int] = self._score.argsort(kind="stable").tolist()
-        return ranked
-
     def _end_pass(self, num_tokens: int) -> None:
-        self._scores.append(self._score.copy())
+        self._starts.append(len(self._ids))
         self.num_tokens += num_tokens
-        num_used, score = self._num_used, self._score
-        rows = [row for row, *_ in self._noted[len(self._noted) - num_tokens :]]
-        for row in rows:
-            for expert in row:
-                num_used[expert] += 1
-        for expert in {expert for row in rows for expert in row}:
-            score[expert] = -self._priority(num_used[expert], self.num_tokens)
+        num_used = self._num_used
+        used = [expert for needed, *_ in self._noted[len(self._noted) - num_tokens :] for expert in needed]
+        for expert in used:
+            num_used[expert] += 1
+        used = list(dict.fromkeys(used))
+        self._ids += used
+        self._scores += [-self._priority(num_used[expert], self.num_tokens) for expert in used]
         self._weight *= self._growth**num_tokens
         if len(self._noted) >= self._until_counted:
             self._until_counted = _TOGETHER
@@ -152,26 +155,43 @@ class LayerStatistics:
         num = self.num_experts
         rows, orders, token_weights, token_passes = zip(*self._noted, strict=True)
         weights, passes = np.array(token_weights), np.array(token_passes, np.intp)
-        ranks = _places(np.stack(self._scores).argsort(axis=1, kind="stable"))  # [passes, E]
+        ranks = self._take_ranks()
         token = np.repeat(np.arange(len(rows)), [len(row) for row in rows])  # of each needed expert
         needed = np.array([expert for row in rows for expert in row], np.intp)
         np.add.at(self._needed, ranks[passes[token], needed], weights[token])
         has_order = np.array([order is not None for order in orders])
         if has_order.any():
-            predicted = np.array([order for order in orders if order is not None], np.intp)  # [tokens with one, E]
+            packed = b"".join([order for order in orders if order is not None])
+            predicted = np.frombuffer(packed, self._id_dtype).reshape(-1, num)  # [tokens with one, E]
             order_weights = weights[has_order]
-            ranked = np.take_along_axis(ranks[passes[has_order]], predicted, axis=1)
+            ranked = ranks.take(predicted + passes[has_order][:, None] * num)
             np.add.at(self._joint, (ranked + np.arange(num) * num).reshape(-1), np.repeat(order_weights, num))
             is_with = has_order[token]
             of_token = has_order.cumsum()[token[is_with]] - 1
             np.add.at(self._right, _places(predicted)[of_token, needed[is_with]], order_weights[of_token])
             self._predicted_weight += float(order_weights.sum())
         self._noted.clear()
-        self._scores.clear()
+
+    def _take_ranks(self) -> Ints:
+        """[passes, E]: the ranks that each pass found. From here on only what the last one left is known.
+
+        All scores are put in order once. Their places are small whole numbers, which sort faster than the scores.
+        """
+        ids, scores = np.array(self._ids), np.array(self._scores)
+        order = np.lexsort((ids, scores))
+        place = _places(order[None])[0].astype(np.min_scalar_type(len(ids)))
+        found = np.empty((len(self._starts), self.num_experts), place.dtype)
+        now = place[: self.num_experts].copy()
+        for number, (start, end) in enumerate(pairwise([*self._starts, len(ids)])):
+            found[number] = now
+            now[ids[start:end]] = place[start:end]
+        self._ids, self._scores = self._ids[: self.num_experts], scores[order[now]].tolist()
+        self._starts.clear()
+        return _places(found.argsort(axis=1, kind="stable"))
 
 
-def _places(orders: Ints) -> Ints:
+def _places(orders: npt.NDArray[Any]) -> Ints:
     """Of each row of ids, [N, E]: where in it each id is."""
-    places = np.empty_like(orders)
-    np.put_along_axis(places, orders, np.arange(orders.shape[1])[None, :], axis=1)
+    places = np.empty(orders.shape, np.intp)
+    np.put_along_axis(places, orders.astype(np.intp), np.arange(orders.shape[1])[None, :], axis=1)
     return places

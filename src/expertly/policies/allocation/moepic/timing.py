@@ -32,7 +32,7 @@ class Timing:
     router has run. With alpha experts there whole, beta as tops of theta, m = alpha + beta * theta; as alpha + beta +
     gamma = K, the paper's beta * (1 - theta) + gamma is K - m. Methods take arrays, an element a split.
 
-    The paper computes a part of an expert in that part of its time: with `piece_ns` and `ask_ns` 0, their default,
+    The paper computes a part of an expert in that part of its time: with `span_ns` and `ask_ns` 0, their default,
     these are its equations. Raises ConfigError naming the field, its value and what is accepted.
     """
 
@@ -41,24 +41,23 @@ class Timing:
     moe_ns: tuple[int, ...]  # its K experts, everything being there
     load_ns: tuple[int, ...]  # one whole expert, from host to device
     head_ns: int  # what comes between the last layer and the next token's first
-    piece_ns: tuple[int, ...] = ()  # of every span but one, where an expert is computed in several
+    span_ns: tuple[int, ...] = ()  # of every span but one, where an expert is computed in several
     ask_ns: tuple[int, ...] = ()  # the computing thread's own time to ask for what a layer lacks, once
 
     def __post_init__(self) -> None:
         num_layers = len(self.top_k)
-        for name in ("piece_ns", "ask_ns"):
+        for name in ("span_ns", "ask_ns"):
             object.__setattr__(self, name, getattr(self, name) or (0,) * num_layers)
         if self.head_ns < 0:
             raise ConfigError(f"timing field head_ns={self.head_ns}: must be at least 0")
-        for name in ("top_k", "attention_ns", "moe_ns", "load_ns", "piece_ns", "ask_ns"):
-            least = int(name == "top_k")
-            values = getattr(self, name)
-            if len(values) != num_layers or not values:
-                found = f"{len(values)} values"
-                raise ConfigError(f"timing field {name}: {found}; must be one for each of {num_layers} layers")
-            for layer, value in enumerate(values):
-                if value < least:
-                    raise ConfigError(f"timing field {name}[{layer}]={value}: must be at least {least}")
+        for name in ("attention_ns", "moe_ns", "load_ns", "span_ns", "ask_ns"):
+            times = getattr(self, name)
+            if len(times) != num_layers:
+                accepted = f"must be one for each of {num_layers} layers"
+                raise ConfigError(f"timing field {name}: {len(times)} values; {accepted}")
+            for layer, time_ns in enumerate(times):
+                if time_ns < 0:
+                    raise ConfigError(f"timing field {name}[{layer}]={time_ns}: must be at least 0")
 
     @classmethod
     def of(
@@ -68,24 +67,24 @@ class Timing:
         moe_ns: int | Sequence[int],
         load_ns: int | Sequence[int],
         head_ns: int,
-        piece_ns: int | Sequence[int] = 0,
+        span_ns: int | Sequence[int] = 0,
         ask_ns: int | Sequence[int] = 0,
     ) -> Timing:
         """For a model; a single time holds for all its layers."""
         top_k = tuple(layer.top_k for layer in geometry.layers)
-        attention, moe, load, piece, ask = (
+        attention, moe, load, span, ask = (
             (times,) * len(top_k) if isinstance(times, int) else tuple(times)
-            for times in (attention_ns, moe_ns, load_ns, piece_ns, ask_ns)
+            for times in (attention_ns, moe_ns, load_ns, span_ns, ask_ns)
         )
-        return cls(top_k, attention, moe, load, head_ns, piece, ask)
+        return cls(top_k, attention, moe, load, head_ns, span, ask)
 
     def without_parts(self) -> Timing:
         """As the paper counts: parts cost nothing of their own."""
-        return replace(self, piece_ns=(), ask_ns=())
+        return replace(self, span_ns=(), ask_ns=())
 
     def counts_parts(self, layer: int) -> bool:
         """Whether parts cost something of their own."""
-        return bool(self.piece_ns[layer] or self.ask_ns[layer])
+        return bool(self.span_ns[layer] or self.ask_ns[layer])
 
     @property
     def num_layers(self) -> int:
@@ -99,8 +98,8 @@ class Timing:
         """T_wind of the layer after `layer`: from when that one has loaded all that it needs (equation 7)."""
         hide, spans = self._hide_ns(layer, loaded), np.zeros_like(loaded)
         if parts is not None:
-            hide = hide + parts.early * self.piece_ns[layer]
-            spans = parts.further * self.piece_ns[layer]
+            hide = hide + parts.early * self.span_ns[layer]
+            spans = parts.further * self.span_ns[layer]
         after = self.attention_ns[layer + 1] if layer + 1 < self.num_layers else self.head_ns
         window: Doubles = float(self.moe_ns[layer]) + spans - np.minimum(hide, self._miss_ns(layer, loaded)) + after
         return window
@@ -113,12 +112,12 @@ class Timing:
         """
         if parts is None:
             return np.maximum(0.0, self._miss_ns(layer, loaded) - self._hide_ns(layer, loaded))
-        top_k, piece_ns, each_ns = self.top_k[layer], self.piece_ns[layer], self.moe_ns[layer] / self.top_k[layer]
+        top_k, span_ns, each_ns = self.top_k[layer], self.span_ns[layer], self.moe_ns[layer] / self.top_k[layer]
         share = parts.lacking / top_k
         # What one that lacks something adds to the wait: its load, that it is not there to be computed, less its top's.
-        all_ns = (top_k - loaded) * (self.load_ns[layer] + each_ns) - parts.early * piece_ns
+        all_ns = (top_k - loaded) * (self.load_ns[layer] + each_ns) - parts.early * span_ns
         one_ns = all_ns / np.where(parts.lacking > 0, parts.lacking, 1.0)
-        exposed: Doubles = parts.further * piece_ns + (1 - (1 - share) ** top_k) * self.ask_ns[layer]
+        exposed: Doubles = parts.further * span_ns + (1 - (1 - share) ** top_k) * self.ask_ns[layer]
         for num in range(1, top_k + 1):
             waits = np.maximum(0.0, num * one_ns - self.moe_ns[layer])
             exposed += math.comb(top_k, num) * share**num * (1 - share) ** (top_k - num) * waits

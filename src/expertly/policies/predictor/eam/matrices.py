@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats
 from expertly.policies.learned import (
     MAX_CAPACITY,
@@ -21,9 +21,8 @@ from expertly.policies.learned import (
     Header,
     LearnedStore,
     ModelShape,
-    Shape,
     check_born,
-    length_of,
+    check_numbers,
 )
 
 DEFAULT_CAPACITY = 120
@@ -52,22 +51,16 @@ class Collection:
         self.shape = shape
         self.capacity = capacity
         self.num_matrices = 0
-        self.generation = 0
-        """Counts changes."""
+        self.generation = 0  # counts changes
         # Twice, since a search runs along an expert and a prediction along a matrix. Zeroed pages take no memory
         # before they are written to.
-        self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)
-        """[C, L, E]: tokens of the request that each expert served."""
-        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)
-        """[L, E, C]: the same."""
-        self.squares = np.zeros((num_layers, capacity))
-        """[L, C]: squared length of a matrix' row."""
+        self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)  # [C, L, E] tokens served
+        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)  # [L, E, C] the same
+        self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
+        # [L, C] 1 / length of a matrix' rows up to this one; 0 where all are zero
         self.inverse_norms: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: 1 / length of a matrix' rows up to this one; 0 where all are zero."""
-        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """[C]: counts insertions, so the highest is the newest."""
-        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)
-        """[L, E]: the sum of all matrices."""
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
+        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)  # [L, E] the sum of all matrices
         self._num_added = 0
 
     def add(self, counts: npt.NDArray[Any]) -> None:
@@ -94,23 +87,15 @@ class Collection:
         for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
             self.add(other.matrices[slot])
 
-    @classmethod
-    def from_arrays(
-        cls,
-        shape: ModelShape,
-        matrices: npt.NDArray[Any],
-        born: npt.NDArray[np.int64],
-        capacity: int = DEFAULT_CAPACITY,
-    ) -> Collection:
-        """Of matrices [n, L, E] and born [n], for a capacity that holds them."""
-        collection = cls(shape, capacity)
-        n = len(born)
-        assert n <= capacity
-        for slot in range(n):
-            collection._write(slot, matrices[slot], int(born[slot]))
-        collection.num_matrices = n
-        collection._num_added = int(born.max()) + 1 if n else 0
-        return collection
+    def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
+        """Of an empty one: take these matrices [n, L, E] as they are, and born [n]."""
+        assert not self.num_matrices
+        if len(born) > self.capacity:
+            raise ConfigError(f"capacity={self.capacity}: must be at least {len(born)}, the matrices that there are")
+        for slot, (matrix, number) in enumerate(zip(matrices, born.tolist(), strict=True)):
+            self._write(slot, matrix, number)
+        self.num_matrices = len(born)
+        self._num_added = int(born.max(initial=-1)) + 1
 
     def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
         """See LearnedStore."""
@@ -156,25 +141,18 @@ class Matrices(LearnedStore):
     holds = "activation matrices, by which moe-infinity predicts"
     unit = "activation matrices"
     made_by = "maps build"
-    schema = {"prefill_born": "I64", "prefill": "I32", "decode_born": "I64", "decode": "I32"}  # noqa: RUF012
-    """Of C matrices each, [C] and [C, L, E], tokens that each expert served."""
+    schema = {  # noqa: RUF012 - of P and D matrices, tokens that each expert served
+        "prefill_born": ("I64", "P"),
+        "prefill": ("I32", "PLE"),
+        "decode_born": ("I64", "D"),
+        "decode": ("I32", "DLE"),
+    }
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
-        self._of(Collection(shape, capacity), Collection(shape, capacity))
-
-    @classmethod
-    def of(cls, prefill: Collection, decode: Collection) -> Matrices:
-        """Of two collections of one shape and capacity."""
-        assert (prefill.shape, prefill.capacity) == (decode.shape, decode.capacity)
-        made = cls.__new__(cls)
-        made._of(prefill, decode)
-        return made
-
-    def _of(self, prefill: Collection, decode: Collection) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.shape = prefill.shape
-        self.capacity = prefill.capacity
-        """Of each collection."""
+        """`capacity`: of each collection."""
+        self.shape = shape
+        self.capacity = capacity
+        self.prefill, self.decode = Collection(shape, capacity), Collection(shape, capacity)
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -214,32 +192,26 @@ class Matrices(LearnedStore):
         return {"capacity": str(self.capacity)}
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        shape = header.shape
-        capacity = header.capacity(16 * shape.num_layers * shape.max_experts)
-        expected: dict[str, Shape] = {}
-        for phase in _PHASES:
-            num = length_of(header, sizes, f"{phase}_born")
-            if num > capacity:
-                raise StoreError(
-                    f"{header.path}: tensor '{phase}_born': {num} matrices, more than the capacity={capacity}"
-                )
-            expected |= {f"{phase}_born": (num,), phase: (num, shape.num_layers, shape.max_experts)}
-        return expected
-
-    @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
+        is_expert, axes = (
+            np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None],
+            ("matrix", "layer", "expert"),
+        )
         for phase in _PHASES:
-            _check_phase(path, shape, phase, arrays[phase])
+            one = arrays[phase]
+            is_count = (one >= 0) & (one <= MAX_COUNT)
+            check_numbers(path, phase, one, is_count, axes, f"a count of tokens, from 0 to {MAX_COUNT}")
+            check_numbers(path, phase, one, is_expert | (one == 0), axes, "0: the layer has fewer experts")
+            totals = one.sum(axis=(1, 2))
+            check_numbers(path, phase, totals, totals > 0, axes, "above 0, the tokens that a matrix counts")
             check_born(path, f"{phase}_born", arrays[f"{phase}_born"])
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> Matrices:
-        capacity = int(header.texts["capacity"])
-        made = (
-            Collection.from_arrays(header.shape, arrays[phase], arrays[f"{phase}_born"], capacity) for phase in _PHASES
-        )
-        return cls.of(*made)
+        made = cls(header.shape, header.number("capacity", int))
+        for phase in _PHASES:
+            made.of_phase(phase == "prefill").fill(arrays[phase], arrays[f"{phase}_born"])
+        return made
 
     def digests(self) -> set[bytes]:
         return {digest for phase in (self.prefill, self.decode) for digest in phase.digests()}
@@ -256,22 +228,6 @@ class Matrices(LearnedStore):
                 raise ConfigError("matrices of other layers, experts or top-k: not of one model")
             out.extend(store)
         return out
-
-
-def _check_phase(path: Path, shape: ModelShape, phase: str, matrices: npt.NDArray[Any]) -> None:
-    """Raises StoreError naming the matrix whose numbers nobody can have counted."""
-    is_expert = np.arange(shape.max_experts) < np.array(shape.num_experts)[:, None]
-    is_wrong = ~((matrices >= 0) & (matrices <= np.where(is_expert, MAX_COUNT, 0)))
-    if is_wrong.any():
-        slot, layer, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
-        accepted = f"a count of tokens, from 0 to {MAX_COUNT}"
-        if not is_expert[layer, expert]:
-            accepted = f"0: there are {shape.num_experts[layer]} experts"
-        where = f"matrix {slot}, layer {layer}, expert {expert}: {matrices[slot, layer, expert]}"
-        raise StoreError(f"{path}: tensor {phase!r}: {where}; must be {accepted}")
-    is_empty = ~matrices.any(axis=(1, 2))
-    if is_empty.any():
-        raise StoreError(f"{path}: tensor {phase!r}: matrix {int(np.argmax(is_empty))}: counts no token")
 
 
 class NearestMatrices(NamedTuple):

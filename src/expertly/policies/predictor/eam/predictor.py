@@ -16,14 +16,8 @@ from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_CAPACITY, ModelShape
-from expertly.policies.predictor.base import Predictor, Reach, best_of_rows
-from expertly.policies.predictor.eam.matrices import (
-    DEFAULT_CAPACITY,
-    Collection,
-    Counts,
-    Match,
-    Matrices,
-)
+from expertly.policies.predictor.base import Predictor, best_of_rows, distance_in
+from expertly.policies.predictor.eam.matrices import DEFAULT_CAPACITY, Collection, Counts, Match, Matrices
 
 DIGITS = 6
 """Decimals of an outlook."""
@@ -53,9 +47,9 @@ class _Sequence:
     rows: npt.NDArray[np.intp]
     counts: Counts  # [L, E] of this iteration (the paper's iEAM)
     match: Match
-    slots: tuple[int, ...] | None  # matched; None: whatever is popular
-    cosine: float | None
     predicted: Floats | None  # [L, E] rows of sum 1 (its pEAM); None: nothing is known
+    slots: tuple[int, ...] | None = None  # matched; None: whatever is popular
+    cosine: float | None = None
 
 
 class EAM(Predictor):
@@ -81,7 +75,7 @@ class EAM(Predictor):
         super().__init__()
         self._options = options
         self._shape = ModelShape.of(geometry)
-        self._reach = Reach(geometry, distance)
+        self._distance = distance_in(geometry, distance)
         self._sizes = np.array(self._shape.num_experts)[:, None]  # [L, 1]
         self._is_expert = np.arange(self._shape.max_experts) < self._sizes  # [L, E]
         self._store = Matrices(self._shape, options.capacity)
@@ -101,12 +95,13 @@ class EAM(Predictor):
 
     def adopt(self, learned: Matrices) -> None:
         """Those whose capacity is this one are taken as they are, else cut."""
-        store = learned
-        if store.shape != self._shape:
-            raise ConfigError(f"activation matrices: are of another model: {store.shape}, must be {self._shape}")
-        if store.capacity != self._options.capacity:
-            given, store = store, Matrices(self._shape, self._options.capacity)
-            store.extend(given)
+        if learned.shape != self._shape:
+            raise ConfigError(f"activation matrices: are of another model: {learned.shape}, must be {self._shape}")
+        store = Matrices(self._shape, self._options.capacity)
+        if learned.capacity == store.capacity:
+            store = learned
+        else:
+            store.extend(learned)
         self._store = store
         self._pass = self._said = None
 
@@ -123,22 +118,12 @@ class EAM(Predictor):
             request, is_prefill = int(began.requests[place]), bool(began.is_prefill[place])
             collection = self._store.of_phase(is_prefill)
             popular = _shares(collection.total) if collection.num_matrices else None
-            self._pass.append(
-                _Sequence(
-                    request,
-                    is_prefill,
-                    np.flatnonzero(began.requests == request),
-                    np.zeros(collection.total.shape, np.int64),
-                    Match(collection),
-                    None,
-                    None,
-                    popular,
-                )
-            )
+            rows, counts = np.flatnonzero(began.requests == request), np.zeros(collection.total.shape, np.int64)
+            self._pass.append(_Sequence(request, is_prefill, rows, counts, Match(collection), popular))
         self.work.num_calls += 1
         self.work.read_nbytes += self._is_expert.size * 8 * len(self._pass)
         start = self._layers.start if len(self._layers) else 0
-        return self._predict({layer: layer + 1 for layer in self._reach.at_begin(self._layers)}, start)
+        return self._predict({layer: layer + 1 for layer in self._layers[: self._distance]}, start)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         """Match every request of the pass, and name what the next layers need."""
@@ -152,7 +137,7 @@ class EAM(Predictor):
         self._num_seen += 1
         for sequence in sequences:
             self._observe(sequence, layer, experts if len(sequences) == 1 else experts[sequence.rows])
-        last = min(layer + self._reach.distance, self._layers.stop - 1)
+        last = min(layer + self._distance, self._layers.stop - 1)
         return self._predict({ahead: ahead - layer for ahead in range(layer + 1, last + 1)}, layer)
 
     def end_iteration(self, ok: bool) -> None:
@@ -252,14 +237,14 @@ class EAM(Predictor):
         """
         sequences = [sequence for sequence in self._pass or () if sequence.predicted is not None]
         rows = [sequence.predicted for sequence in sequences if sequence.predicted is not None]
+        if not rows:
+            return
         cosines = [sequence.cosine for sequence in sequences if sequence.cosine is not None]
         confidence = sum(cosines) / len(cosines) if cosines else None
         is_first = True
         for layer, distance in distances.items():
             num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
             shares = [row[layer, :num_experts] for row in rows]
-            if not shares:
-                return
             likely = np.stack(shares)
             if self._options.threshold:
                 likely[likely * top_k < self._options.threshold] = 0
@@ -267,15 +252,10 @@ class EAM(Predictor):
             if named is None:
                 continue
             near = 1 - (layer - now) / self._shape.num_layers
-            yield Prediction(
-                layer,
-                named.experts,
-                [near * score for score in named.scores],
-                distance,
-                confidence,
-                (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist(),
-                self._outlook(sequences, rows) if is_first else None,
-            )
+            scores = [near * score for score in named.scores]
+            probabilities = (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist()
+            outlook = self._outlook(sequences, rows) if is_first else None
+            yield Prediction(layer, named.experts, scores, distance, confidence, probabilities, outlook)
             is_first = False
 
     def _outlook(self, sequences: list[_Sequence], rows: list[Floats]) -> tuple[float, ...] | None:

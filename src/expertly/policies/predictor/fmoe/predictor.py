@@ -15,7 +15,7 @@ from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_CAPACITY, ModelShape
-from expertly.policies.predictor.base import Predictor
+from expertly.policies.predictor.base import Predictor, distance_in
 from expertly.policies.predictor.fmoe.search import NearestMaps, Search
 from expertly.policies.predictor.fmoe.store import MapStore
 
@@ -68,11 +68,6 @@ class _MatchedPass:
         self.num_seen = 0  # of these layers
         self.last = -1
 
-    @property
-    def is_whole(self) -> bool:
-        """Has every layer been seen?"""
-        return self.num_seen == len(self.layers) > 0
-
     def of_rows(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         return values if self.rows is None else values[self.rows]
 
@@ -93,22 +88,16 @@ class FMoE(Predictor):
     learns = MapStore
 
     def __init__(
-        self,
-        geometry: Geometry,
-        distance: int = 1,
-        options: FMoEOptions = FMoEOptions(),
-        known: Known = NOTHING,
+        self, geometry: Geometry, distance: int = 1, options: FMoEOptions = FMoEOptions(), known: Known = NOTHING
     ) -> None:
         super().__init__()
-        if distance < 1:
-            raise ConfigError(f"distance={distance}: must be at least 1")
         self.wants: frozenset[Want] = frozenset(
             ("experts", "scores", "embedding") if options.semantic else ("experts", "scores")
         )
         self._options = options
         self._shape = ModelShape.of(geometry)
         num_layers = self._shape.num_layers
-        self._distance = max(1, min(distance, num_layers - 1))
+        self._distance = distance_in(geometry, distance)
         self._weight = self._distance / num_layers
         self._max_rows = max(1, MAX_SCORES // options.capacity)
         self._pass: _MatchedPass | None = None
@@ -122,16 +111,15 @@ class FMoE(Predictor):
 
     def adopt(self, learned: MapStore) -> None:
         """One whose settings are these is taken as it is, else as a copy that has them."""
-        store = learned
-        if store.shape != self._shape:
-            raise ConfigError(f"map store: is of another model: {store.shape}, must be {self._shape}")
-        own = (self._options.capacity, self._weight, self._options.quota)
-        if (store.capacity, store.semantic_weight, store.quota) != own:
-            given, store = store, self._empty()
-            if given.num_maps <= store.capacity:
-                store = MapStore.from_state(self._shape, given.state(), own[0], semantic_weight=own[1], quota=own[2])
-            else:
-                store.extend(given)
+        if learned.shape != self._shape:
+            raise ConfigError(f"map store: is of another model: {learned.shape}, must be {self._shape}")
+        store = self._empty()
+        if (learned.capacity, learned.semantic_weight, learned.quota) == (store.capacity, self._weight, store.quota):
+            store = learned
+        elif learned.num_maps <= store.capacity:
+            store.fill(learned.state())
+        else:
+            store.extend(learned)
         self._store = store
         self._search = Search(store)
         self._pass = None
@@ -186,7 +174,7 @@ class FMoE(Predictor):
         self.work.num_calls += 1
         if now is None or not ok or not self._options.update or not now.num_seen:
             return
-        if not now.is_whole:
+        if now.num_seen < len(now.layers):
             self._num_left_out += len(now.requests)
             return
         search = self._search
@@ -238,15 +226,13 @@ class FMoE(Predictor):
                 nearest = self._search.nearest(np.where(has_it, cosines, -np.float32(np.inf)))
             if not is_counted:
                 is_counted = True
-                self._count_found(kind, nearest.scores)
+                count, total = self._found[kind]
+                scores = nearest.scores
+                self._found[kind] = count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum())
             found = self._prediction(layer, self._distance if kind == "trajectory" else layer + 1, nearest)
             if found is not None:
                 predictions.append(found)
         return predictions
-
-    def _count_found(self, kind: str, scores: Floats) -> None:
-        count, total = self._found[kind]
-        self._found[kind] = (count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum()))
 
     def _prediction(self, layer: int, distance: int, nearest: NearestMaps) -> Prediction | None:
         """None where no expert is likely."""

@@ -57,10 +57,6 @@ class Incoming:
     embedding: Floats | None  # [T, H]
     order: npt.NDArray[np.int64]  # [T] 0 to T-1
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.requests)
-
 
 def place(store: MapStore, incoming: Incoming, semantic: Floats | None, trajectory: Floats | None) -> None:
     """Put all rows into the store, as if one after the other. `semantic` and `trajectory` [T, num_maps] are the cosines
@@ -68,11 +64,8 @@ def place(store: MapStore, incoming: Incoming, semantic: Floats | None, trajecto
     """
     placement = _Placement(store, incoming, semantic, trajectory)
     row = 0
-    while row < incoming.num_rows:
-        row = placement.fill(row)
-        if row < incoming.num_rows:
-            row = placement.replace(row)
-    store.count_added(incoming.num_rows)
+    while (row := placement.fill(row)) < len(incoming.requests):
+        row = placement.replace(row)
 
 
 class _Placement:

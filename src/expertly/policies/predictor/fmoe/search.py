@@ -1,4 +1,4 @@
-"""NearestMaps maps of one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
+"""The maps nearest to one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Search:
     def __init__(self, store: MapStore) -> None:
         self.store = store
         self._generation = -1
-        self._num_maps = 0
+        self.num_maps = 0  # stored maps that are searched
         self._num_rows = 0
         self._row = np.empty((2, store.capacity), np.float32)  # the buffers of one row, made once
         self._rows = np.empty((2, 0, 0), np.float32)  # of several
@@ -38,7 +38,7 @@ class Search:
     def begin(self, num_rows: int) -> None:
         """Start an iteration of `num_rows` rows."""
         store = self.store
-        self._generation, self._num_maps, self._num_rows = store.generation, store.num_maps, num_rows
+        self._generation, self.num_maps, self._num_rows = store.generation, store.num_maps, num_rows
         n = store.num_maps
         if num_rows != 1 and self._rows.shape[1:] != (num_rows, n):
             self._rows = np.empty((2, num_rows, n), np.float32)
@@ -49,11 +49,6 @@ class Search:
         self._own_squares: Floats | float = 0.0  # of the rows
 
     @property
-    def num_maps(self) -> int:
-        """Stored maps that are searched."""
-        return self._num_maps
-
-    @property
     def is_current(self) -> bool:
         """Whether the store is as it was at `begin`."""
         return self._generation == self.store.generation
@@ -62,7 +57,7 @@ class Search:
         """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a
         row is not finite.
         """
-        store, n = self.store, self._num_maps
+        store, n = self.store, self.num_maps
         if store.embeddings is None or not n:
             return None
         if self._num_rows == 1:
@@ -86,7 +81,7 @@ class Search:
 
     def observe(self, layer: int, scores: Floats) -> None:
         """A layer's routing scores [T, E of the layer]. Layers come in order; some may be left out."""
-        n = self._num_maps
+        n = self.num_maps
         maps = self.store.maps[layer, :n, : scores.shape[1]]
         into = self._product if self._seen else self._dots
         if self._num_rows == 1:
@@ -110,12 +105,12 @@ class Search:
 
     def of_all_layers(self) -> Floats | None:
         """The same over all layers, where those that were not seen are zero in the rows."""
-        return self._cosines(self.store.inverse_norms[-1, : self._num_maps]) if self._seen else None
+        return self._cosines(self.store.inverse_norms[-1, : self.num_maps]) if self._seen else None
 
     def _cosines(self, inverse_norms: Floats) -> Floats | None:
         own_squares = self._own_squares
         is_finite = isfinite(own_squares) if isinstance(own_squares, float) else np.isfinite(own_squares).all()
-        if not self._num_maps or not is_finite:
+        if not self.num_maps or not is_finite:
             return None
         cosines: Floats = self._product  # what it held is in the sum, and it is still in the processor's cache
         np.multiply(self._dots, inverse_norms, out=cosines)
@@ -151,7 +146,7 @@ class Search:
 
     def _inverse_norms(self) -> Floats:
         """[n] of the stored maps, over the layers seen."""
-        store, n = self.store, self._num_maps
+        store, n = self.store, self.num_maps
         if not self._has_gap:
             return store.inverse_norms[self._last, :n]
         return inverse_root(store.squares[self._seen, :n].sum(axis=0))

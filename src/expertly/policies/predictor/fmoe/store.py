@@ -22,11 +22,10 @@ from expertly.policies.learned import (
     Header,
     LearnedStore,
     ModelShape,
-    Shape,
     check_born,
-    length_of,
+    check_numbers,
 )
-from expertly.policies.predictor.fmoe.redundancy import Incoming, inverse_root, place, through_float16, unit_rows
+from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, inverse_root, place, through_float16, unit_rows
 
 NONE = MAX_EXPERTS + 1
 """Where `chosen` names no expert."""
@@ -47,8 +46,13 @@ class MapStore(LearnedStore):
     holds = "expert maps, by which fmoe predicts"
     unit = "maps"
     made_by = "maps build"
-    schema = {"born": "I64", "requests": "I64", "chosen": "U16", "maps": "F16", "embeddings": "F16"}  # noqa: RUF012
-    """[C], [C], [C, L, K], [L, C, E], [C, H], of C maps."""
+    schema = {  # noqa: RUF012 - of C maps
+        "born": ("I64", "C"),
+        "requests": ("I64", "C"),
+        "chosen": ("U16", "CLK"),
+        "maps": ("F16", "LCE"),
+        "embeddings": ("F16", "CH"),
+    }
     optional = frozenset({"embeddings"})
 
     def __init__(
@@ -68,25 +72,19 @@ class MapStore(LearnedStore):
         self.semantic_weight = semantic_weight
         self.quota = quota
         self.num_maps = 0
-        self.generation = 0
-        """Counts changes."""
-        num_layers, num_experts = shape.num_layers, shape.max_experts
-        # Zeroed pages take no memory before they are written to.
-        self.maps: Floats = np.zeros((num_layers, capacity, num_experts), np.float32)
-        """[L, C, E]: scores rounded through float16, so that a file in float16 loses nothing."""
-        self.embeddings: Floats | None = None
-        """[C, H] of unit length, then rounded through float16; zeros for a map without. None before the first one."""
-        self.chosen: npt.NDArray[np.uint16] = np.full((capacity, num_layers, shape.max_top_k), NONE, np.uint16)
-        """[C, L, K]: the experts that the router chose; 0xFFFF is none."""
+        self.generation = 0  # counts changes
+        num_layers, num_experts, top_k = shape.num_layers, shape.max_experts, shape.max_top_k
+        # Zeroed pages take no memory before they are written to. Scores and embeddings are rounded through float16, so
+        # that a file in float16 loses nothing.
+        self.maps: Floats = np.zeros((num_layers, capacity, num_experts), np.float32)  # [L, C, E]
+        self.embeddings: Floats | None = None  # [C, H] of length 1; zeros for a map without. None before the first one
+        self.chosen: npt.NDArray[np.uint16] = np.full((capacity, num_layers, top_k), NONE, np.uint16)  # by the router
         self.requests: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """[C]: counts insertions, so the highest is the newest."""
-        self.squares: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: squared length of a map's layer."""
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
+        self.squares: Floats = np.zeros((num_layers, capacity), np.float32)  # [L, C] squared length of a map's layer
+        # [L, C] 1 / length of a map's layers up to this one; 0 where all are zero. [C] that of the rounded embedding.
         self.inverse_norms: Floats = np.zeros((num_layers, capacity), np.float32)
-        """[L, C]: 1 / length of a map's layers up to this one; 0 where all are zero."""
         self.inverse_embedding_norms: Floats = np.zeros(capacity, np.float32)
-        """[C]: 1 / length of the rounded embedding; 0 where there is none."""
         self.num_of_request: Counter[int] = Counter()
         self._num_added = 0
 
@@ -129,21 +127,17 @@ class MapStore(LearnedStore):
         if incoming.embedding is not None and self.embeddings is None:
             self.embeddings = np.zeros((self.capacity, incoming.embedding.shape[1]), np.float32)
         place(self, incoming, semantic, trajectory)
+        self._num_added += len(requests)
         self.generation += 1
 
     def extend(self, other: MapStore) -> None:
-        """Add all maps of another store, the oldest first: to merge stores, or to make one smaller."""
-        order = np.argsort(other.born[: other.num_maps], kind="stable")
+        """Add all maps of another store of these requests, the oldest first: to make one smaller."""
+        order = other.by_age()
         self._take(other, order, other.requests[order])
 
-    def request_counts(self, request: int) -> npt.NDArray[np.int64]:
-        """How often each expert was chosen in this request's stored iterations, [L, E] (section 4.1)."""
-        mine = np.flatnonzero(self.requests[: self.num_maps] == request)
-        counts = np.zeros((self.shape.num_layers, self.shape.max_experts), np.int64)
-        for layer in range(self.shape.num_layers):
-            ids = self.chosen[mine, layer].ravel()
-            counts[layer] = np.bincount(ids[ids != NONE], minlength=self.shape.max_experts)
-        return counts
+    def by_age(self) -> Slots:
+        """All filled rows, the oldest first."""
+        return np.argsort(self.born[: self.num_maps], kind="stable")
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """The filled part: maps [L, n, E], chosen [n, L, K], requests [n], born [n], and embeddings [n, H] if any."""
@@ -158,49 +152,23 @@ class MapStore(LearnedStore):
             state["embeddings"] = self.embeddings[:n]
         return state
 
-    @classmethod
-    def from_state(
-        cls,
-        shape: ModelShape,
-        arrays: Arrays,
-        capacity: int = 1000,
-        *,
-        semantic_weight: float = 0.0,
-        quota: float = 0.125,
-    ) -> MapStore:
-        """The inverse of `state`, for a capacity that holds it."""
-        store = cls(shape, capacity, semantic_weight=semantic_weight, quota=quota)
+    def fill(self, arrays: Arrays) -> None:
+        """Of an empty one: take what is the `state` of another. Raises ConfigError where there is no room for it."""
         n = len(arrays["requests"])
-        assert n <= capacity
+        assert not self.num_maps
+        if n > self.capacity:
+            raise ConfigError(f"capacity={self.capacity}: must be at least {n}, the maps that there are")
         if "embeddings" in arrays:
-            store.embeddings = np.zeros((capacity, arrays["embeddings"].shape[1]), np.float32)
-            store.embeddings[:n] = arrays["embeddings"]
-        store.maps[:, :n] = arrays["maps"]
-        store.chosen[:n] = arrays["chosen"]
-        store.requests[:n] = arrays["requests"]
-        store.born[:n] = arrays["born"]
-        store.num_maps = n
-        store._num_added = int(store.born[:n].max()) + 1 if n else 0
-        store.num_of_request = Counter(store.requests[:n].tolist())
-        store._measure(slice(0, n))
-        return store
-
-    def copy(self) -> MapStore:
-        """One that changes on its own."""
-        other = self.from_state(
-            self.shape, self.state(), self.capacity, semantic_weight=self.semantic_weight, quota=self.quota
-        )
-        other._num_added, other.generation = self._num_added, self.generation
-        return other
-
-    @property
-    def maps_nbytes(self) -> int:
-        """Of all maps that it has room for."""
-        return self.maps.nbytes
-
-    @property
-    def embeddings_nbytes(self) -> int:
-        return 0 if self.embeddings is None else self.embeddings.nbytes
+            self.embeddings = np.zeros((self.capacity, arrays["embeddings"].shape[1]), np.float32)
+            self.embeddings[:n] = arrays["embeddings"]
+        self.maps[:, :n] = arrays["maps"]
+        self.chosen[:n] = arrays["chosen"]
+        self.requests[:n] = arrays["requests"]
+        self.born[:n] = arrays["born"]
+        self.num_maps = n
+        self._num_added = int(self.born[:n].max(initial=-1)) + 1
+        self.num_of_request = Counter(self.requests[:n].tolist())
+        self._measure(slice(0, n))
 
     @staticmethod
     def nbytes_of(shape: ModelShape, capacity: int, hidden_size: int) -> tuple[int, int]:
@@ -225,49 +193,42 @@ class MapStore(LearnedStore):
         }
 
     @classmethod
-    def layout(cls, header: Header, sizes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        shape = header.shape
-        num_layers, width, top_k = shape.num_layers, shape.max_experts, shape.max_top_k
-        capacity = header.capacity(num_layers * (4 * width + 2 * top_k))
-        if not header.share("quota"):
-            header.refuse("quota", "must be above 0")
-        header.share("semantic_weight")
-        num_maps = length_of(header, sizes, "born")
-        if num_maps > capacity:
-            raise StoreError(f"{header.path}: tensor 'born': {num_maps} maps, more than the capacity={capacity}")
-        hidden_size = sizes.get("embeddings", ())[-1:]
-        if hidden_size and not 1 <= hidden_size[0] <= MAX_EMBEDDING:
-            raise StoreError(
-                f"{header.path}: tensor 'embeddings': {hidden_size[0]} numbers each; must be 1 to {MAX_EMBEDDING}"
-            )
-        return {
-            "born": (num_maps,),
-            "requests": (num_maps,),
-            "chosen": (num_maps, num_layers, top_k),
-            "maps": (num_layers, num_maps, width),
-            "embeddings": (num_maps, *hidden_size),
-        }
+    def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
+        if not 1 <= found.get("H", 1) <= MAX_EMBEDDING:
+            accepted = f"{found['H']} numbers each; must be 1 to {MAX_EMBEDDING}"
+            raise StoreError(f"{header.path}: tensor 'embeddings': {accepted}")
+        return {}
 
     @classmethod
     def check(cls, path: Path, shape: ModelShape, arrays: Arrays) -> None:
-        for layer, num_experts in enumerate(shape.num_experts):
-            _check_probabilities(path, layer, num_experts, arrays["maps"][layer])
-            _check_chosen(path, layer, num_experts, shape.top_k[layer], arrays["chosen"][:, layer])
+        limits = np.array(shape.num_experts)[:, None]  # [L, 1]
+        maps, axes = arrays["maps"].transpose(1, 0, 2), ("map", "layer", "expert")
+        is_expert = np.arange(shape.max_experts) < limits
+        check_numbers(path, "maps", maps, (maps >= 0) & (maps <= 1 + _ROUNDING), axes, "a probability, from 0 to 1")
+        check_numbers(path, "maps", maps, is_expert | (maps == 0), axes, "0: the layer has fewer experts")
+        sums = maps.sum(axis=2, dtype=np.float32)
+        check_numbers(path, "maps", sums, sums <= 1 + _ROUNDING, axes, "at most 1, the sum of a layer's probabilities")
+        ids = np.sort(arrays["chosen"], axis=2)  # [C, L, K] NONE are last
+        is_right = ((ids < limits) | (ids == NONE)).all(axis=2)
+        is_right &= ((ids[..., 1:] != ids[..., :-1]) | (ids[..., 1:] == NONE)).all(axis=2)
+        is_right &= (ids != NONE).sum(axis=2) <= np.array(shape.top_k)
+        accepted = f"at most as many experts of the layer as it chooses, none twice, and {NONE} for none"
+        check_numbers(path, "chosen", arrays["chosen"], is_right, axes, accepted)
         check_born(path, "born", arrays["born"])
         if "embeddings" in arrays:
-            _check_embeddings(path, arrays["embeddings"])
+            with np.errstate(over="ignore", invalid="ignore"):
+                lengths = np.sqrt(np.square(arrays["embeddings"], dtype=np.float32).sum(axis=1))
+            is_right = (lengths == 0) | (abs(lengths - 1) <= _ROUNDING)
+            check_numbers(path, "embeddings", lengths, is_right, axes, "of length 1, or 0 for none")
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> MapStore:
         """Requests are numbered down from -1, so that none of them is one that a running model counts up from 0."""
+        settings = {name: header.number(name) for name in ("semantic_weight", "quota")}
+        store = cls(header.shape, header.number("capacity", int), **settings)
         _, ranks = np.unique(arrays["requests"], return_inverse=True)
-        return cls.from_state(
-            header.shape,
-            {**arrays, "requests": -1 - ranks.reshape(-1).astype(np.int64)},
-            int(header.texts["capacity"]),
-            semantic_weight=header.share("semantic_weight"),
-            quota=header.share("quota"),
-        )
+        store.fill({**arrays, "requests": -1 - ranks.reshape(-1).astype(np.int64)})
+        return store
 
     def check_model(self, path: Path, embedding_size: int) -> None:
         own = embedding_size if self.embeddings is None else self.embeddings.shape[1]
@@ -286,32 +247,25 @@ class MapStore(LearnedStore):
         return set(self._digests())
 
     def absorb(self, other: MapStore, known: Container[bytes], most: int) -> int:
-        """Requests of another are none of this store's: they are numbered down from its lowest."""
         most = max(most, self.capacity - self.num_maps)
-        digests, order = other._digests(), np.argsort(other.born[: other.num_maps], kind="stable")
-        slots = np.array([slot for slot in order.tolist() if digests[slot] not in known][-most:], np.intp)
+        digests = other._digests()
+        slots = np.array([slot for slot in other.by_age().tolist() if digests[slot] not in known][-most:], np.intp)
         if len(slots):
-            _, ranks = np.unique(other.requests[slots], return_inverse=True)
-            lowest = int(self.requests[: self.num_maps].min(initial=0))
-            self._take(other, slots, lowest - 1 - ranks.reshape(-1))
+            self._take_of_others(other, slots)
         return len(slots)
 
     @classmethod
     def merged(cls, stores: Sequence[MapStore], capacity: int) -> MapStore:
-        """Weight and quota are the first one's. Requests of two stores are never the same."""
+        """Weight and quota are the first one's."""
         first = stores[0]
         out = cls(first.shape, capacity, semantic_weight=first.semantic_weight, quota=first.quota)
         sizes = {store.embeddings.shape[1] for store in stores if store.embeddings is not None}
         if len(sizes) > 1:
             raise ConfigError(f"embeddings of {' and '.join(map(str, sorted(sizes)))} numbers: not of one model")
-        num_requests = 0
         for store in stores:
             if store.shape != first.shape:
                 raise ConfigError("maps of other layers, experts or top-k: not of one model")
-            order = np.argsort(store.born[: store.num_maps], kind="stable")
-            found, ranks = np.unique(store.requests[order], return_inverse=True)
-            out._take(store, order, -1 - num_requests - ranks.reshape(-1))
-            num_requests += len(found)
+            out._take_of_others(store, store.by_age())
         return out
 
     def _digests(self) -> list[bytes]:
@@ -323,14 +277,20 @@ class MapStore(LearnedStore):
             digests.append(made.digest())
         return digests
 
-    def _take(self, other: MapStore, slots: npt.NDArray[np.intp], requests: npt.NDArray[np.int64]) -> None:
+    def _take_of_others(self, other: MapStore, slots: Slots) -> None:
+        """Add these maps of another store, whose requests are none of this one's: they are numbered down from its."""
+        _, ranks = np.unique(other.requests[slots], return_inverse=True)
+        lowest = int(self.requests[: self.num_maps].min(initial=0))
+        self._take(other, slots, lowest - 1 - ranks.reshape(-1))
+
+    def _take(self, other: MapStore, slots: Slots, requests: npt.NDArray[np.int64]) -> None:
         """Add these maps of another store, as of these requests."""
         embeddings = None if other.embeddings is None else other.embeddings[slots]
         self.add(other.maps[:, slots].transpose(1, 0, 2), other.chosen[slots], requests, embeddings)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def write(self, slots: npt.NDArray[np.intp], incoming: Incoming, rows: slice | npt.NDArray[np.intp]) -> None:
+    def write(self, slots: Slots, incoming: Incoming, rows: slice | Slots) -> None:
         """Fill `slots`, distinct ones, with these rows; requests are counted by the caller."""
         self.maps[:, slots] = incoming.scores[:, rows]
         self.chosen[slots] = incoming.chosen[rows]
@@ -340,11 +300,7 @@ class MapStore(LearnedStore):
             self.embeddings[slots] = 0.0 if incoming.embedding is None else incoming.embedding[rows]
         self._measure(slots)
 
-    def count_added(self, num_rows: int) -> None:
-        """These many rows have been added; the next ones are newer."""
-        self._num_added += num_rows
-
-    def _measure(self, slots: slice | npt.NDArray[np.intp]) -> None:
+    def _measure(self, slots: slice | Slots) -> None:
         """Bring the lengths of these rows up to date."""
         maps = self.maps[:, slots]
         squares = np.einsum("lce,lce->lc", maps, maps)
@@ -357,18 +313,16 @@ class MapStore(LearnedStore):
     def _check(self, scores: Floats, chosen: Ids, requests: npt.NDArray[np.int64], embedding: Floats | None) -> None:
         """Raise ConfigError where a shape is not the model's."""
         shape, num_rows = self.shape, len(requests)
-        if scores.shape != (num_rows, shape.num_layers, shape.max_experts):
-            raise ConfigError(
-                f"maps: scores have shape {scores.shape}, must be {(num_rows, shape.num_layers, shape.max_experts)}"
-            )
-        if chosen.ndim != 3 or chosen.shape[:2] != (num_rows, shape.num_layers) or chosen.shape[2] > shape.max_top_k:
-            raise ConfigError(
-                f"maps: chosen has shape {chosen.shape}, must be {(num_rows, shape.num_layers, shape.max_top_k)}"
-            )
+        needed: list[tuple[str, npt.NDArray[Any], tuple[int, ...]]] = [
+            ("scores", scores, (num_rows, shape.num_layers, shape.max_experts)),
+            ("chosen", chosen, (num_rows, shape.num_layers, min(shape.max_top_k, chosen.shape[-1]))),
+        ]
         if embedding is not None:
             hidden = embedding.shape[-1] if self.embeddings is None else self.embeddings.shape[1]
-            if embedding.shape != (num_rows, hidden):
-                raise ConfigError(f"maps: embedding has shape {embedding.shape}, must be {(num_rows, hidden)}")
+            needed.append(("embedding", embedding, (num_rows, hidden)))
+        for name, array, expected in needed:
+            if array.shape != expected:
+                raise ConfigError(f"maps: {name} has shape {array.shape}, must be {expected}")
 
     def _prepare(
         self, scores: Floats, chosen: Ids, requests: npt.NDArray[np.int64], embedding: Floats | None
@@ -423,45 +377,3 @@ def _mean_cosine(rows: npt.NDArray[np.float32]) -> float | None:
         return None
     total = unit.sum(axis=0, dtype=np.float64)
     return float((total @ total - num) / (num * (num - 1)))
-
-
-def _check_probabilities(path: Path, layer: int, num_experts: int, maps: npt.NDArray[np.floating[Any]]) -> None:
-    """[C, E]"""
-    is_wrong = ~((maps >= 0) & (maps <= 1 + _ROUNDING))  # NaN, too
-    is_wrong[:, num_experts:] |= maps[:, num_experts:] != 0
-    if is_wrong.any():
-        slot, expert = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
-        accepted = "a probability, from 0 to 1" if expert < num_experts else f"0: there are {num_experts} experts"
-        where = f"map {slot}, layer {layer}, expert {expert}"
-        raise StoreError(f"{path}: tensor 'maps': {where}: {maps[slot, expert]}; must be {accepted}")
-    sums = maps.sum(axis=1, dtype=np.float32)
-    if len(sums) and sums.max() > 1 + _ROUNDING:
-        highest = int(np.argmax(sums))
-        where = f"map {highest}, layer {layer}"
-        raise StoreError(f"{path}: tensor 'maps': {where}: probabilities sum to {sums[highest]:.3f}; must be at most 1")
-
-
-def _check_chosen(path: Path, layer: int, num_experts: int, top_k: int, chosen: npt.NDArray[np.uint16]) -> None:
-    """[C, K]"""
-    rising = np.sort(chosen, axis=1)
-    is_twice = (rising[:, 1:] == rising[:, :-1]) & (rising[:, 1:] != NONE)
-    is_wrong = ((chosen >= num_experts) & (chosen != NONE)).any(axis=1) | is_twice.any(axis=1)
-    is_wrong |= (chosen != NONE).sum(axis=1) > top_k
-    if is_wrong.any():
-        slot = int(np.argmax(is_wrong))
-        found = f"map {slot}, layer {layer}: {chosen[slot].tolist()!s:.80}"
-        raise StoreError(
-            f"{path}: tensor 'chosen': {found}; must be at most {top_k} of {num_experts} experts, none twice, and "
-            f"{NONE} for none"
-        )
-
-
-def _check_embeddings(path: Path, embeddings: npt.NDArray[np.floating[Any]]) -> None:
-    """[C, H]"""
-    with np.errstate(over="ignore", invalid="ignore"):
-        lengths = np.sqrt(np.square(embeddings, dtype=np.float32).sum(axis=1))
-    is_wrong = ~((lengths == 0) | (abs(lengths - 1) <= _ROUNDING))
-    if is_wrong.any():
-        slot = int(np.argmax(is_wrong))
-        found = f"map {slot}: of length {lengths[slot]:.3f}"
-        raise StoreError(f"{path}: tensor 'embeddings': {found}; must be of length 1, or 0 for none")
