@@ -106,10 +106,10 @@ def test_what_a_model_was_trained_on_predicts_it_better_than_counts(own: tuple[C
     """
     case, store = own
     with loaded(store, system="lru", memory="100%") as model, record(model, tmp_path / "trace", full=True) as recorder:
-        for request in range(30):
+        for request in range(24):
             recorder.begin_request(num_prompt_tokens=8)
             feed(model, request)
-    options = TrainOptions((1,), hidden=32, epochs=20, batch=32, learning_rate=5e-3)
+    options = TrainOptions((1,), hidden=32, epochs=14, batch=32, learning_rate=5e-3)
     found = study(Trace.open(tmp_path / "trace"), (7, 3), options)
     path = tmp_path / "weights"
     save_learned(path, found.trained.weights, Manifest.read(store).identity, {})
