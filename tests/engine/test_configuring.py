@@ -18,6 +18,7 @@ from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import get_system
 from tests.engine.conftest import Cases
+from tests.engine.observe import loaded
 from tests.families import generate
 from tests.scheduler.drive import run_layer
 
@@ -33,7 +34,7 @@ def settled(model: Any) -> int:
     return int(allocation["configurations"])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+@pytest.mark.parametrize("family", ["gpt_oss", "switch_transformers"])
 def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
     family: str, cases: Cases, tmp_path: Path
 ) -> None:
@@ -62,14 +63,12 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
 
 def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    model, _ = expertly.load(
-        str(case.store), memory="60%", system="moepic:tau=4", segments=4, devices="cpu:0,cpu:1", matcher="inline"
-    )
-    for _ in range(3):
-        assert generate(model, case.prompts) == case.tokens
-        settled(model)
-    assert settled(model) >= 1
-    expertly.unload(model)
+    settings = {"memory": "60%", "system": "moepic:tau=4", "segments": 4, "matcher": "inline"}
+    with loaded(case.store, devices="cpu:0,cpu:1", **settings) as model:
+        for _ in range(3):
+            assert generate(model, case.prompts) == case.tokens
+            settled(model)
+        assert settled(model) >= 1
 
 
 def configuring(job: Callable[[Any], Any]) -> Configuring:
@@ -160,17 +159,9 @@ def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
     assert timing.span_ns == (30, 0) and timing.ask_ns == (0, 7)
 
 
-def test_a_system_that_works_nothing_out_has_no_thread(cases: Cases) -> None:
-    model, _ = expertly.load(str(cases["qwen3_moe"].store), memory="50%", system="lcp", device="cpu")
-    assert handle(model).engine.executor.shards[0].configuring is None
-    expertly.unload(model)
-    assert all(thread.name != "expertly-configurator" for thread in threading.enumerate())
-
-
-def test_memory_sharing_is_told_with_the_splits(cases: Cases) -> None:
-    model, _ = expertly.load(
-        str(cases["qwen3_moe"].store), memory="50%", system="moepic:allocation=split", device="cpu"
-    )
-    told = expertly.stats(model).as_dict()["allocation"]
-    expertly.unload(model)
-    assert told["name"] == "split" and {one["theta"] for one in told["split"]} == {0.5}
+def test_a_system_that_works_nothing_out_has_no_thread_and_one_that_splits_says_how(cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"].store, memory="50%", system="lcp") as model:
+        assert handle(model).engine.executor.shards[0].configuring is None
+    with loaded(cases["qwen3_moe"].store, memory="50%", system="moepic:allocation=split") as model:
+        told = expertly.stats(model).as_dict()["allocation"]
+        assert told["name"] == "split" and {one["theta"] for one in told["split"]} == {0.5}

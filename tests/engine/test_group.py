@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -62,9 +61,16 @@ def owners_of_files(model: Any) -> dict[int, int]:
 # -- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("devices", [TWO, THREE])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "switch_transformers", "granitemoe"])
+@pytest.mark.parametrize(
+    ("family", "devices", "segments"),
+    [
+        ("qwen3_moe", THREE, 1),
+        ("gpt_oss", TWO, 1),
+        ("deepseek_v3", THREE, 4),
+        ("switch_transformers", TWO, 4),
+        ("granitemoe", TWO, 1),
+    ],
+)
 def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments: int, cases: Cases) -> None:
     case = cases[family]
     for system, memory in (("lru", "60%"), ("on-demand", "100%")):
@@ -79,24 +85,23 @@ def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments
 
 
 @pytest.mark.parametrize(
-    "system",
+    ("system", "matcher"),
     [
-        "fmoe",
-        "moe-infinity",
-        "lru:prediction=lookahead:distance=2",
-        "lru:prediction=lookahead:transfer=synchronous",
-        "lcp:prediction=popularity:ahead=ring",
-        "static",
-        "resident",
+        ("expertly", "auto"),
+        ("fmoe", "auto"),
+        ("moe-infinity", "inline"),
+        ("lru:prediction=lookahead:distance=2", "inline"),
+        ("lru:prediction=lookahead:transfer=synchronous", "auto"),
+        ("lcp:prediction=popularity:ahead=ring", "auto"),
+        ("static", "auto"),
+        ("resident", "auto"),
     ],
 )
-def test_every_kind_of_system_is_lossless(system: str, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    for matcher in ("auto", "inline") if "prediction" in system or system == "fmoe" else ("auto",):
-        memory = "100%" if system == "resident" else "60%"
-        with loaded(case.store, devices=TWO, system=system, memory=memory, matcher=matcher, segments=4) as model:
-            for _ in range(2):
-                assert generate(model, case.prompts) == case.tokens
+def test_every_kind_of_system_is_lossless(system: str, matcher: Any, cases: Cases) -> None:
+    case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "60%"
+    with loaded(case.store, devices=TWO, system=system, memory=memory, matcher=matcher, segments=4) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
 
 
 @pytest.mark.parametrize("order", ["resident", "id"])
@@ -256,13 +261,13 @@ def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.M
 
 def test_inline_runs_are_the_same_again(cases: Cases) -> None:
     case, found = cases["qwen3_moe"], []
-    for _ in range(3):
+    for _ in range(2):
         with loaded(case.store, devices=TWO, system="fmoe", matcher="inline", memory="60%") as model:
             for _ in range(2):
-                generate(model, case.prompts)
+                generate(model, case.prompts, 6)
             found.append([one[phase]["predicted"] for one in of_devices(model) for phase in ("prefill", "decode")])
             assert expertly.stats(model).as_dict()["prediction"]["predictions_late"] == 0
-    assert found[0] == found[1] == found[2] and sum(found[0]) > 0
+    assert found[0] == found[1] and sum(found[0]) > 0
 
 
 # -- one observation queue for all -----------------------------------------------------------------------------------
@@ -402,21 +407,10 @@ def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: py
     assert made and not reader_threads() and not open_files(cases["qwen3_moe"].store)
 
 
-def test_statistics_are_json(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, devices=TWO, memory="60%", system="fmoe") as model:
-        generate(model, cases["qwen3_moe"].prompts)
-        stats = expertly.stats(model).as_dict()
-        assert json.loads(json.dumps(stats, allow_nan=False)) == stats
-        for phase in ("prefill", "decode"):
-            total = sum(layer[phase]["stall_s"] for layer in stats["layers"])
-            assert stats["phases"][phase]["stall_s"] == pytest.approx(total)
-            assert stats["phases"][phase]["stall_s"] <= stats["phases"][phase]["experts_s"]
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["100%", "75%", "50%"])
+@pytest.mark.parametrize("memory", ["100%", "50%"])
 def test_memory_is_divided_in_proportion_to_experts(memory: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, devices=THREE, memory=memory, segments=4) as model:

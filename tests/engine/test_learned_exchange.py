@@ -32,41 +32,41 @@ def learned(seed: int, num_rows: int = 5, capacity: int = 100) -> FMoE:
     return predictor
 
 
-def pass_on(sharings: dict[str, LearnedExchange]) -> int:
+def pass_on(exchanges: dict[str, LearnedExchange]) -> int:
     """What has been told goes to all others, who take it; how many told something."""
-    told = {name: arrays for name, one in sharings.items() if (arrays := one.take()) is not None}
-    for name, sharing in sharings.items():
+    told = {name: arrays for name, one in exchanges.items() if (arrays := one.take()) is not None}
+    for name, exchange in exchanges.items():
         for other, arrays in told.items():
             if other != name:
-                sharing.give(other, arrays)
-        sharing.exchange()
+                exchange.give(other, arrays)
+        exchange.exchange()
     return len(told)
 
 
 def test_all_come_to_know_the_same_and_then_there_is_nothing_to_tell() -> None:
     predictors = {name: learned(seed) for seed, name in enumerate("abc", 1)}
-    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
-    for one in sharings.values():
+    exchanges = {name: LearnedExchange(one) for name, one in predictors.items()}
+    for one in exchanges.values():
         one.exchange()
-    assert pass_on(sharings) == 3
+    assert pass_on(exchanges) == 3
     known = [one.learned.digests() for one in predictors.values()]
     assert [len(one) for one in known] == [15, 15, 15]
     assert known[0] == known[1] == known[2]
-    assert [one.num_taken for one in sharings.values()] == [10, 10, 10]
-    pass_on(sharings)  # they have learned from each other, which each of them tells, and nobody takes
-    assert pass_on(sharings) == 0
-    assert [one.num_taken for one in sharings.values()] == [10, 10, 10]
+    assert [one.num_taken for one in exchanges.values()] == [10, 10, 10]
+    pass_on(exchanges)  # they have learned from each other, which each of them tells, and nobody takes
+    assert pass_on(exchanges) == 0
+    assert [one.num_taken for one in exchanges.values()] == [10, 10, 10]
 
 
 def test_what_has_been_displaced_does_not_come_back() -> None:
     mine, other = learned(1, 5, capacity=5), learned(2, 5, capacity=5)
-    sharings = {"mine": LearnedExchange(mine), "other": LearnedExchange(other)}
-    for one in sharings.values():
+    exchanges = {"mine": LearnedExchange(mine), "other": LearnedExchange(other)}
+    for one in exchanges.values():
         one.exchange()
     for _ in range(6):
-        told = pass_on(sharings)
+        told = pass_on(exchanges)
     assert told == 0
-    assert sharings["mine"].num_taken == sharings["other"].num_taken == 5
+    assert exchanges["mine"].num_taken == exchanges["other"].num_taken == 5
 
 
 def begin(predictor: FMoE, rows: History) -> None:
@@ -86,11 +86,11 @@ def go_on(predictor: FMoE, rows: History, layers: range) -> list[int]:
 def test_in_the_middle_of_a_pass_nothing_goes_wrong() -> None:
     """What the pass has found is of a store that had fewer maps."""
     predictor, other = learned(1), learned(2, 30)
-    sharing, rows = LearnedExchange(predictor), history(3, 2)
+    exchange, rows = LearnedExchange(predictor), history(3, 2)
     begin(predictor, rows)
     go_on(predictor, rows, range(2))
-    sharing.give("other", {name: array.copy() for name, array in other.learned.state().items()})
-    sharing.exchange()
+    exchange.give("other", {name: array.copy() for name, array in other.learned.state().items()})
+    exchange.exchange()
     assert predictor.learned.num_maps == 35
     go_on(predictor, rows, range(2, LAYERS))
     predictor.end_iteration(True)
@@ -106,18 +106,18 @@ def test_matrices_go_the_same_way() -> None:
     for seed, one in enumerate(predictors.values(), 1):
         one.learn(history(seed, 5))
         one.finish()
-    sharings = {name: LearnedExchange(one) for name, one in predictors.items()}
-    for sharing in sharings.values():
-        sharing.exchange()
-    assert pass_on(sharings) == 2
+    exchanges = {name: LearnedExchange(one) for name, one in predictors.items()}
+    for exchange in exchanges.values():
+        exchange.exchange()
+    assert pass_on(exchanges) == 2
     assert predictors["a"].learned.digests() == predictors["b"].learned.digests()
-    assert sharings["a"].num_taken > 0
+    assert exchanges["a"].num_taken > 0
 
 
 def test_another_models_maps_are_refused_where_they_are_given() -> None:
-    sharing = LearnedExchange(learned(1))
+    exchange = LearnedExchange(learned(1))
     other = FMoE(geometry(layers=2, experts=4, top_k=1), 1).learned
     with pytest.raises(StoreError):
-        sharing.give("other", other.state())
-    sharing.exchange()
-    assert sharing.num_taken == 0
+        exchange.give("other", other.state())
+    exchange.exchange()
+    assert exchange.num_taken == 0

@@ -148,9 +148,7 @@ def columns(diary: Diary, num_layers: int, name: str, width: int) -> np.ndarray[
     return np.concatenate(passes)
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "ernie4_5_moe", "jamba", "granitemoe", SWITCH]
-)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_moe", "jamba", SWITCH])
 def test_it_is_what_a_full_recording_holds(
     family: str, cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,10 +157,10 @@ def test_it_is_what_a_full_recording_holds(
     with loaded(case.store, system=system, memory="50%") as model:
         with record(model, tmp_path / "trace", full=True) as recording:  # both watch the same routers
             recording.begin_batch([recording.begin_request(), recording.begin_request()])
-            found = generate(model, case.prompts, 5)
+            found = generate(model, case.prompts, 4)
             assert found == [tokens[: len(found[0])] for tokens in case.tokens]
         diary = told(model)
-    assert diary.threads == {"expertly-matcher"}
+    assert diary.threads == {"expertly-predictor"}
     trace = Trace.open(tmp_path / "trace")
     assert trace.num_iterations == len(diary.began) and diary.ends == [True] * trace.num_iterations
 
@@ -192,10 +190,9 @@ def test_it_is_what_a_full_recording_holds(
         np.testing.assert_array_equal(requests, recorded("request"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_pads_are_left_out(family: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pads_are_left_out(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of a long and a short prompt shows the rows that each shows alone."""
-    case = cases[family]
+    case = cases["gpt_oss"]
     prompts = [case.prompts[0], make_prompts(1, length=5, seed=8)[0]]
 
     def shown(batches: list[list[list[int]]]) -> list[Diary]:

@@ -1,4 +1,4 @@
-"""The matcher thread: it predicts beside who publishes, who never waits; what it raises is told once; it ends."""
+"""The predictor's thread: it predicts beside who publishes, who never waits; what it raises is told once; it ends."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NUM_LAYERS = 4
 
 
 class Diary(Predictor):
-    """Notes what it is told, and says that the next layer will need what this one did; `gate` stops it."""
+    """Notes what it is told, and says that the next layer will need what this one did; waits for `may_go`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[Any] = []
-        self.gate = threading.Event()
-        self.gate.set()
+        self.may_go = threading.Event()
+        self.may_go.set()
         self.fail_at: int | None = None
         self.busy = threading.Event()
 
@@ -49,7 +49,7 @@ class Diary(Predictor):
 
     def _note(self, *what: Any) -> None:
         self.busy.set()
-        self.gate.wait(30)
+        self.may_go.wait(30)
         if self.fail_at is not None and len(self.told) >= self.fail_at:
             raise ValueError(f"no more after {len(self.told)}")
         self.told.append(what)
@@ -96,8 +96,8 @@ def channel_of(predictor: Predictor, max_waiting: int = 1000, **kwargs: Any) -> 
     try:
         yield channel
     finally:
-        for gate in [predictor.gate] if isinstance(predictor, Diary) else []:
-            gate.set()
+        for may_go in [predictor.may_go] if isinstance(predictor, Diary) else []:
+            may_go.set()
         assert channel.close()
 
 
@@ -119,7 +119,7 @@ def test_it_tells_the_predictor_and_hands_out_what_an_inline_channel_does() -> N
 def test_publishing_never_waits_and_the_oldest_passes_go() -> None:
     """The predictor is stuck in the first pass while ten more are published."""
     diary = Diary()
-    diary.gate.clear()
+    diary.may_go.clear()
     with channel_of(diary, max_waiting=2 * (NUM_LAYERS + 1)) as channel:
         publish(channel, 0)
         until(diary.busy.is_set)
@@ -128,35 +128,10 @@ def test_publishing_never_waits_and_the_oldest_passes_go() -> None:
             publish(channel, iteration)
             assert channel.take() is None
         assert time.perf_counter() - start < 1.0
-        diary.gate.set()
+        diary.may_go.set()
         until(lambda: diary.told[-1:] == [("end", True)] and ("begin", 10) in diary.told)
         assert diary.told == [*a_pass(0), *a_pass(10)], "what was being read is read to its end"
         assert channel.num_dropped == 9 * (NUM_LAYERS + 1)
-
-
-def test_of_a_long_running_pass_the_oldest_routers_go() -> None:
-    diary = Diary()
-    diary.gate.clear()
-    with channel_of(diary, max_waiting=3) as channel:
-        channel.begin_iteration(-1, began(0))
-        until(diary.busy.is_set)
-        for layer in range(10):
-            channel.router_ran(layer, routed(layer))
-        channel.end_iteration(True)
-        diary.gate.set()
-        until(lambda: ("end", True) in diary.told)
-        assert diary.told == [("begin", 0), ("router", 7), ("router", 8), ("router", 9), ("end", True)]
-        assert channel.num_dropped == 7
-        assert [seen.prediction.layer for seen in all_ready(channel)] == [0, 8, 9, 10]
-
-
-def test_a_pass_whose_end_is_never_told_is_followed_by_the_next() -> None:
-    diary = Diary()
-    with channel_of(diary) as channel:
-        publish(channel, 0, layers=[0], ok=None)
-        publish(channel, 1)
-        until(lambda: len(diary.told) == 2 + len(a_pass(1)))
-        assert diary.told == [("begin", 0), ("router", 0), *a_pass(1)]
 
 
 def test_what_the_predictor_raises_is_raised_by_take_once() -> None:
@@ -227,7 +202,7 @@ def test_saving_happens_in_the_thread_when_nothing_waits_and_only_after_work() -
         for iteration in range(2):
             publish(channel, iteration)
         until(lambda: saved)
-        assert saved == [("expertly-matcher", 2 * len(a_pass(0)))]
+        assert saved == [("expertly-predictor", 2 * len(a_pass(0)))]
         time.sleep(0.15)
         assert len(saved) == 1, "nothing has happened since"
         publish(channel, 2)
@@ -262,7 +237,7 @@ def test_a_failure_to_save_is_told_like_any_other() -> None:
 
 
 def test_a_collection_in_the_thread_may_close_it() -> None:
-    """The garbage collector runs where it likes: also in the matcher, and there it may unload the model."""
+    """The garbage collector runs where it likes: also in the predictor's thread, and there it may unload the model."""
     holder: list[PredictorThread] = []
     closed: list[bool] = []
     saved: list[int] = []
@@ -319,9 +294,9 @@ def test_two_threads_soak() -> None:
             num_taken = 0
             for iteration in range(400):
                 if iteration % 50 == 20:
-                    diary.gate.clear()
+                    diary.may_go.clear()
                 if iteration % 50 == 40:
-                    diary.gate.set()
+                    diary.may_go.set()
                 publish(channel, iteration)
                 num_taken += len(all_ready(channel))
             channel.close(wait_s=20)

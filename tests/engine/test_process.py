@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +28,8 @@ from expertly.engine.process import (
 from tests.engine.observe import rss_nbytes, run_python
 from tests.families import generate
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 
@@ -42,9 +42,8 @@ def test_peak_counts_memory_that_was_given_back():
 
 def test_peak_is_of_this_process_not_of_the_one_that_started_it():
     block = bytearray(256 * MIB)
-    code = "from expertly.engine.process import peak_rss_nbytes; print(peak_rss_nbytes())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert 5 * MIB < int(done.stdout) < len(block)
+    done = run_python("from expertly.engine.process import peak_rss_nbytes; print(peak_rss_nbytes())")
+    assert 5 * MIB < int(done.stdout) < len(block), done.stderr
 
 
 @pytest.fixture
@@ -59,21 +58,15 @@ def trap() -> None:
     os.kill(os.getpid(), signal.SIGILL)
 
 
-def test_what_traps_is_switched_off(with_amx: Path) -> None:
-    assert keep_off_trapped_instructions(with_amx, trap)
-    assert os.environ.pop(VARIABLE) == WITHOUT_AMX
-
-
-@pytest.mark.parametrize("multiply", [lambda: None, lambda: 1 / 0], ids=["works", "fails otherwise"])
-def test_what_works_stays_on(with_amx: Path, multiply) -> None:
-    assert not keep_off_trapped_instructions(with_amx, multiply)
-    assert VARIABLE not in os.environ
-
-
-def test_what_does_not_end_is_switched_off(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions, "_PATIENCE_S", 0.2)
-    assert keep_off_trapped_instructions(with_amx, lambda: time.sleep(60))
-    assert os.environ.pop(VARIABLE) == WITHOUT_AMX
+@pytest.mark.parametrize(
+    ("multiply", "is_off"),
+    [(trap, True), (lambda: None, False), (lambda: 1 / 0, False), (lambda: time.sleep(60), True)],
+    ids=["traps", "works", "fails otherwise", "does not end"],
+)
+def test_what_traps_is_switched_off(with_amx: Path, multiply, is_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_PATIENCE_S", 2.0)
+    assert keep_off_trapped_instructions(with_amx, multiply) == is_off
+    assert os.environ.pop(VARIABLE, None) == (WITHOUT_AMX if is_off else None)
 
 
 def test_the_users_choice_stands(with_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,20 +91,6 @@ def test_processors_without_it_are_not_asked(tmp_path: Path, monkeypatch: pytest
     if text is not None:
         path.write_text(text)
     assert not keep_off_trapped_instructions(path, trap)
-
-
-def test_bfloat16_products_run_on_this_machine() -> None:
-    code = (
-        "from expertly.engine.process import keep_off_trapped_instructions as keep; keep()\n"
-        "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
-        "print(torch.nn.functional.linear(a, a)[0, 0].item())"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.stdout.strip() == "64.0", done.stderr
-
-
-pytestmark = pytest.mark.alone
 
 
 def make_big_store(folder: Path, num_layers: int = 6, num_experts: int = 16) -> Path:
@@ -151,7 +130,7 @@ def test_unload_gives_the_memory_back(big_store: Path) -> None:
     prompts = [torch.randint(2, 128, (64,)).tolist()]
     for end in ("unload", "del"):
         model = load()
-        generate(model, prompts, 24)
+        generate(model, prompts, 8)
         nbytes = expertly.stats(model).as_dict()["memory_bytes"]
         assert nbytes > 190 << 20
         full = rss_nbytes()
@@ -198,7 +177,7 @@ from expertly.engine.process import peak_rss_nbytes
 from tests.engine.observe import rss_nbytes
 model, _ = expertly.load(memory="25%", device="cpu", codec="none")
 resident, dice = [], torch.Generator().manual_seed(0)
-for num_tokens in range(96, 288, 24):
+for num_tokens in range(96, 288, 48):
     ids = torch.randint(2, 8000, (1, num_tokens), generator=dice)
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     resident.append(rss_nbytes())
@@ -217,23 +196,25 @@ def test_little_memory_is_taken_beside_weights_and_cache() -> None:
 
 
 GIVE_BACK = """
+from expertly.engine.process import give_back_unused, keep_off_trapped_instructions
+keep_off_trapped_instructions()
 import torch
 torch.set_num_threads(1)
-from expertly.engine.process import give_back_unused
 from tests.engine.observe import rss_nbytes
-x = torch.arange(64.0).view(8, 8)
-before, product = rss_nbytes(), x @ x
+x = torch.ones(64, 64, dtype=torch.bfloat16)
+before, product = rss_nbytes(), torch.nn.functional.linear(x, x)
 given = give_back_unused()
-print(before - rss_nbytes(), given, bool((x @ x == product).all()))
+again = torch.nn.functional.linear(x, x)
+print(before - rss_nbytes(), given, bool((again == product).all()), again[0, 0].item())
 """
 
 
-def test_code_that_only_importing_ran_is_given_back() -> None:
+def test_code_that_only_importing_ran_is_given_back_and_products_run_on_this_machine() -> None:
     result = run_python(GIVE_BACK)
     assert result.returncode == 0, result.stderr
-    freed, given, is_same = result.stdout.split()
+    freed, given, is_same, value = result.stdout.split()
     assert int(given) > 20 << 20 and int(freed) > int(given) // 2, "it is resident no more"
-    assert is_same == "True", "and what is needed again comes back"
+    assert (is_same, value) == ("True", "64.0"), "and what is needed again comes back"
 
 
 SMAPS = """\

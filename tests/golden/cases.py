@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,7 @@ def first_words(message: str, num: int = 4) -> str:
     return " ".join(message.split()[:num]).rstrip(",;:")
 
 
-def selected(cases: Mapping[str, Case], systems: Iterable[str] | None = None, segments: int | None = None) -> Any:
-    """The cases of these systems (None: all) and of this P (None: any)."""
-    wanted: Sequence[str] | None = None if systems is None else list(systems)
-    return {
-        name: case
-        for name, case in cases.items()
-        if (wanted is None or system_of(name) in wanted) and (segments is None or name.endswith(f"P={segments}"))
-    }
+def selected(cases: Mapping[str, Case], segments: int, memories: Sequence[str]) -> dict[str, Case]:
+    """The cases of this P and of these memories."""
+    endings = tuple(case_name("", memory, segments) for memory in memories)
+    return {name: case for name, case in cases.items() if name.endswith(endings)}

@@ -1,8 +1,8 @@
 """What the engine counts while the demo model generates a few tokens, of every preset that it can run.
 
 In float32, with one thread, and predicting within the pass (`matcher="inline"`), what is routed and predicted is the
-same in every run. What is not: who loads ahead finds more or less of it there, as the disk is fast or slow; that moves
-hits, what is evicted, and what is still loaded ahead. So a system that predicts has two kinds of cases: at every memory
+same in every run. What is not: who prefetches finds more or less of it there, as the disk is fast or slow; that moves
+hits, what is evicted, and what is still prefetched. So a system that predicts has two kinds of cases: at every memory
 all counts, with transfers that take no time (see `make_transfers_instant`); and at one memory, as users run it ("as it
 is"), the counts that do not depend on time. Two presets decide by times that they measure, `expertly-ahead` in its gate
 and `moepic` in its allocation: they have the second kind only, and the same without that has the first.
@@ -50,8 +50,8 @@ def make_transfers_instant(model: Any) -> None:
     submit, prefetch, wait = device.submit, device.prefetch, device.wait
     arrived: deque[Any] = deque()
 
-    def finish(ask: Callable[[list[Any]], None], pieces: Iterable[Any]) -> None:
-        asked = list(pieces)
+    def finish(ask: Callable[[list[Any]], None], spans: Iterable[Any]) -> None:
+        asked = list(spans)
         ask(asked)
         found = {wait() for _ in asked}
         assert found == set(asked)

@@ -59,15 +59,17 @@ def routing_replay(folder: Path) -> Replay:
     return Replay("simulator-routing.json", trace, options)
 
 
-def simulate(replay: Replay, systems: Sequence[str], segments: int) -> dict[str, Case]:
+def simulate(
+    replay: Replay, systems: Sequence[str], segments: int, memories: Sequence[str] = MEMORIES
+) -> dict[str, Case]:
     """A case for each system and memory. All run in one command; where that cannot run, each has its own, and the first
     words of the error are its case.
     """
-    found = _run(replay, systems, ",".join(MEMORIES), segments)
+    found = _run(replay, systems, ",".join(memories), segments)
     if isinstance(found, dict):
         return found
     cases: dict[str, Case] = {}
-    for memory in MEMORIES:
+    for memory in memories:
         for system in systems:
             one = _run(replay, [system], memory, segments)
             cases |= one if isinstance(one, dict) else {case_name(system, memory, segments): {"error": one}}
@@ -89,8 +91,8 @@ def _run(replay: Replay, systems: Sequence[str], memories: str, segments: int) -
 def _case(row: dict[str, Any], trace: dict[str, Any]) -> Case:
     """Whole numbers of a row of results. Counts are of decode, bytes and times of prefill and decode.
 
-    The command prints shares. Each request ran alone, one token an iteration, so what they are shares of is known.
-    Times are in nanoseconds, shares in billionths.
+    The command prints fractions. Each request ran alone, one token an iteration: what they are fractions of is known.
+    Times are in nanoseconds, fractions in billionths.
     """
     if row["skipped"] is not None:
         return {"error": first_words(row["skipped"])}

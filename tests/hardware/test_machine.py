@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +16,7 @@ from expertly.core.errors import ConfigError
 from expertly.hardware import machine, measure
 from expertly.hardware.machine import Effort, examine, last_level_cache_nbytes, version_problems
 from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
+from tests.hardware.test_profile import PROFILE
 
 pytestmark = pytest.mark.alone
 
@@ -31,12 +37,17 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
 
 
+def rate_of_disk(path: Path, size: int, depth: int, seconds: float) -> DiskRate:
+    return DiskRate(size, depth, 1e6, is_direct=True)
+
+
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch):
     """For tests of what is found missing: figures from nowhere."""
-    monkeypatch.setattr(measure, "measure_disk", lambda path, size, depth, seconds: DiskRate(size, depth, 1e9, True))
+    monkeypatch.setattr(measure, "measure_disk", rate_of_disk)
     monkeypatch.setattr(measure, "measure_copy", lambda threads, nbytes, seconds: CopyRate(threads, 1e10))
     monkeypatch.setattr(measure, "measure_matvec", lambda dtype, threads, *rest: MatvecRate(dtype, threads, 1e10))
+    monkeypatch.setattr(measure, "measure_decoding", lambda seconds: PROFILE.decoding)
 
 
 def test_everything_is_measured_and_in_order(tmp_path: Path):
@@ -57,9 +68,6 @@ def test_everything_is_measured_and_in_order(tmp_path: Path):
 def test_a_disk_too_slow_for_everything_is_measured_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(100))
     monkeypatch.setattr(machine, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(
-        measure, "measure_disk", lambda path, nbytes, depth, seconds: DiskRate(nbytes, depth, 1e6, True)
-    )
     profile, _ = examine(tmp_path, dataclasses.replace(QUICK, reads_s=2.0))
     assert profile.disk is not None
     assert [(r.read_nbytes, r.depth) for r in profile.disk.reads] == [(size, 1) for size in measure.READ_SIZES[:3]]
@@ -74,58 +82,41 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
     assert profile.matvec, "the rest is measured all the same"
 
 
+def refuse(*args):
+    raise ConfigError("folder /cache: a test file cannot be written there (Permission denied)")
+
+
+def fail(seconds: float):
+    raise RuntimeError("CUDA error: out of memory\nand advice")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "subject", "said"),
+    [
+        (measure, "scratch_file", refuse, "folder", "error: folder /cache: a test file cannot be written there"),
+        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20), "disk", "error: "),
+        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 30), "disk", "warning: 4096 MiB are free"),
+        (measure, "measure_disk", lambda *args: DiskRate(*args[1:3], 1e9, False), "disk", "warning: .*O_DIRECT"),
+        (machine, "available_host_nbytes", lambda: 512 * MIB, "memory", "warning: 512 MiB are free"),
+        (os, "getloadavg", lambda: (7.25, 0, 0), "cpu", "warning: 7.2 processes were running on 4 CPUs"),
+        (os, "getloadavg", lambda: (1.5, 9, 9), "cpu", None),
+        (machine, "measure_devices", fail, "device", "warning: found but not usable: CUDA error: out of memory$"),
+    ],
+)
 @pytest.mark.usefixtures("unmeasured")
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args):
-        raise ConfigError("folder /cache: a test file cannot be written there (Permission denied)")
-
-    monkeypatch.setattr(measure, "scratch_file", refuse)
-    profile, problems = examine(tmp_path, QUICK)
-    assert profile.disk is None
-    assert "Permission denied" in by_subject(problems)["folder"].text
-
-
-@pytest.mark.parametrize(("free", "level"), [(1 << 20, "error"), (4 << 30, "warning")])
-@pytest.mark.usefixtures("unmeasured")
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str):
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free}))
-    _, problems = examine(tmp_path, QUICK)
-    assert by_subject(problems)["disk"].level == level
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        measure, "measure_disk", lambda path, read_nbytes, depth, seconds: DiskRate(read_nbytes, depth, 1e9, False)
-    )
-    _, problems = examine(tmp_path, QUICK)
-    assert "O_DIRECT" in by_subject(problems)["disk"].text
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 512 * MIB)
-    _, problems = examine(tmp_path, QUICK)
-    assert by_subject(problems)["memory"].text.startswith("512 MiB are free")
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_missing_is_told(
+    where: Any, name: str, value: Any, subject: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)
-    monkeypatch.setattr(machine, "_load", lambda: 1.5)
-    assert "cpu" not in by_subject(examine(tmp_path, QUICK)[1])
-    monkeypatch.setattr(machine, "_load", lambda: 7.25)
-    assert by_subject(examine(tmp_path, QUICK)[1])["cpu"].text.startswith("7.2 processes were running on 4 CPUs")
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_a_device_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(seconds: float):
-        raise RuntimeError("CUDA error: out of memory\nand advice")
-
-    monkeypatch.setattr(machine, "measure_devices", fail)
-    _, problems = examine(tmp_path, QUICK)
-    assert by_subject(problems)["device"].text == "found but not usable: CUDA error: out of memory"
+    monkeypatch.setattr(os, "getloadavg", lambda: (0, 0, 0))
+    monkeypatch.setattr(where, name, value)
+    profile, problems = examine(tmp_path, QUICK)
+    found = by_subject(problems).get(subject)
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None and re.match(said, f"{found.level}: {found.text}")
+        assert (profile.disk is None) == (found.level == "error"), "the rest is measured all the same"
 
 
 def test_versions_are_held_against_the_requirements():

@@ -65,10 +65,13 @@ def test_disk_rate_is_interpolated_between_sizes_and_held_outside():
     ("change", "message"),
     [
         ({"format_version": 99}, "format_version=99, accepted: 2"),
-        ({"num_cpus": "two"}, "num_cpus: must be int, is 'two'"),
-        ({"disk": 3}, "disk: must be an object"),
-        ({"copies": [{}]}, r"copies\[0\]: lacks num_threads, nbytes_per_s"),
-        ({"matvec": [{"dtype": "f", "num_threads": True, "nbytes_per_s": 1}]}, "num_threads: must be int, is True"),
+        ({"num_cpus": "two"}, "num_cpus='two': must be a whole number"),
+        ({"disk": 3}, "disk=3: must be an object of folder"),
+        ({"copies": [{}]}, r"copies\[0\]={}: must be an object of num_threads, nbytes_per_s"),
+        (
+            {"matvec": [{"dtype": "f", "num_threads": True, "nbytes_per_s": 1}]},
+            "num_threads=True: must be a whole number",
+        ),
     ],
 )
 def test_a_damaged_profile_is_refused_by_field(tmp_path: Path, change: dict, message: str):

@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +44,6 @@ from tests.store.mounts import tiny_disk
 from tests.weights import random_weights
 
 LAYERS = SHAPE.geometry().layers
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def weights() -> LearnedWeights:
@@ -404,34 +401,21 @@ def test_a_disk_that_is_full_or_a_folder_that_is_not_there(tmp_path: Path) -> No
         save_learned(tmp_path / "absent" / "a.maps", make_store(), IDENTITY)
 
 
-SAVE = """
-import sys
-from pathlib import Path
-from expertly.policies.learned import save_learned
-from tests.policies.learned_builders import IDENTITY, make_store
-
-stores = [make_store(200 + 150 * number, 1000, seed=number, hidden_size=64) for number in range(3)]
-print("ready", flush=True)
-while True:
-    for number, store in enumerate(stores):
-        save_learned(Path(sys.argv[1]), store, IDENTITY, {"number": number})
-"""
-
-
 def test_a_killed_save_leaves_a_whole_file_or_none(tmp_path: Path) -> None:
     path = tmp_path / "a.maps"
     stores = [make_store(200 + 150 * number, 1000, seed=number, hidden_size=64) for number in range(3)]
     dice = random.Random(0)
-    for _ in range(4):
-        child = subprocess.Popen([sys.executable, "-c", SAVE, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(dice.uniform(0, 0.15))
-        finally:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            try:
+                for step in range(2000):
+                    save_learned(path, stores[step % 3], IDENTITY, {"number": step % 3})
+            finally:
+                os._exit(1)
+        time.sleep(dice.uniform(0, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         if path.exists():
             found = read_learned(path, MapStore, identity=IDENTITY, shape=SHAPE)
             assert_same(found.learned, stores[int(found.header.about["number"] or 0)])

@@ -14,7 +14,7 @@ from expertly.policies.predictor.base import Predictor
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
-from expertly.scheduler.prefetch_filter import Guess, Moment, PrefetchFilter
+from expertly.scheduler.prefetch_filter import Moment, PredictedExpert, PrefetchFilter
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.drive import geometry, one_token, routed
@@ -177,7 +177,7 @@ def trained(*, covers: bool) -> PrefetchFilter:
             for rank, expert in enumerate(
                 [*(needed if covers else others[4:]), *others[:2]] if layer + 1 < LAYERS else ()
             ):
-                guess = Guess(rank, 0.9 / (rank + 1), 1)
+                guess = PredictedExpert(rank, 0.9 / (rank + 1), 1)
                 prefetch_filter.lets(layer + 1, first + expert, guess, layer, 1, 0, evicts=False)
             now_ns += 1000
     prefetch_filter.at(Moment.PASS_BEGAN, now_ns)
@@ -190,12 +190,12 @@ def test_a_wrong_guess_costs_less_where_nearly_all_that_is_missed_is_guessed() -
     """What is then still to come of it keeps no load waiting."""
     for covers in (True, False):
         prefetch_filter = trained(covers=covers)
-        assert prefetch_filter.lets(1, EXPERTS + 7, Guess(3, 0.9 / 4, 1), 0, 1, 0, evicts=False) == covers
+        assert prefetch_filter.lets(1, EXPERTS + 7, PredictedExpert(3, 0.9 / 4, 1), 0, 1, 0, evicts=False) == covers
 
 
 def test_what_comes_behind_others_has_less_time() -> None:
     prefetch_filter = trained(covers=True)
     for num_queued in (0, 1):
-        assert prefetch_filter.lets(1, EXPERTS + 7, Guess(0, 0.9, 1), 0, 1, num_queued, evicts=False) == (
+        assert prefetch_filter.lets(1, EXPERTS + 7, PredictedExpert(0, 0.9, 1), 0, 1, num_queued, evicts=False) == (
             num_queued == 0
         )

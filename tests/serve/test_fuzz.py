@@ -15,7 +15,7 @@ from schemathesis import GenerationMode
 from tests.serve.conftest import Serving, room_for, served
 
 QUIET = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     database=None,
     phases=[Phase.generate],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from expertly.core.costs import MeasuredCompute
 from expertly.core.geometry import DenseShape, LayerGeometry
-from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
@@ -180,8 +180,15 @@ def can_run(trace: Trace) -> list[str]:
     return [name for name, one in SYSTEMS.items() if all(need == "future" or trace.has(need) for need in one.needs)]
 
 
-def results(study: Study, systems: Sequence[str], *memories: str | int) -> dict[str, dict[str, Any]]:
-    """By system, of one budget: a share or a number of experts a layer."""
-    (memory,) = memories
-    asked = Memory(memory) if isinstance(memory, str) else Memory(f"{memory}/layer", memory)
-    return {row["system"]: row for row in study.results(systems, [asked])}
+def results(study: Study, systems: Sequence[str], memory: str | int) -> dict[str, dict[str, Any]]:
+    """A row for each system, of one budget: a share or a number of experts a layer."""
+    return {system: study.row(get_system(system), _budget(memory)) for system in systems}
+
+
+def with_bounds(study: Study, systems: Sequence[str], memory: str | int) -> dict[str, dict[str, Any]]:
+    """The same with the systems that are run for comparison, and with floors."""
+    return {row["system"]: row for row in study.results(systems, [_budget(memory)])}
+
+
+def _budget(memory: str | int) -> Memory:
+    return Memory(memory) if isinstance(memory, str) else Memory(f"{memory}/layer", memory)

@@ -34,7 +34,7 @@ def spans_of(trace: Trace, order: list[int], cut: int = 0) -> list[RowRange]:
 
 
 def assert_is_the_scan(workload: TraceWorkload) -> None:
-    """Every demand's next use, and what the iterations ahead need, are what a scan of all that follows finds."""
+    """Every demand's next use, and what the next layers need, are what a scan of all that follows finds."""
     geometry = Geometry(LAYERS)
     everything = list(workload.iterations())
     needs = [{demand.layer: demand.experts for demand in one.layers} for one in everything]
@@ -67,44 +67,15 @@ def num_open(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 4096])
-def test_of_a_whole_trace(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_uses_and_needs_are_those_of_a_scan(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)  # also within an iteration, and across shards
     trace = trace_of(tmp_path / "trace")
     assert len(trace.manifest.shards) > 2
     assert_is_the_scan(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
-
-
-@pytest.mark.parametrize("chunk", [3, 4096])
-def test_of_requests_in_another_order(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(future_module, "_CHUNK_ROWS", chunk)
-    trace = trace_of(tmp_path / "trace")
     assert_is_the_scan(TraceWorkload(trace, spans_of(trace, [2, 0, 3, 1])))
     assert_is_the_scan(TraceWorkload(trace, spans_of(trace, [3, 1], cut=4)))
-
-
-def test_of_a_prompt_that_is_cut_in_the_middle(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path / "trace")
-    first = trace.requests[1]
-    assert_is_the_scan(
-        TraceWorkload(trace, [RowRange(1, first.first_row, 3), RowRange(0, 0, 20), RowRange(1, first.first_row + 7, 9)])
-    )
-
-
-def test_the_same_next_uses_serve_several_runs(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path / "trace")
-    workload = TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)])
-    uses, geometry = next_uses(workload), Geometry(LAYERS)
-
-    def run() -> list[int]:
-        future = TraceFuture(workload, geometry, uses)
-        found = []
-        for iteration in future.iterations():
-            for demand in iteration.layers:
-                future.begin_layer(demand.layer)
-                found += [future.next_use(geometry.expert_id(demand.layer, e)) for e in demand.experts]
-        return found
-
-    assert run() == run()
+    first = trace.requests[1].first_row  # of a prompt that is cut in the middle
+    assert_is_the_scan(TraceWorkload(trace, [RowRange(1, first, 3), RowRange(0, 0, 20), RowRange(1, first + 7, 9)]))
 
 
 def test_the_scratch_file_has_no_name_and_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,16 +90,13 @@ def test_the_scratch_file_has_no_name_and_goes_away(tmp_path: Path, monkeypatch:
     assert num_open(scratch) == 0
 
 
-def test_a_full_disk_is_an_error_that_says_what_to_do() -> None:
+def test_a_full_disk_or_a_missing_folder_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     file = RowsFile(10, (2, 3))
     file._file.close()
     with open("/dev/full", "wb", buffering=0) as full:
         file._file = full
         with pytest.raises(ConfigError, match=r"temporary files: No space left.*need 240 bytes in .*TMPDIR"):
             file.write(0, np.zeros((10, 2, 3), np.int32))
-
-
-def test_a_scratch_folder_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(ConfigError, match="temporary files: No such file"):
         RowsFile(10, (2, 3))

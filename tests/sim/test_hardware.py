@@ -58,16 +58,11 @@ def test_names_are_the_shipped_files(folder: str, names: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
-def test_shipped_profiles_are_read(name: str):
+def test_shipped_profiles_are_read_and_every_number_has_its_source_beside_it(name: str):
     hardware = Hardware.read(name)
-    assert hardware.name == name
-    assert hardware.compute is None
-
-
-@pytest.mark.parametrize("name", [name for name in HARDWARE_NAMES if name != "infinite"])
-def test_every_number_has_its_source_beside_it(name: str):
+    assert hardware.name == name and hardware.compute is None
     text = (Path(__file__).parents[2] / "src" / "expertly" / "data" / "hardware" / f"{name}.toml").read_text()
-    lines = text.splitlines()
+    lines = text.splitlines() if name != "infinite" else []
     for i, line in enumerate(lines):
         if re.match(r"\w+ = [\d.]", line):
             assert "#" in line or lines[i - 1].startswith("#"), line
@@ -92,16 +87,9 @@ def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
     path.write_text(text[: text.index("[predictor]")])
     assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts(), codec=None)
     assert Hardware.read("rtx3090").predictor == PredictorCosts()
-    assert (
-        Hardware.read("infinite").predictor.work_ns(1 << 60, 1 << 60)
-        == Hardware.read("infinite").predictor.call_ns
-        == 0
-    )
-
-
-def test_a_link_serves_one_after_the_other():
-    assert Link(1e9, 50, 10).occupies_ns(1000) == 1010
-    assert Link(math.inf, 0, 0).occupies_ns(1 << 60) == 0
+    infinite = Hardware.read("infinite")
+    assert infinite.predictor.work_ns(1 << 60, 1 << 60) == infinite.predictor.call_ns == 0
+    assert infinite.link.occupies_ns(1 << 60) == 0
 
 
 @pytest.mark.parametrize("hardware", [FULL, replace(FULL, compute=None, disk=None, host_memory_nbytes=None)])
@@ -148,7 +136,6 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
     [
         ("efficiency = 0.75\n", "", "lacks efficiency"),
         ("efficiency = 0.75", "efficiency = 1.5", r"efficiency=1.5: must be a number above 0 to 1"),
-        ("efficiency = 0.75", "efficiency = 0", r"efficiency=0: must be"),
         ("efficiency = 0.75", "efficiency = nan", r"efficiency=nan: must be"),
         ("efficiency = 0.75", "efficiency = true", r"efficiency=True: must be"),
         ("launch_ns = 1", "launch_ns = -1", r"launch_ns=-1: must be a whole number from 0"),
@@ -157,7 +144,6 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("launch_ns = 1", "launch_ns = 1\ncolour = 'red'", r"colour='red': unknown key; accepted: name, memory"),
         ("latency_ns = 100000", "latency_ns = 100000\nspeed = 1", r"disk.speed=1: unknown key; accepted: nbytes_per_s"),
         ("nbytes_per_s = 3500000000.0", "nbytes_per_s = 0", r"disk.nbytes_per_s=0: must be a number from 1 .* or inf"),
-        ("nbytes_per_s = 3500000000.0", "nbytes_per_s = '3GB'", r"disk.nbytes_per_s='3GB': must be"),
         ("name = ", "name = 3 #", "name=3: must be a string"),
         ("[link]", "[[link]]", r"link=\[\{.*must be a table"),
         ("tokens = [1, 4, 64]", "tokens = [4, 1, 64]", r"compute.tokens=\[4, 1, 64\]: must rise"),
@@ -167,10 +153,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("top_k = 2", "top_k = 9", "more than the 8 experts"),
         ("num_matrices = 3", "num_matrices = 4", "must be 2 or 3"),
         ("itemsize = 2", "itemsize = 0.5", r"compute.layer.itemsize=0.5: must be a whole number from 1"),
-        ("call_ns = 31000", "call_ns = -1", r"predictor.call_ns=-1: must be a whole number from 0"),
         ("call_ns = 31000", "calls_ns = 31000", r"lacks predictor.call_ns"),
-        ("read_nbytes_per_s = inf", "read_nbytes_per_s = 0.5", r"predictor.read_nbytes_per_s=0.5: must be a number"),
-        ("call_ns = 31000", "call_ns = 31000\ncores = 2", r"predictor.cores=2: unknown key; accepted: call_ns"),
         ("ratio = 0.68", "ratio = 0", r"codec.ratio=0: must be a number above 0 to 2"),
         ("ratio = 0.68", "ratio = 68", r"codec.ratio=68: must be a number above 0 to 2"),
         (
@@ -180,13 +163,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ),
         ("threads = 4", "threads = 0", r"codec.threads=0: must be a whole number from 1"),
         ("threads_beside = 3", "threads_beside = 5", r"codec.threads_beside=5: at most the 4 threads"),
-        ("threads_beside = 3", "threads_beside = -1", r"codec.threads_beside=-1: must be a whole number from 0"),
         ("read_processors = 0.5", "read_processors = 4.5", r"codec.read_processors=4.5: must be a number from 0 to 4"),
-        (
-            "ratio = 0.68",
-            "ratio = 0.68\nlevel = 1",
-            r"codec.level=1: unknown key; accepted: ratio, decode_nbytes_per_s",
-        ),
         ("name = ", "name : ", "not TOML"),
     ],
 )
@@ -218,7 +195,7 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
     path = tmp_path / "machine.toml"
     tokens = ["", "-1", "nan", "inf", "1e400", "9" * 30, "[]", "{}", '"x"', "true", "1979-05-27", "\n", "[a]", "="]
     num_refused = 0
-    for _ in range(300):
+    for _ in range(200):
         place = dice.randrange(len(text))
         damaged = text[:place] + dice.choice(tokens) + text[place + dice.randrange(8) :]
         path.write_text(damaged)
@@ -226,7 +203,7 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
             Hardware.read(str(path))
         except HardwareError:
             num_refused += 1
-    assert num_refused > 100
+    assert num_refused > 60
 
 
 # -- geometry files ----------

@@ -11,7 +11,7 @@ from expertly.sim.workload import Iteration
 
 
 def iteration(requests: tuple[int, ...], prefilling: tuple[int, ...] = (), arrival_ns: int = 0) -> Iteration:
-    return Iteration(0, requests, prefilling, len(requests), [], 0, 0, arrival_ns, cast(Any, None), 0)
+    return Iteration(0, requests, prefilling, len(requests), [], 0, arrival_ns, cast(Any, None), 0)
 
 
 def test_a_prompt_beside_others_answers_is_the_first_token_of_its_own_request_only() -> None:
@@ -27,6 +27,7 @@ def test_a_prompt_beside_others_answers_is_the_first_token_of_its_own_request_on
 
 def test_a_prompt_in_several_passes_ends_with_the_last() -> None:
     metrics = Metrics()
+    assert metrics.tpot_s is metrics.stall_share is metrics.ttft_s(is_queued=True) is None, "nothing measured yet"
     for begin in (0, 100, 200):
         metrics.add(iteration((0,), (0,)), begin, begin + 100, 0)
     assert metrics.ttft_s(is_queued=False) == pytest.approx(300 / 1e9)
@@ -49,14 +50,7 @@ def test_hits_of_a_batch_are_nobodys() -> None:
     assert metrics.hits_by_request() == [(7, 8), (1, 4)]
 
 
-def test_nothing_measured_is_nothing_said() -> None:
-    metrics = Metrics()
-    assert metrics.tpot_s is metrics.stall_share is metrics.ttft_s(is_queued=True) is None
-
-
-@pytest.mark.parametrize(
-    ("num", "percent", "expected"), [(1, 50, 1), (2, 50, 1), (3, 50, 2), (100, 99, 99), (100, 50, 50), (10, 95, 10)]
-)
-def test_percentiles_are_values_that_occurred(num: int, percent: int, expected: int) -> None:
-    assert percentile(list(range(1, num + 1)), percent) == expected
-    assert percentile([], percent) is None
+def test_percentiles_are_values_that_occurred() -> None:
+    for num, percent, expected in [(1, 50, 1), (2, 50, 1), (3, 50, 2), (100, 99, 99), (100, 50, 50), (10, 95, 10)]:
+        assert percentile(list(range(1, num + 1)), percent) == expected
+    assert percentile([], 50) is None

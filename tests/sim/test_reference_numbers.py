@@ -67,8 +67,8 @@ def naive_hit_rate(experts: Experts, capacity: int, policy: str) -> float:
             for expert in row:
                 place[expert] += 1
             if policy == "belady":
-                ahead = {e: uses[e][place[e]] if place[e] < len(uses[e]) else num_tokens + e for e in {*cache, *row}}
-                cache = sorted(ahead, key=lambda expert: ahead[expert])[:capacity]
+                next_use = {e: uses[e][place[e]] if place[e] < len(uses[e]) else num_tokens + e for e in {*cache, *row}}
+                cache = sorted(next_use, key=lambda expert: next_use[expert])[:capacity]
                 continue
             for expert in row:
                 if expert not in cache:

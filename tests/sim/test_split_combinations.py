@@ -69,15 +69,16 @@ def test_they_are_all_that_split() -> None:
     assert list(SPLITS) == [name for name, one in ALLOCATIONS.items() if one.splits]
 
 
-@pytest.mark.parametrize("allocation", SPLITS)
-@pytest.mark.parametrize("prediction", ["none", *PREDICTORS])
+@pytest.mark.parametrize(("place", "prediction"), enumerate(["none", *PREDICTORS]))
 def test_parts_of_experts_are_kept_beside_it(
-    study: Study, prediction: str, allocation: str, monkeypatch: pytest.MonkeyPatch
+    study: Study, place: int, prediction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every eviction, which has one of the allocations beside one prediction and the other beside the next."""
     monkeypatch.setattr(parts, "Scheduler", Checking)
     evictions = of_one_layer(prediction)
     assert len(evictions) >= 7
     for number, eviction in enumerate(evictions):
+        allocation = list(SPLITS)[(place + number) % 2]
         ahead = "" if prediction == "none" else f":ahead={('cache', 'ring')[number % 2]}"
         spec = f"lru:scope=layer:prediction={prediction}{ahead}:{eviction}:allocation={allocation}{SPLITS[allocation]}"
         system = get_system(spec)

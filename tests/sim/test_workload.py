@@ -28,8 +28,7 @@ def whole(trace: Trace) -> TraceWorkload:
     return TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)])
 
 
-@pytest.mark.parametrize("gaps", [0.0, 0.4])
-@pytest.mark.parametrize("block", [1, 7, 512])
+@pytest.mark.parametrize(("block", "gaps"), [(1, 0.4), (7, 0.0), (512, 0.4)])
 def test_demands_are_those_of_the_rows(
     block: int, gaps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,10 +86,6 @@ def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_pat
     (cut,) = list(TraceWorkload(trace, spans[1:]).iterations())
     expected, _ = group_by_expert(0, trace.rows("experts", 0, 3)[:, 0, :2], 9, np.ones(3, bool))
     assert cut.layers[0] == expected
-
-
-def test_nothing_to_simulate_is_an_error(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(2, LAYERS, 3), LAYERS)
     with pytest.raises(ConfigError, match="no tokens to simulate"):
         TraceWorkload(trace, [])
 
@@ -110,8 +105,7 @@ def mixed_trace(folder: Path, *, is_full: bool) -> Trace:
     return make_trace(folder, passes, WIDE, num_requests=4, rows_per_shard=20, is_full=is_full)
 
 
-@pytest.mark.parametrize("is_full", [True, False])
-@pytest.mark.parametrize("block", [1, 7, 512])
+@pytest.mark.parametrize(("block", "is_full"), [(1, True), (7, False), (512, True)])
 def test_an_iteration_shows_its_rows(
     block: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +113,7 @@ def test_an_iteration_shows_its_rows(
     trace = mixed_trace(tmp_path / "trace", is_full=is_full)
     fields = {name: trace.rows(name, 0, trace.num_rows) for name in trace.manifest.fields}
     num_rows = 0
-    for iteration in TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
+    for iteration in whole(trace).iterations():
         rows = slice(iteration.trace_row, iteration.trace_row + iteration.num_tokens)
         num_rows += iteration.num_tokens
         began = iteration.began(EVERYTHING)
@@ -151,26 +145,19 @@ def test_an_iteration_shows_its_rows(
     assert num_rows == trace.num_rows
 
 
-def test_what_nobody_wants_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wanted_is_read_once_a_block_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = mixed_trace(tmp_path / "trace", is_full=True)
-    read = []
+    read: list[str] = []
     rows = Trace.rows
     monkeypatch.setattr(Trace, "rows", lambda self, field, *where: read.append(field) or rows(self, field, *where))
-    wants: frozenset[Want] = frozenset({"experts"})
-    for iteration in TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations():
-        assert iteration.began(wants).embedding is None
+    iterations = list(whole(trace).iterations())
+    for iteration in iterations:
+        assert iteration.began({"experts"}).embedding is None
         for router in iteration.layers:
-            routed = iteration.routed(router, wants)
+            routed = iteration.routed(router, {"experts"})
             assert routed.experts is not None and routed.scores is routed.lookahead is None
     assert set(read) == {"request", "iteration", "is_prefill", "experts"}
-
-
-def test_each_field_of_a_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = mixed_trace(tmp_path / "trace", is_full=True)
-    iterations = list(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]).iterations())
-    read = []
-    rows = Trace.rows
-    monkeypatch.setattr(Trace, "rows", lambda self, field, *where: read.append(field) or rows(self, field, *where))
+    read.clear()
     for iteration in iterations:
         iteration.began(EVERYTHING)
         for router in iteration.layers:
@@ -179,8 +166,7 @@ def test_each_field_of_a_block_is_read_once(tmp_path: Path, monkeypatch: pytest.
     assert sorted(read) == sorted(["embedding", "probs", "lookahead"] * num_blocks)
 
 
-@pytest.mark.parametrize("is_full", [True, False])
-@pytest.mark.parametrize("block", [5, 1024])
+@pytest.mark.parametrize(("block", "is_full"), [(5, True), (5, False), (1024, True)])
 def test_histories_are_the_rows_of_the_spans_in_their_order(
     block: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from expertly.core.errors import ConfigError, StoreError, TransferError
+from expertly.core.errors import ConfigError, StoreError
 from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
-from expertly.store.reader import ExpertFile
 from tests.store.builders import DENSE, LAYER, PLAN, PLANES, PLANS, expert_bytes, write_store
 
 
@@ -234,22 +233,3 @@ def test_an_index_too_long_to_be_one_is_not_read(planes: PackedStore) -> None:
     (planes.folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match=f"{300 << 20} bytes, more than the {256 << 20} accepted"):
         PackedStore.open(planes.folder)
-
-
-def test_a_read_that_finds_other_bytes_is_refused(planes: PackedStore) -> None:
-    """As the engine reads: a whole page before and after, straight from disk."""
-    index = planes.frames[0]
-    offset, nbytes = index.extent(3, 2)
-    file = ExpertFile(index.path)
-    try:
-        start = offset // 4096 * 4096
-        cover = memoryview(bytearray(-(-(offset + nbytes - start) // 4096) * 4096))
-        file.read_into(start, [cover])
-        out = bytearray(index.frame_nbytes)
-        decoder = FrameDecoder()
-        decoder.decode(index, 3, 2, cover[offset - start :][:nbytes], memoryview(out))
-        assert out == expert_bytes(0, 3, PLANES).tobytes()[2 * index.frame_nbytes : 3 * index.frame_nbytes]
-        with pytest.raises(TransferError, match="frame 1 of expert 3"):
-            decoder.decode(index, 3, 1, cover[offset - start :][:nbytes], memoryview(out))
-    finally:
-        file.close()

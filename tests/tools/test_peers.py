@@ -26,13 +26,16 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name)
 
 
-def test_a_peer_plays_what_it_is_fed(peers: Any) -> None:
+def test_a_peer_plays_what_it_is_fed_until_it_is_killed(peers: Any) -> None:
     players, pages = peers
     (request,) = pages.make_requests(DEMO, 1, 40, 6)
     assert len(request["ids"]) == 46
     player = players.Player(OURS, None)
     try:
         first, second = (player.play(request | {"threads": 1}) for _ in range(2))
+        os.kill(player._process.pid, signal.SIGKILL)
+        with pytest.raises(players.Ended, match="ended by SIGKILL"):
+            player.play(request | {"threads": 1})
     finally:
         player.close()
     assert len(first["greedy"]) == 7 and first["greedy"] == second["greedy"], "the prompt's choice and six more"
@@ -41,12 +44,7 @@ def test_a_peer_plays_what_it_is_fed(peers: Any) -> None:
     assert player.loaded["facts"]["memory_bytes"] > 0
 
 
-def test_how_a_peer_ended_is_said(peers: Any) -> None:
+def test_why_a_peer_cannot_begin_is_said(peers: Any) -> None:
     players, _ = peers
     with pytest.raises(players.Ended, match="25 percent"):
         players.Player(OURS | {"memory": "25 percent"}, None)
-    player = players.Player(OURS, None)
-    os.kill(player._process.pid, signal.SIGKILL)
-    with pytest.raises(players.Ended, match="ended by SIGKILL"):
-        player.play({"ids": [1, 2], "num_prompt": 1, "threads": 1})
-    player.close()

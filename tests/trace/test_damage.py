@@ -43,18 +43,16 @@ def poke(folder: Path, field: str, position: int, value: Any, dtype: Any) -> Non
 BAD_MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "format": (lambda m: m.update(format="x"), "format='x': accepted: expertly-trace"),
     "version": (lambda m: m.update(version=2), "version=2: this version of expertly reads 1"),
-    "version type": (lambda m: m.update(version=True), "version=True"),
     "complete": (lambda m: m.update(complete="yes"), "complete='yes': must be true or false"),
     "model": (lambda m: m.pop("model"), "model=None: must be a string"),
     "scoring": (lambda m: m.update(scoring="tanh"), "scoring='tanh': accepted: softmax, sigmoid, unknown"),
     "requests": (lambda m: m.update(requests="../x"), r"requests='../x': accepted: requests.jsonl"),
     "no layers": (lambda m: m["geometry"].update(layers=[]), "0 layers; must be from 1"),
-    "many layers": (lambda m: m["geometry"].update(layers=[{}] * 5000), "5000 layers"),
+    "many layers": (lambda m: m["geometry"].update(layers=m["geometry"]["layers"] * 2000), "6000 layers"),
     "layer field": (lambda m: m["geometry"]["layers"][1].pop("top_k"), r"geometry.layers\[1\]=.*must be an object of"),
     "no experts": (lambda m: m["geometry"]["layers"][1].update(num_experts=0), r"layers\[1\].num_experts=0"),
     "huge": (lambda m: m["geometry"]["layers"][1].update(num_experts=1 << 20), r"num_experts=1048576.*65535"),
     "top k": (lambda m: m["geometry"]["layers"][1].update(top_k=7), r"layers\[1\].top_k=7: must be from 1 to the 6"),
-    "float": (lambda m: m["geometry"]["layers"][1].update(hidden_size=1.5), r"layers\[1\].hidden_size=1.5"),
     "no geometry": (
         lambda m: m["geometry"]["layers"][0].update(
             hidden_size=4, intermediate_size=4, num_matrices=4, itemsize=2
@@ -66,14 +64,12 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "missing field": (lambda m: m["fields"].pop("weights"), "'weights' is missing"),
     "field dtype": (lambda m: m["fields"]["experts"].update(dtype="int8"), "experts.dtype='int8': must be uint16"),
     "field shape": (lambda m: m["fields"]["experts"].update(shape=[3, 2]), r"experts.shape=\[3, 2\]: must be \[3, 3\]"),
-    "negative shape": (lambda m: m["fields"]["embedding"].update(shape=[-1]), r"fields.embedding.shape=\[-1\]"),
     "real": (lambda m: m["fields"]["token"].update(real=1), "fields.token.real=1: must be true or false"),
     "generator": (lambda m: m["fields"]["probs"].update(generator="x"), "fields.probs.generator='x'"),
     "shards": (lambda m: m.update(shards={}), r"shards=\{\}: must be a list"),
     "shard file": (lambda m: m["shards"][0].update(file="../a"), r"shards\[0\]=.*a name in the same folder"),
     "shard rows": (lambda m: m["shards"][1].update(num_rows=-8), r"shards\[1\].num_rows=-8"),
     "shard order": (lambda m: m["shards"].reverse(), r"shards\[0\].first_row=16: must be 0"),
-    "shard gap": (lambda m: m["shards"].pop(0), r"shards\[0\].first_row=8: must be 0"),
     "shard iterations": (lambda m: m["shards"][0].update(num_iterations=9), r"shards\[0\].num_iterations=9"),
     "fewer rows": (lambda m: m["shards"][2].update(num_rows=4), r"rows-00002.safetensors: field '.*manifest says"),
     "embedding of another width": (
@@ -100,19 +96,14 @@ def test_a_folder_that_is_no_trace(tmp_path: Path) -> None:
         Trace.open(tmp_path)
 
 
-def test_a_truncated_shard(folder: Path) -> None:
+def test_a_shard_that_is_truncated_longer_or_missing(folder: Path) -> None:
     path = folder / SHARD
-    nbytes = path.stat().st_size
-    for kept in (0, 5, 4096, nbytes - 1):
-        path.write_bytes(path.read_bytes().ljust(nbytes, b"x")[:kept])
-        with pytest.raises(TraceError, match=f"{path}: truncated: {kept} bytes, the manifest says {nbytes}"):
+    good = path.read_bytes()
+    for kept in (0, 5, 4096, len(good) - 1):
+        path.write_bytes(good[:kept])
+        with pytest.raises(TraceError, match=f"{path}: truncated: {kept} bytes, the manifest says {len(good)}"):
             Trace.open(folder)
-
-
-def test_a_missing_shard_and_one_that_grew(folder: Path) -> None:
-    path = folder / SHARD
-    with path.open("ab") as file:
-        file.write(b"x")
+    path.write_bytes(good + b"x")
     with pytest.raises(TraceError, match=f"{path}: longer than it was"):
         Trace.open(folder)
     path.unlink()
@@ -134,7 +125,6 @@ BAD_VALUES = [
     ("experts", 2, 5, "uint16", r"row 0 .* (layer 0 chooses more than its 2|expert 5 of layer 0 is chosen twice)"),
     ("weights", 9 * 3 + 4, float("nan"), "float16", r"row 3 .* nan: must be finite"),
     ("probs", 3, float("inf"), "float16", r"row 0 .* inf: must be finite"),
-    ("lookahead", 3, float("nan"), "float16", "row 0 .* must be finite"),
     ("router_inputs", 16, float("-inf"), "float16", "row 1 .* must be finite"),
     ("embedding", 5 * 7, float("nan"), "float16", "row 7 of the file, 15 of the trace: nan: must be finite"),
     ("token", 4, -2, "int32", "row 4 .* -2: must be a token id, or -1"),
@@ -212,7 +202,7 @@ def test_mutated_files_raise_nothing_but_trace_errors(folder: Path, name: str) -
     header = 8 + int.from_bytes(good[:8], "little") if name == SHARD else len(good)
     rng = random.Random(name)
     refused = 0
-    for _ in range(400):
+    for _ in range(120):
         raw = bytearray(good)
         for _ in range(rng.randint(1, 3)):
             position = rng.randrange(min(header, len(raw)))
@@ -234,4 +224,4 @@ def test_mutated_files_raise_nothing_but_trace_errors(folder: Path, name: str) -
         except TraceError as error:
             assert str(folder) in str(error)
             refused += 1
-    assert refused > 100
+    assert refused > 30

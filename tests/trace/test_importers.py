@@ -51,7 +51,7 @@ def run_import(source: Path, **options: Any) -> Trace:
     return Trace.open(folder)
 
 
-def test_rows_are_the_source_s(tmp_path: Path) -> None:
+def test_rows_are_the_sources_and_what_was_made_up_is_said(tmp_path: Path) -> None:
     trace = run_import(save(tmp_path), created="now", command="c")
     expected = arrays()
     for field, name in (("experts", "experts"), ("weights", "weights"), ("token", "token_index")):
@@ -60,10 +60,7 @@ def test_rows_are_the_source_s(tmp_path: Path) -> None:
     assert trace.num_iterations == 8 and not trace.rows("is_prefill", 0, 8).any()
     assert [one.num_rows for one in trace.requests] == LENGTHS
     assert (trace.manifest.created, trace.manifest.command, trace.is_complete) == ("now", "c", True)
-
-
-def test_what_was_made_up_is_said(tmp_path: Path) -> None:
-    fields = run_import(save(tmp_path)).manifest.fields
+    fields = trace.manifest.fields
     assert {name for name, field in fields.items() if not field.is_real} == {"embedding", "is_prefill"}
     assert "16" not in fields["experts"].note and "rounded up to a power of two" in fields["experts"].note
 
@@ -147,7 +144,6 @@ BAD_ARRAYS = {
     "tokens": ({"token_index": np.zeros(7, int)}, r"'token_index': shape \[7\]; must be \[8\], one a token"),
     "token ids": ({"token_index": np.full(8, 1 << 40)}, "'token_index': must be token ids, from 0"),
     "columns": ({"experts": np.asfortranarray(arrays()["experts"])}, "'experts': stored column by column"),
-    "text": ({"seq_len": np.array(["3", "5"])}, "'seq_len': dtype <U1; must be numbers"),
     "objects": ({"seq_len": np.array([3, None], object)}, "'seq_len': dtype object; must be numbers"),
 }
 
@@ -187,7 +183,7 @@ def test_flipped_bytes_raise_nothing_but_trace_errors(tmp_path: Path) -> None:
     good = save(tmp_path).read_bytes()
     rng = np.random.default_rng(0)
     refused = 0
-    for number in range(150):
+    for number in range(80):
         raw = bytearray(good)
         raw[int(rng.integers(len(raw)))] ^= 1 << int(rng.integers(8))
         source = tmp_path / str(number) / "a.npz"
@@ -198,7 +194,7 @@ def test_flipped_bytes_raise_nothing_but_trace_errors(tmp_path: Path) -> None:
         except TraceError as error:
             assert str(source) in str(error)
             refused += 1
-    assert refused > 50
+    assert refused > 25
 
 
 @pytest.mark.parametrize(

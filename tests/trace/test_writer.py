@@ -54,13 +54,10 @@ def test_bad_rows_are_refused_and_change_nothing(tmp_path: Path, case: str) -> N
     assert_holds(Trace.open(tmp_path / "trace"), rows)
 
 
-def test_rows_before_the_first_request_are_refused(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "trace") as writer, pytest.raises(TraceError, match="field 'request': row 0: -1"):
-        writer.append(random_rows(1, 0))
-
-
-def test_no_rows_are_no_iteration(tmp_path: Path) -> None:
+def test_no_rows_are_no_iteration_and_rows_need_a_request(tmp_path: Path) -> None:
     with open_writer(tmp_path / "trace") as writer:
+        with pytest.raises(TraceError, match="field 'request': row 0: -1"):
+            writer.append(random_rows(1, 0))
         writer.begin_request()
         writer.append(random_rows(0, 0))
         writer.append(random_rows(2, 1))
@@ -80,22 +77,15 @@ def test_wider_numbers_are_taken_and_floats_saturate(tmp_path: Path) -> None:
     assert trace.rows("token", 0, 2).tolist() == [7, 8]
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
+def test_impossible_layers_unknown_fields_and_scorings_are_refused(tmp_path: Path) -> None:
+    for layers, message in (
         ([], "0 layers; must be from 1"),
-        ([TraceLayer(0, 1)], r"layers\[0\].num_experts=0"),
         ([TraceLayer(8, 2), TraceLayer(8, 9)], r"layers\[1\].top_k=9: must be from 1 to the 8 experts"),
         ([TraceLayer(8, 2, 16, 16, 5, 2)], r"layers\[0\]: geometry field num_matrices=5"),
-    ],
-)
-def test_impossible_layers_are_refused(tmp_path: Path, layers, message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        TraceWriter(tmp_path / "trace", model="x", layers=layers)
+    ):
+        with pytest.raises(TraceError, match=message):
+            TraceWriter(tmp_path / "trace", model="x", layers=layers)
     assert not (tmp_path / "trace").exists()
-
-
-def test_unknown_fields_and_scorings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"field 'logits': unknown; accepted: request, .*lookahead"):
         trace_field("logits", LAYERS)
     with pytest.raises(TraceError, match=r"field 'embedding': shape \[0\]"):
@@ -123,18 +113,6 @@ def test_a_full_disk_is_said_and_costs_no_iteration(tmp_path: Path, monkeypatch:
         writer.append(rows[1])
         writer.append(rows[2])
     assert_holds(Trace.open(tmp_path / "trace"), rows)
-
-
-def test_an_exception_leaves_a_partial_trace(tmp_path: Path) -> None:
-    rows = iterations([2, 9, 2])
-    with pytest.raises(ZeroDivisionError), open_writer(tmp_path / "trace") as writer:
-        writer.begin_request()
-        for one in rows:
-            writer.append(one)
-        raise ZeroDivisionError
-    trace = Trace.open(tmp_path / "trace")
-    assert not trace.is_complete
-    assert_holds(trace, rows)
 
 
 def test_a_whole_trace_is_there_or_not(tmp_path: Path) -> None:

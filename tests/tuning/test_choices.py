@@ -105,7 +105,7 @@ def of_choice(**values: Any) -> Any:
         (of_choice(system="belady"), "needs the demands to come"),
         (of_choice(system="lru:segments=0"), "segments"),
         (of_choice(system=7), "system=7: must be a string"),
-        (of_choice(system="l" * 5000), "must be a string of 1 to 4096"),
+        (of_choice(system="l" * 5000), "must be a string of at most 4096"),
         (of_choice(segments=1.5), "segments=1.5: must be a whole number"),
         (of_choice(memory_nbytes=-1), "memory_nbytes=-1: must be a whole number from 1"),
         (of_choice(budget_nbytes=2000), "budget_nbytes=2000: must be a whole number from 1 to 1000"),
@@ -116,7 +116,7 @@ def of_choice(**values: Any) -> Any:
         (of_choice(machine={"kind": "tpu"}), "machine"),
         (lambda raw: raw["choices"][0]["machine"].update(kind="tpu"), "kind='tpu': accepted: cpu, cuda"),
         (lambda raw: raw["choices"][0]["gains"][0].update(ratio="fast"), "ratio='fast': must be a number"),
-        (of_choice(about={"x": [1]}), "about: x=[1]"),
+        (of_choice(about={"x": [1]}), "about.x=[1]: must be a string"),
         (of_choice(gains=[{}] * 17), "gains"),
     ],
 )

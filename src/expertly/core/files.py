@@ -10,10 +10,15 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ExpertlyError
+
+MAX_TEXT = 4096
+"""Characters of a text that `from_json` takes."""
 
 
 @contextmanager
@@ -136,6 +141,52 @@ def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise error(f"{path}: holds a JSON {type(value).__name__}; must be an object")
     return value
+
+
+def from_json(kind: Any, raw: Any, where: str, error: type[ExpertlyError]) -> Any:
+    """`raw`, from a JSON file, as `kind`: a dataclass, tuple[X, ...], dict[str, X], a union or a plain type. A class
+    with `from_dict` reads itself; what an object says beside the fields is ignored.
+
+    Raises `error` naming the field, its value and what is accepted; `where` is what `raw` is called.
+    """
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(raw)
+    if is_dataclass(kind):
+        names = [one.name for one in fields(kind)]
+        if not isinstance(raw, dict) or not raw.keys() >= set(names):
+            raise error(f"{where}={raw!r:.80}: must be an object of {', '.join(names)}")
+        hints = get_type_hints(kind)
+        return kind(**{name: from_json(hints[name], raw[name], f"{where}.{name}", error) for name in names})  # type: ignore[operator]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if raw is None and NoneType in arguments:
+            return None
+        kinds = [one for one in arguments if one is not NoneType]
+        fitting = kinds if len(kinds) == 1 else [one for one in kinds if one is type(raw)]
+        if not fitting:
+            raise error(f"{where}={raw!r:.80}: must be {' or '.join(_PLAIN[one] for one in kinds)}")
+        return from_json(fitting[0], raw, where, error)
+    if origin is tuple:
+        if not isinstance(raw, list):
+            raise error(f"{where}={raw!r:.80}: must be a list")
+        return tuple(from_json(arguments[0], item, f"{where}[{i}]", error) for i, item in enumerate(raw))
+    if origin is dict:
+        if not isinstance(raw, dict):
+            raise error(f"{where}={raw!r:.80}: must be an object")
+        return {name: from_json(arguments[1], item, f"{where}.{name:.80}", error) for name, item in raw.items()}
+    if kind is float and type(raw) in (int, float) and math.isfinite(raw):
+        return float(raw)
+    if type(raw) is kind and kind is not float and (kind is not str or len(raw) <= MAX_TEXT):
+        return raw
+    raise error(f"{where}={raw!r:.80}: must be {_PLAIN[kind]}")
+
+
+_PLAIN = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: f"a string of at most {MAX_TEXT} characters",
+}
 
 
 def is_plain_name(name: object) -> bool:

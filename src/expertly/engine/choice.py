@@ -8,9 +8,8 @@ checked.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ import torch
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
-from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
-from expertly.core.resources import cpu_name
+from expertly.core.files import disk_errors, from_json, json_bytes, read_json_object, write_atomic
+from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.device import kind_of
 from expertly.engine.learned import AUTO, find_weights
 from expertly.engine.memory import MemoryRequest, divide
@@ -36,7 +35,10 @@ MAX_CHOICES = 64
 
 MAX_FILE_NBYTES = 16 << 20
 
-_MAX_TEXT = 4096
+MAX_GAINS = 16
+
+_MOST = 1 << 60
+"""Of whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class TunedChoice:
     plan: SplitPlan | None = None  # that it begins with
     predictor: str | None = None  # the file of trained weights; None: as `auto` finds them
     gains: tuple[Gain, ...] = ()
-    about: Mapping[str, str | int | float | None] = field(default_factory=dict)  # for people
+    about: dict[str, str | int | float | None] = field(default_factory=dict)  # for people
 
     @property
     def parts(self) -> System:
@@ -88,13 +90,7 @@ class TunedChoice:
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON file."""
-        every = {one.name: getattr(self, one.name) for one in fields(self)}
-        return every | {
-            "machine": asdict(self.machine),
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "gains": [asdict(gain) for gain in self.gains],
-            "about": dict(self.about),
-        }
+        return asdict(self) | {"plan": None if self.plan is None else self.plan.to_dict()}
 
 
 def read_choices(path: Path, identity: str, dtype: str) -> list[TunedChoice]:
@@ -141,106 +137,43 @@ def save_choice(path: Path, identity: str, dtype: str, choice: TunedChoice) -> N
         write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}))
 
 
-def _choice(where: str, raw: object) -> TunedChoice:
-    if isinstance(raw, dict) and "compressed" in raw:  # of the first edition
-        if raw["compressed"] not in (None, 0):
-            raise StoreError(
-                f"{where}: compressed={raw['compressed']!r:.80}: experts do not stay compressed in memory any more; "
-                "accepted: null and 0; run `expertly tune` again"
-            )
-        raw = {name: value for name, value in raw.items() if name != "compressed"}
-    values = _object(where, raw, [one.name for one in fields(TunedChoice)])
-    system = _text(where, values, "system")
-    if paths := paths_in(system):
-        raise StoreError(f"{where}: system={system!r:.80}: names code by its path, {paths[0]!r:.80}: not imported")
+def _choice(where: str, raw: Any) -> TunedChoice:
+    compressed = raw.get("compressed") if isinstance(raw, dict) else None  # of the first edition
+    if compressed not in (None, 0):
+        raise StoreError(
+            f"{where}: compressed={compressed!r:.80}: experts do not stay compressed in memory any more; "
+            "accepted: null and 0; run `expertly tune` again"
+        )
     try:
-        name = get_system(system).name
-        if "future" in get_system(system).needs:
-            raise ConfigError(f"system={system!r:.80}: needs the demands to come")
-        plan = None if values["plan"] is None else SplitPlan.from_dict(_mapping(where, values, "plan"))
+        choice: TunedChoice = from_json(TunedChoice, raw, where, StoreError)
+        if paths := paths_in(choice.system):
+            raise ConfigError(f"system={choice.system!r:.80}: names code by its path, {paths[0]!r:.80}: not imported")
+        parts = get_system(choice.system)
+        if "future" in parts.needs:
+            raise ConfigError(f"system={choice.system!r:.80}: needs the demands to come")
     except ConfigError as error:
         raise StoreError(f"{where}: {error}") from None
-    gains = values["gains"]
-    if not isinstance(gains, list) or len(gains) > 16:
-        raise StoreError(f"{where}: gains={gains!r:.80}: must be a list of at most 16")
-    memory_nbytes = _whole(where, values, "memory_nbytes", 1)
-    codec = _text(where, values, "codec")
-    if codec not in CODECS:
-        raise StoreError(f"{where}: codec={codec!r:.80}: accepted: {', '.join(CODECS)}")
-    return TunedChoice(
-        system=name,
-        segments=_whole(where, values, "segments", 1),
-        memory_nbytes=memory_nbytes,
-        budget_nbytes=_whole(where, values, "budget_nbytes", 1, memory_nbytes),
-        codec=codec,
-        machine=_machine(f"{where}.machine", values["machine"]),
-        plan=plan,
-        predictor=None if values["predictor"] is None else _text(where, values, "predictor"),
-        gains=tuple(_gain(f"{where}.gains[{number}]", gain) for number, gain in enumerate(gains)),
-        about=_about(where, values),
-    )
-
-
-def _machine(where: str, raw: object) -> TunedOn:
-    values = _object(where, raw, [one.name for one in fields(TunedOn)])
-    kind = _text(where, values, "kind")
-    if kind not in ("cpu", "cuda"):
-        raise StoreError(f"{where}: kind={kind!r:.80}: accepted: cpu, cuda")
-    num_cpus, num_threads = (_whole(where, values, name, 1) for name in ("num_cpus", "num_threads"))
-    return TunedOn(kind, _text(where, values, "device"), _text(where, values, "cpu"), num_cpus, num_threads)
-
-
-def _gain(where: str, raw: object) -> Gain:
-    values = _object(where, raw, [one.name for one in fields(Gain)])
-    ratio, low, high, tpot = (_number(where, values, name, 0, 1e6) for name in ("ratio", "low", "high", "tpot_ratio"))
-    return Gain(_text(where, values, "over"), ratio, low, high, tpot, _whole(where, values, "num_turns", 0))
-
-
-def _about(where: str, values: Mapping[str, Any]) -> dict[str, str | int | float | None]:
-    about = _mapping(where, values, "about")
-    for name, value in about.items():
-        is_plain = (
-            value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) < _MAX_TEXT)
-        )
-        if not is_plain or len(name) > 80:
-            raise StoreError(f"{where}.about: {name[:80]}={value!r:.80}: must be a short text, a number or null")
-    return about
-
-
-def _object(where: str, raw: object, names: list[str]) -> dict[str, Any]:
-    if not isinstance(raw, dict) or set(raw) != set(names):
-        raise StoreError(f"{where}={raw!r:.80}: must be an object of {', '.join(names)}")
-    return raw
-
-
-def _mapping(where: str, values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = values[name]
-    if not isinstance(value, dict):
-        raise StoreError(f"{where}: {name}={value!r:.80}: must be an object")
-    return value
-
-
-def _text(where: str, values: Mapping[str, Any], name: str) -> str:
-    value = values[name]
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
-        raise StoreError(f"{where}: {name}={value!r:.80}: must be a string of 1 to {_MAX_TEXT} characters")
-    return value
-
-
-def _whole(where: str, values: Mapping[str, Any], name: str, least: int, most: int = 1 << 60) -> int:
-    value = values[name]
-    if type(value) is not int or not least <= value <= most:
-        raise StoreError(f"{where}: {name}={value!r:.80}: must be a whole number from {least} to {most}")
-    return value
-
-
-def _number(where: str, values: Mapping[str, Any], name: str, least: float, most: float) -> float:
-    value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise StoreError(f"{where}: {name}={value!r:.80}: must be a number")
-    if not least <= value <= most:
-        raise StoreError(f"{where}: {name}={value!r:.80}: must be from {least} to {most}")
-    return float(value)
+    if choice.codec not in CODECS:
+        raise StoreError(f"{where}: codec={choice.codec!r:.80}: accepted: {', '.join(CODECS)}")
+    machine = choice.machine
+    if machine.kind not in ("cpu", "cuda"):
+        raise StoreError(f"{where}: machine: kind={machine.kind!r:.80}: accepted: cpu, cuda")
+    if len(choice.gains) > MAX_GAINS:
+        raise StoreError(f"{where}: gains: {len(choice.gains)} of them; accepted: at most {MAX_GAINS}")
+    for owner, name, least, most in (
+        (choice, "segments", 1, _MOST),
+        (choice, "memory_nbytes", 1, _MOST),
+        (choice, "budget_nbytes", 1, choice.memory_nbytes),
+        (machine, "num_cpus", 1, _MOST),
+        (machine, "num_threads", 1, _MOST),
+        *((gain, name, 0, 10**6) for gain in choice.gains for name in ("ratio", "low", "high", "tpot_ratio")),
+        *((gain, "num_turns", 0, _MOST) for gain in choice.gains),
+    ):
+        value = getattr(owner, name)
+        if not least <= value <= most:
+            kind = "whole number" if isinstance(value, int) else "number"
+            raise StoreError(f"{where}: {name}={value!r:.80}: must be a {kind} from {least} to {most}")
+    return replace(choice, system=parts.name)
 
 
 # -- finding the choice for a load -------------------------------------------------------------------------------------
@@ -268,8 +201,7 @@ def this_machine(device: torch.device) -> TunedOn:
     """The one that a model runs on."""
     cpu = cpu_name() or "unknown"
     name = kind_of(device).name(device) or cpu
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return TunedOn(device.type, name, cpu, num_cpus, torch.get_num_threads())
+    return TunedOn(device.type, name, cpu, allowed_cpus(), torch.get_num_threads())
 
 
 def choices_path(store: PackedStore) -> Path:
@@ -301,18 +233,13 @@ def find_choice(
     if not of_kind or len(targets) > 1:
         what = f"{len(targets)} devices" if of_kind else f"a device of kind {here.kind}"
         return default(f"what was tuned was tuned on {choices[-1].machine.kind}, alone, and this is {what}")
-    nbytes = _memory_nbytes(store, request, targets)
+    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
+    nbytes = division.budgets[0].memory_nbytes  # all that is asked for, or that is free
     possible = [one for one in of_kind if _is_possible(one, store, nbytes, asked.predictor)]
     if not possible:
         return default(f"what was tuned ({of_kind[-1].system}) cannot run in {nbytes} bytes with what is there")
     nearest = min(reversed(possible), key=lambda one: abs(math.log(nbytes / one.memory_nbytes)))
     return _found(nearest, store, asked, request, nbytes, here)
-
-
-def _memory_nbytes(store: PackedStore, request: MemoryRequest, targets: Sequence[torch.device]) -> int:
-    """All that is asked for, or that is free."""
-    division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
-    return division.budgets[0].memory_nbytes
 
 
 def _is_possible(choice: TunedChoice, store: PackedStore, nbytes: int, predictor: str | Path | None) -> bool:
@@ -347,34 +274,27 @@ def _found(
         said.append(f"of which {_mib(memory, store)} are used, as more brought nothing")
     segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
     if plan is None and choice.plan is not None:
-        if segments == choice.segments and _fits(
-            choice.plan, choice, store, min(nbytes, choice.budget_nbytes), request
-        ):
+        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.ring):
             plan = choice.plan
         else:
             said.append("its plan does not fit here and is left out")
-    codec = choice.codec if asked.codec == AUTO and _is_packed(store, choice.codec) else asked.codec
+    codec, is_cached = asked.codec, store.folder == in_codec(store, store.codec)
+    if codec == AUTO and is_cached and is_packed_store(in_codec(store, choice.codec)):
+        codec = choice.codec
     settings = LoadSettings(segments, memory, codec, plan, _predictor(choice, asked.predictor))
     return FoundChoice(choice.system, settings, "; ".join(said))
 
 
-def _fits(plan: SplitPlan, choice: TunedChoice, store: PackedStore, nbytes: int, request: MemoryRequest) -> bool:
-    """Whether the system can begin with the plan in so much memory."""
+def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, ring: int | None) -> bool:
+    """Whether its system can begin with its plan in so much memory."""
+    assert choice.plan is not None
     try:
-        geometry = store.geometry(plan.geometry.segments_per_expert)
-        slots = MemoryRequest(nbytes, request.ring)
-        choice.parts.check_plan(plan, geometry, divide(store, [geometry], choice.parts, slots, [_CPU]).budgets[0])
+        geometry = store.geometry(choice.plan.geometry.segments_per_expert)
+        division = divide(store, [geometry], choice.parts, MemoryRequest(nbytes, ring), [torch.device("cpu")])
+        choice.parts.check_plan(choice.plan, geometry, division.budgets[0])
     except ConfigError:
         return False
     return True
-
-
-_CPU = torch.device("cpu")
-
-
-def _is_packed(store: PackedStore, codec: str) -> bool:
-    """Where the store is one of the cache's."""
-    return store.folder == in_codec(store, store.codec) and is_packed_store(in_codec(store, codec))
 
 
 def in_codec(store: PackedStore, codec: str) -> Path:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,27 +51,18 @@ def make_executor(
     """One device, or several as one. `host_memory`: RAM for experts behind all of them together."""
     geometry, kind = placement.geometry, kind_of(targets[0])
     host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
-    if len(targets) == 1:
-        (target,), (scheduler,) = targets, schedulers
-        slots = scheduler.budget.pool_slots()
-        device = kind.make(target, store, geometry, slots, dtype, host_nbytes)
-        try:
-            return Shard(str(target), scheduler, device)
-        except BaseException:
-            device.close()
-            raise
     amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
     shards: list[Shard] = []
-    try:
+    with ExitStack() as opened:  # closed again where what comes next raises
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
+            source: ExtentSource = store if len(targets) == 1 else StoreOfShare(store, share)
             slots = scheduler.budget.pool_slots()
-            device = kind.make(target, StoreOfShare(store, share), share.geometry, slots, dtype, amount)
+            device = kind.make(target, source, share.geometry, slots, dtype, amount)
+            opened.callback(device.close)
             shards.append(Shard(str(target), scheduler, device))
-        return ShardGroup(placement, shards, kind.handover(targets[0]))
-    except BaseException:
-        for shard in shards:
-            shard.close()
-        raise
+        executor: Executor = shards[0] if len(shards) == 1 else ShardGroup(placement, shards, kind.handover(targets[0]))
+        opened.pop_all()
+    return executor
 
 
 class StoreOfShare:
@@ -250,14 +242,15 @@ class SharedChannel:
         self.of_shards = [_ShardChannel(self, share) for share in placement.shares]
         self._channel = channel
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close what predicts
-        self._num_begun = self._num_ended = 0
+        self._begun_at = -2  # the step at which the last pass began; the first begins at -1
         self._step = -1  # of the last router that was published
+        self._is_open = False  # a pass has begun and its end was not published
 
-    def begin_iteration(self, number: int, step: int, began: Callable[[], Began]) -> None:
-        """The device's iteration `number`, from 1, begins."""
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
         with self._lock:
-            if number > self._num_begun:
-                self._num_begun, self._step = number, step
+            if step > self._begun_at:
+                self._begun_at = self._step = step
+                self._is_open = True
                 self._channel.begin_iteration(step, began)
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
@@ -268,12 +261,12 @@ class SharedChannel:
 
     def end_iteration(self, ok: bool) -> None:
         with self._lock:
-            if self._num_ended < self._num_begun:
-                self._num_ended = self._num_begun
+            if self._is_open:
+                self._is_open = False
                 self._channel.end_iteration(ok)
 
-    def share_out(self) -> None:
-        """Hand what is ready to all devices."""
+    def hand_out(self) -> None:
+        """Give each device its part of what is ready."""
         with self._lock:
             while (seen := self._channel.take()) is not None:
                 for one in self.of_shards:
@@ -281,7 +274,7 @@ class SharedChannel:
 
 
 class _ShardChannel:
-    """A device hears nothing of a step before it has come there itself, however far others are: so a run can be
+    """A device takes nothing of a step before it has come there itself, however far others are: so a run can be
     repeated exactly where its predictions can.
     """
 
@@ -289,13 +282,11 @@ class _ShardChannel:
         self.share = share
         self.ready: deque[Seen] = deque()
         self._shared = shared
-        self._num_begun = 0
         self._step = -1
 
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        self._num_begun += 1
         self._step = step
-        self._shared.begin_iteration(self._num_begun, step, began)
+        self._shared.begin_iteration(step, began)
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
         self._step = step
@@ -305,7 +296,7 @@ class _ShardChannel:
         self._shared.end_iteration(ok)
 
     def take(self) -> Seen | None:
-        self._shared.share_out()
+        self._shared.hand_out()
         if self.ready and self.ready[0].step <= self._step:
             return self.ready.popleft()
         return None

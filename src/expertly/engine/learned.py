@@ -21,7 +21,7 @@ from expertly.engine.runtime import Executor
 from expertly.policies.base import Policy
 from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.eviction.reuse import Reuse, ReuseModel
-from expertly.policies.learned import Array, Arrays, LearnedStore, Snapshot, read_learned, save_learned
+from expertly.policies.learned import Array, Arrays, LearnedState, LearnedStore, Snapshot, read_learned, save_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
@@ -39,6 +39,9 @@ wait for it.
 
 _REMEMBERED = 16
 """Times the capacity of a store: so many things of it are not taken again when they have gone from it."""
+
+_NO_PATH = (TypeError, ValueError, RuntimeError, OSError)
+"""What `pathlib` raises of what is no path, or of a user that is not there."""
 
 _INTERRUPTED = "a pass was interrupted while it learned: what it has learned since is not saved"
 
@@ -94,31 +97,32 @@ def find_weights(predictor: str | Path | None, system: System, store: PackedStor
     if predictor is None or predictor == OFF:
         return None
     identity = store.manifest.identity
-    if predictor == AUTO:
-        if not system.takes_weights:
-            return None
-        beside = learned_beside(store.folder, LearnedWeights.kind)
-        if beside.exists():
-            return read_learned(beside, LearnedWeights, identity=identity).learned
-        shipped = demo_predictor()
-        found = read_learned(shipped, LearnedWeights) if shipped.is_file() else None
-        return None if found is None or found.header.identity != identity else found.learned
     if not system.takes_weights:
+        if predictor == AUTO:
+            return None
         raise ConfigError(
             f"predictor={str(predictor)!r}: system {system.name!r} takes no trained weights; accepted: {AUTO}, {OFF}"
         )
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OSError):  # no path, or of a user that is not there
-        path = Path(predictor).expanduser()
-        if path.is_file():
-            return read_learned(path, LearnedWeights, identity=identity).learned
-    raise ConfigError(
-        f"predictor={str(predictor)!r}: no such file; accepted: one made by `expertly train-predictor`, {AUTO}, {OFF}"
-    )
+    if predictor == AUTO:
+        path = learned_beside(store.folder, LearnedWeights.kind)
+        if not path.exists():
+            shipped = demo_predictor()
+            found = read_learned(shipped, LearnedWeights) if shipped.is_file() else None
+            return None if found is None or found.header.identity != identity else found.learned
+    else:
+        is_file = False
+        with contextlib.suppress(*_NO_PATH):
+            path = Path(predictor).expanduser()
+            is_file = path.is_file()
+        if not is_file:
+            accepted = f"one made by `expertly train-predictor`, {AUTO}, {OFF}"
+            raise ConfigError(f"predictor={str(predictor)!r}: no such file; accepted: {accepted}")
+    return read_learned(path, LearnedWeights, identity=identity).learned
 
 
 def _possible(maps: str | Path) -> Path:
     """Where a file can be written. Raises ConfigError."""
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OSError):  # no path, or of a user that is not there
+    with contextlib.suppress(*_NO_PATH):
         path = Path(maps).expanduser()
         try:
             is_possible = stat.S_ISREG(path.stat().st_mode)
@@ -142,8 +146,6 @@ class SavedState:
     def __init__(
         self, policy: Policy, path: Path | None, identity: str, source: str = "", *, is_auto: bool = False
     ) -> None:
-        learned = policy.learned
-        assert learned is not None, "only what learns is saved"
         self.path = path
         self.num_read = 0
         """Of what the file had: maps, matrices, or tokens that taught it."""
@@ -156,8 +158,8 @@ class SavedState:
         self._identity = identity
         self._source = source
         self._is_auto = is_auto
-        self._unit = learned.unit
-        self._saved = learned.generation
+        self._unit = self._learned.unit
+        self._saved = self._learned.generation
         self._is_kept = False  # the file has more than the policy can hold, and stays as it is
         self._has_failed = False  # the last write
         self._exchange: LearnedExchange | None = None
@@ -177,8 +179,7 @@ class SavedState:
         if not self.path.exists():
             self.why_nothing = f"there was no {self.path}"
             return
-        mine = self._policy.learned
-        assert mine is not None
+        mine = self._learned
         try:
             theirs = read_learned(self.path, type(mine), identity=self._identity, shape=mine.shape).learned
             if embedding_size is not None:
@@ -196,7 +197,7 @@ class SavedState:
             has = f"has {theirs.num_needed} {self._unit}, capacity={mine.capacity}"
             self.problem = f"{self.path} {has}: what is learned is not saved"
             warnings.warn(f"expertly: {self.problem}", stacklevel=2)
-        self._saved = self._generation()
+        self._saved = self._learned.generation
 
     def share(self) -> LearnedExchange:
         """Whenever the file may be written, replicas of the model are told what is in it, and theirs is added."""
@@ -244,29 +245,28 @@ class SavedState:
 
     def facts(self) -> dict[str, Any]:
         """For results: what it began with and why, and where that is kept."""
-        learned = self._policy.learned
         origin = f"what {self.num_read} {self._unit} had taught" if self.num_read else "nothing learned"
         why = str(self.path) if self.num_read else self.why_nothing
         return {
             "history": "warm" if self.num_read else "cold",
             "says": f"began with {origin}: {why}",
-            "tokens": 0 if learned is None else learned.num_learned,
+            "tokens": self._learned.num_learned,
             "tokens_read": self.num_read,
             "file": None if self.path is None else str(self.path),
             "failed_writes": self.num_failed_writes,
             "problem": self.problem,
         }
 
-    def _generation(self) -> int:
-        assert self._policy.learned is not None
-        return self._policy.learned.generation
+    @property
+    def _learned(self) -> LearnedState:
+        assert self._policy.learned is not None, "only what learns is saved"
+        return self._policy.learned
 
     def _changed(self, *, copy: bool) -> Snapshot | None:
         """What is to be written; None where that is in the file, or half done."""
-        if self._is_kept or self._generation() == self._saved:
+        if self._is_kept or self._learned.generation == self._saved:
             return None
-        assert self._policy.learned is not None
-        shot = Snapshot.of(self._policy.learned, copy=copy)
+        shot = Snapshot.of(self._learned, copy=copy)
         if shot is None and self.problem != _INTERRUPTED:
             self.problem = _INTERRUPTED
             warnings.warn(f"expertly: {self.path}: {_INTERRUPTED}", stacklevel=2)

@@ -1,7 +1,7 @@
 """What predictors see of a model that runs, the thread on which they predict, and `Prefetching`, which joins both to an
 engine.
 
-T rows that are no pads, E experts, K top-k, H hidden, D distances looked ahead.
+T rows without pads, E experts, K top-k, H hidden, D distances looked ahead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,17 @@ from expertly.scheduler.observations import Channel, InlineChannel, ObservationQ
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
-# -- what the routers show ---------------------------------------------------------------------------------------------
-
-
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+Embed = Callable[[npt.NDArray[np.int32]], torch.Tensor]
+"""Token ids [T] to what the model's input embedding makes of them, [T, H]."""
+
+OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
+"""What only the routers themselves can show."""
+
+
+# -- what a forward pass shows -----------------------------------------------------------------------------------------
 
 
 class RequestNumbers:
@@ -86,16 +93,8 @@ class RequestNumbers:
         return numbers[sequences]
 
 
-Mask = npt.NDArray[np.bool_]
-OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
-"""What only the routers themselves can show."""
-
-Embed = Callable[[npt.NDArray[np.int32]], torch.Tensor]
-"""Token ids [T] to what the model's input embedding makes of them, [T, H]."""
-
-
 class Collector:
-    """Watches the routers from `attach` to `detach`.
+    """Notes what a forward pass shows; watches the routers from `attach` to `detach`.
 
     `begin` and `routed` note references, and copies of what the model may overwrite. The functions that they return do
     the arithmetic, once and in any thread, and round through float16 as a trace does: who predicts from a recorded
@@ -210,28 +209,28 @@ class Collector:
         is_real: Mask | None,
         info: IterationInfo,
     ) -> Routed:
-        wants = self._wants
+        wants, layer = self._wants, demand.layer
+        inputs, logits = (None, None) if seen is None else seen
         experts = scores = given = lookahead = None
         if wants & {"experts", "scores"}:
-            experts = _cut(top_k_index.cpu().numpy(), is_real)
+            experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
         if "scores" in wants:
-            scores = self._scores(demand.layer, seen, experts, top_k_weights, is_real)
-        if seen is not None and seen[0] is not None:
-            inputs = seen[0] if is_real is None else seen[0][torch.from_numpy(is_real).to(seen[0].device)]
+            assert experts is not None
+            tap = self._taps[layer]
+            if logits is None or tap is None:  # what is known of the router is what it chose
+                weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)
+                scores = scores_of_choices(experts, weights, self._layers[layer].num_experts)
+            else:
+                scores = _cut(tap.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
+            _read_only(scores)
+        if inputs is not None:
+            if is_real is not None:
+                inputs = inputs[torch.from_numpy(is_real).to(inputs.device)]
             if "inputs" in wants:
-                given = saturated_half(inputs).astype(np.float32)
+                given = _read_only(saturated_half(inputs).astype(np.float32))
             if "lookahead" in wants:
-                lookahead = self._look_ahead(demand.layer, inputs, info)
-        parts = (experts, scores, lookahead, given)
-        return Routed(demand, *(None if one is None else _read_only(one) for one in parts))
-
-    def _scores(self, layer: int, seen: Any, experts: Any, top_k_weights: torch.Tensor, is_real: Mask | None) -> Floats:
-        tap = self._taps[layer]
-        if seen is None or tap is None:  # what is known of the router is what it chose
-            weights = _cut(saturated_half(top_k_weights.detach()), is_real)
-            return scores_of_choices(experts, weights.astype(np.float32), self._layers[layer].num_experts)
-        scores: Floats = _cut(tap.normalised(seen[1]).half().cpu().numpy(), is_real).astype(np.float32)
-        return scores
+                lookahead = _read_only(self._look_ahead(layer, inputs, info))
+        return Routed(demand, experts, scores, lookahead, given)
 
     def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
         """[T, D, E], 0 where no layer is so far ahead, and for layers of another width."""
@@ -264,16 +263,15 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 class PredictorThread:
     """A Channel whose predictor has a thread of its own.
 
-    Of what is published, `backlog` says what waits and what goes. What predicting raises is raised by the next `take`,
-    once; from then on nothing is predicted. `save` is called by the thread some `save_every_s` seconds after it had
-    something to do, when nothing waits, or after twice the time between two contexts. `context` is entered by the
-    thread.
+    `queue` decides which observations wait and which are dropped. What predicting raises is raised by the next `take`,
+    once; from then on nothing is predicted. The thread enters `context`. It calls `save` about `save_every_s` after it
+    had something to do: when nothing waits, or after twice that time between two observations.
     """
 
     def __init__(
         self,
         predictor: Predictor,
-        backlog: ObservationQueue,
+        queue: ObservationQueue,
         save: Callable[[], object] | None = None,
         save_every_s: float = 60.0,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -281,7 +279,7 @@ class PredictorThread:
         self.error: BaseException | None = None
         """What ended predicting, once it was raised by `take`, too."""
         self._predictor = predictor
-        self._backlog = backlog
+        self._queue = queue
         self._save = save
         self._save_every_s = save_every_s
         self._context = context
@@ -293,7 +291,7 @@ class PredictorThread:
         self._saves_last = False  # nobody waits for its end
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's channel
         self._changed = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._serve, name="expertly-matcher", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="expertly-predictor", daemon=True)
         self._thread.start()
 
     # -- the forward pass's side -------------------------------------------------------------------------------
@@ -302,11 +300,10 @@ class PredictorThread:
 
     @property
     def num_dropped(self) -> int:
-        """Contexts that nobody read, because of too many."""
-        return self._backlog.num_dropped
+        """Observations that nobody read, because of too many."""
+        return self._queue.num_dropped
 
     def save_every(self, seconds: float) -> None:
-        """From now on."""
         with self._lock:
             self._save_every_s = seconds
             self._changed.notify()
@@ -314,19 +311,19 @@ class PredictorThread:
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
         with self._lock:
             if self._is_open:
-                self._backlog.begin_iteration(step, began)
+                self._queue.begin_iteration(step, began)
                 self._changed.notify()
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
         with self._lock:
             if self._is_open:
-                self._backlog.router_ran(step, routed)
+                self._queue.router_ran(step, routed)
                 self._changed.notify()
 
     def end_iteration(self, ok: bool) -> None:
         with self._lock:
             if self._is_open:
-                self._backlog.end_iteration(ok)
+                self._queue.end_iteration(ok)
                 self._changed.notify()
 
     def take(self) -> Seen | None:
@@ -366,7 +363,7 @@ class PredictorThread:
         except BaseException as error:  # handed to the next `take`
             with self._changed:
                 self._is_open = False
-                self._backlog.clear()
+                self._queue.clear()
                 self._untold = self.error = error
 
     def _next(self) -> Callable[[], None] | None:
@@ -379,7 +376,7 @@ class PredictorThread:
                 waited_s = 0.0 if self._busy_since is None else now - self._busy_since
                 if self._save is not None and waited_s >= 2 * self._save_every_s:
                     return self._save_now
-                work = self._backlog.next()
+                work = self._queue.next()
                 if work is not None:
                     self._busy_since = self._busy_since or now
                     return partial(self._read, work)
@@ -447,29 +444,26 @@ class Prefetching:
         self.maps = maps
         self.matcher = matcher
         self.collector = collector
+        self.router_ran = collector.routed
+        """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
+        self._executor = executor
         self._thread: PredictorThread | None = None
         channel: Channel
         if matcher == "inline":
             channel = InlineChannel(predictor)
         else:
-            backlog = ObservationQueue.of_layers(executor.geometry.num_layers)
+            queue = ObservationQueue.of_layers(executor.geometry.num_layers)
             save = None if maps is None else maps.save
             device = executor.shards[0].device.torch_device
             channel = self._thread = PredictorThread(
-                predictor, backlog, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
+                predictor, queue, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
             )
-        self._executor = executor
         executor.predict_from(channel)
         collector.attach()
 
     @property
-    def num_late(self) -> int:
-        """Predictions that came too late; on several devices, once on each of them."""
-        return self._executor.num_late
-
-    @property
     def num_dropped(self) -> int:
-        """Contexts that the matcher thread did not get to."""
+        """Observations that the predictor's thread did not get to."""
         return 0 if self._thread is None else self._thread.num_dropped
 
     @property
@@ -479,7 +473,7 @@ class Prefetching:
 
     def share(self, every_s: float) -> LearnedExchange | None:
         """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
-        is learned, or it is kept nowhere. A matcher that is no thread exchanges at the end only.
+        is learned, or it is kept nowhere. Who predicts inline exchanges at the end only.
         """
         if self.maps is None:
             return None
@@ -493,21 +487,14 @@ class Prefetching:
         if began is not None:
             self._executor.begin_iteration(began, info.layers)
 
-    def router_ran(
-        self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> Callable[[], Routed] | None:
-        """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
-        return self.collector.routed(demand, top_k_index, top_k_weights)
-
     def end_iteration(self, ok: bool) -> None:
-        """The pass ended."""
         if self.collector.is_open:
             self.collector.end()
             self._executor.end_iteration(ok)
 
     def close(self) -> None:
-        """End the matcher and write the maps, unless predicting failed. Raises StoreError where a file that somebody
-        named cannot be written.
+        """End the thread and write what was learned, unless predicting failed. Raises StoreError where a file that
+        somebody named cannot be written.
         """
         self.collector.detach()
         has_ended = self._thread is None or self._thread.close()
@@ -518,9 +505,7 @@ class Prefetching:
 
 @contextlib.contextmanager
 def _thread_of(device: torch.device) -> Iterator[None]:
-    """Where the matcher thread runs: what it is told was computed when it was told, so it need not wait for what the
-    model has queued since.
-    """
+    """What it is told was computed by then, so it need not wait for what the model has queued since."""
     with torch.inference_mode(), kind_of(device).beside(device):
         yield
 
@@ -545,11 +530,12 @@ def make_prefetching(
     predictor = system.predictor(geometry, Known(learned=weights))
     if predictor is None:
         return None
-    taps: Sequence[RouterTap | None] = ()
-    if predictor.wants & OF_ROUTERS:
-        taps = find_routers(model, geometry.layers)
-    if weights is not None:
-        _check_width(weights, taps)
+    taps: Sequence[RouterTap | None] = find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
+    if weights is not None and weights.mlps:
+        width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
+        if width != weights.hidden_size:
+            found = f"for router inputs of {weights.hidden_size} numbers; this model's have {width}"
+            raise ConfigError(f"predictor: its weights are {found}")
     collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
     saved = None
     if files.of_prediction is not None and predictor.learned is not None:
@@ -557,14 +543,6 @@ def make_prefetching(
         saved = SavedState(predictor, files.of_prediction, manifest.identity, manifest.source, is_auto=files.is_auto)
         saved.read(model.get_input_embeddings().weight.shape[1])
     return Prefetching(engine.executor, predictor, collector, matcher, saved)
-
-
-def _check_width(weights: LearnedWeights, taps: Sequence[RouterTap | None]) -> None:
-    width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
-    if weights.mlps and width != weights.hidden_size:
-        raise ConfigError(
-            f"predictor: its weights are for router inputs of {weights.hidden_size} numbers; this model's have {width}"
-        )
 
 
 def embedder(model: Any) -> Embed:

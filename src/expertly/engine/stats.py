@@ -18,6 +18,12 @@ from expertly.store.packed import PackedStore
 
 _MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes")
 
+_OF_DEVICE = (
+    *("hits", "partial_hits", "misses", "predicted", "prefetched"),
+    *("hit_rate", "bytes_loaded", "stall_s", "experts_s"),
+)
+"""Counts of a phase that each device tells, too."""
+
 
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
@@ -60,7 +66,9 @@ class Stats:
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
-            "prediction": None if prefetching is None else _of_prediction(prefetching, devices[0]["gate"]),
+            "prediction": None
+            if prefetching is None
+            else _of_prediction(prefetching, executor.num_late, devices[0]["gate"]),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "devices": devices,
@@ -83,16 +91,16 @@ class Stats:
         }
 
 
-def _of_prediction(prefetching: Prefetching, gate: dict[str, Any] | None) -> dict[str, Any]:
-    """What the predictor says of itself, what its gate let in, what came of it in time, and where its maps are. Of
-    several devices, the first one's gate.
+def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any] | None) -> dict[str, Any]:
+    """What the predictor says of itself, what came of it in time, and where what it learned is kept. `gate`: of the
+    first device's prefetch filter.
     """
     maps, error = prefetching.maps, prefetching.error
     return {
         "matcher": prefetching.matcher,
         "predictor": prefetching.predictor.facts(),
         "gate": gate,
-        "predictions_late": prefetching.num_late,
+        "predictions_late": num_late,
         "contexts_dropped": prefetching.num_dropped,
         "collect_s": prefetching.collector.collect_ns / 1e9,
         "failed": None if error is None else f"{type(error).__name__}: {error}",
@@ -151,7 +159,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "resident_bytes": resident,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
         **moved(device),
-        **{phase.value: _of_phase(one) for phase, one in phases.items()},
+        **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(scheduler),
         "gate": None if scheduler.filter is None else scheduler.filter.facts(),
@@ -177,13 +185,3 @@ def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, A
         return told[0] if told else None
     experts = [sum(of_devices) for of_devices in zip(*(one["experts"] for one in told), strict=True)]
     return {"name": told[0]["name"], "experts": experts}
-
-
-def _of_phase(counters: PhaseCounters) -> dict[str, Any]:
-    return {
-        **{name: getattr(counters, name) for name in ("hits", "partial_hits", "misses", "predicted", "prefetched")},
-        "hit_rate": counters.rates()["hit_rate"],
-        "bytes_loaded": counters.loaded_nbytes,
-        "stall_s": counters.stall_ns / 1e9,
-        "experts_s": counters.expert_ns / 1e9,
-    }

@@ -21,15 +21,7 @@ from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.transfer import NUM_READERS
 from expertly.hardware import measure
 from expertly.hardware.measure_cuda import measure_devices
-from expertly.hardware.profile import (
-    CopyRate,
-    DecodeProfile,
-    DeviceProfile,
-    DiskProfile,
-    DiskRate,
-    MachineProfile,
-    MatvecRate,
-)
+from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
 
 SCRATCH_NBYTES = 1 << 30
 LEAST_FREE_NBYTES = 8 << 30
@@ -64,12 +56,13 @@ def examine(
     """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins."""
     tell = progress or (lambda what: None)
     keep_off_trapped_instructions()
-    problems = version_problems(_requirements(), _installed)
-    available, total = available_host_nbytes(), _total_nbytes()
+    requirements = metadata.requires("expertly") if _installed("expertly") else []  # none: run from a source tree
+    problems = version_problems(requirements or [], _installed)
+    available = available_host_nbytes()
     if available < 2 * WORKING_NBYTES:
         text = f"{available >> 20} MiB are free; torch and a forward pass alone take about {WORKING_NBYTES >> 20}"
         problems.append(Problem("warning", "memory", text))
-    load, num_cpus = _load(), allowed_cpus()
+    load, num_cpus = os.getloadavg()[0], allowed_cpus()
     if load > num_cpus / 2:
         text = f"{load:.1f} processes were running on {num_cpus} CPUs in the last minute: the figures are too low"
         problems.append(Problem("warning", "cpu", text))
@@ -86,27 +79,13 @@ def examine(
     decoding = measure.measure_decoding(effort.each_s)
     tell("devices")
     devices = _examine_devices(effort.device_s, problems)
-    profile = _profile(total, available, cache_nbytes, disk, copies, matvec, decoding, devices)
-    return profile, problems
-
-
-def _profile(
-    total: int,
-    available: int,
-    cache_nbytes: int,
-    disk: DiskProfile | None,
-    copies: tuple[CopyRate, ...],
-    matvec: tuple[MatvecRate, ...],
-    decoding: DecodeProfile,
-    devices: tuple[DeviceProfile, ...],
-) -> MachineProfile:
-    return MachineProfile(
+    profile = MachineProfile(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         platform=platform.platform(),
         cpu=cpu_name(),
-        num_cpus=allowed_cpus(),
+        num_cpus=num_cpus,
         cache_nbytes=cache_nbytes,
-        memory_nbytes=total,
+        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available_nbytes=available,
         versions={"python": platform.python_version(), **{name: _installed(name) or "" for name in _DISTRIBUTIONS}},
         disk=disk,
@@ -115,6 +94,7 @@ def _profile(
         decoding=decoding,
         devices=devices,
     )
+    return profile, problems
 
 
 def _examine_disk(folder: Path, effort: Effort, problems: list[Problem]) -> DiskProfile | None:
@@ -204,26 +184,11 @@ def version_problems(requirements: Iterable[str], installed: Callable[[str], str
     return problems
 
 
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires("expertly") or []
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return []
-
-
 def _installed(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _total_nbytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _load() -> float:
-    return os.getloadavg()[0]
 
 
 def last_level_cache_nbytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

@@ -24,6 +24,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
+from expertly.engine.device import kind_of
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import NUM_READERS, Readers
 from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
@@ -46,6 +47,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _CHUNK_NBYTES = 16 << 20
 _ROW_NBYTES = 2048  # of the made-up experts that are read
 _MATRIX_SHAPE = (2048, 2816)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +167,7 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
     """RAM to RAM, `nbytes` at a time."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     with _threads(num_threads):
-        target.copy_(source)
-        num_copies, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds or not num_copies:
-            target.copy_(source)
-            num_copies += 1
+        num_copies, elapsed = _timed(_CPU, seconds, lambda: target.copy_(source))
     return CopyRate(num_threads, num_copies * nbytes / elapsed)
 
 
@@ -180,30 +178,9 @@ def kernels_here() -> dict[str, str]:
 
 
 def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
-    """Matrices of 2048 x 2816 times one vector, one after the other over `nbytes` of them, by what multiplies a model's
-    experts here.
-    """
-    kind = getattr(torch, dtype)
-    matrix_nbytes = _MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * kind.itemsize
-    matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=kind) for _ in range(max(1, -(-nbytes // matrix_nbytes)))]
-    x = torch.ones(1, _MATRIX_SHAPE[1], dtype=kind)
-    product = _product_of(x)
-    with torch.inference_mode(), _threads(num_threads):
-        product(matrices[0])
-        num_products, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds or num_products < len(matrices):
-            product(matrices[num_products % len(matrices)])
-            num_products += 1
-    return MatvecRate(dtype, num_threads, num_products * matrix_nbytes / elapsed)
-
-
-def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Of a matrix [r, H] with x [1, H]."""
-    kernels = choose_kernels()
-    if not kernels.takes(x.dtype):
-        return partial(linear, x)
-    out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
-    return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
+    """Products with one vector over `nbytes` of matrices, on the processor."""
+    with _threads(num_threads):
+        return MatvecRate(dtype, num_threads, measure_weights_rate(_CPU, getattr(torch, dtype), seconds, nbytes))
 
 
 # -- the two rates of a roofline, of any device ------------------------------------------------------------------------
@@ -213,14 +190,28 @@ _SQUARE = 1024
 _LEAST_NBYTES = 1 << 30  # more than any device's cache
 
 
-def measure_weights_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Bytes of weights a second used by products with one vector, over a gigabyte of them."""
-    count = -(-_LEAST_NBYTES // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
+def measure_weights_rate(
+    device: torch.device, dtype: torch.dtype, seconds: float, nbytes: int = _LEAST_NBYTES
+) -> float:
+    """Bytes of weights a second used by products of 2048 x 2816 matrices, `nbytes` of them one after the other, with
+    one vector, by what multiplies a model's experts there.
+    """
+    count = -(-nbytes // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
     x = torch.ones(1, _MATRIX_SHAPE[1], dtype=dtype, device=device)
+    product = _product_of(x)
     with torch.inference_mode():
-        num_rounds, elapsed = _timed(device, seconds, lambda: [linear(x, matrix) for matrix in matrices])
+        num_rounds, elapsed = _timed(device, seconds, lambda: [product(matrix) for matrix in matrices])
     return num_rounds * sum(matrix.nbytes for matrix in matrices) / elapsed
+
+
+def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Of a matrix [r, H] with x [1, H]."""
+    kernels = choose_kernels(runs_on_host=kind_of(x.device).runs_on_host)
+    if not kernels.takes(x.dtype):
+        return partial(linear, x)
+    out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
+    return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
@@ -235,7 +226,7 @@ def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> t
     """How often it ran, once to warm up left out, and in how many seconds."""
 
     def now() -> float:
-        if device.type != "cpu":
+        if not kind_of(device).runs_on_host:
             torch.accelerator.synchronize()
         return time.perf_counter()
 

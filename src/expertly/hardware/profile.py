@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from expertly.core.errors import ConfigError
+from expertly.core.files import from_json, read_json_object, write_atomic
 
 FORMAT_VERSION = 2
 
@@ -131,11 +129,9 @@ class MachineProfile:
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically. Raises ConfigError where it cannot be written."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-            os.replace(partial, path)
+            write_atomic(path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"machine profile {path}: cannot be written ({error.strerror})") from error
 
@@ -143,41 +139,14 @@ class MachineProfile:
     def read(cls, path: Path) -> MachineProfile:
         """Raises ConfigError where there is none, or where a field is missing or of another type."""
         try:
-            raw = json.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(
-                f"machine profile {path}: cannot be read ({error.strerror}); run `expertly doctor`"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"machine profile {path}: not JSON ({error}); run `expertly doctor` again") from None
-        version = raw.get("format_version") if isinstance(raw, dict) else None
-        if version != FORMAT_VERSION:
-            raise ConfigError(
-                f"machine profile {path}: format_version={version!r}, accepted: {FORMAT_VERSION}; run `expertly doctor`"
-            )
-        profile: MachineProfile = _parse(cls, raw, f"machine profile {path}")
+            raw = read_json_object(path, ConfigError)
+        except ConfigError as error:
+            raise ConfigError(f"machine profile {error}; run `expertly doctor`") from None
+        try:
+            version = raw.get("format_version")
+            if version != FORMAT_VERSION:
+                raise ConfigError(f"format_version={version!r}, accepted: {FORMAT_VERSION}")
+            profile: MachineProfile = from_json(cls, raw, "machine", ConfigError)
+        except ConfigError as error:
+            raise ConfigError(f"machine profile {path}: {error}; run `expertly doctor`") from None
         return profile
-
-
-def _parse(kind: Any, raw: Any, where: str) -> Any:
-    """`raw` (from JSON) as `kind`: a dataclass, tuple[X, ...], dict[str, X], X | None or a plain type."""
-    if is_dataclass(kind):
-        if not isinstance(raw, Mapping):
-            raise ConfigError(f"{where}: must be an object, is {raw!r:.60}")
-        hints = get_type_hints(kind)
-        missing = [f.name for f in fields(kind) if f.name not in raw]
-        if missing:
-            raise ConfigError(f"{where}: lacks {', '.join(missing)}")
-        return kind(**{f.name: _parse(hints[f.name], raw[f.name], f"{where}, {f.name}") for f in fields(kind)})  # type: ignore[operator]
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return None if raw is None else _parse(arguments[0], raw, where)
-    if origin is tuple and isinstance(raw, list):
-        return tuple(_parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
-    if origin is dict and isinstance(raw, Mapping):
-        return {str(key): _parse(arguments[1], item, f"{where}[{key!r}]") for key, item in raw.items()}
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
-    if origin is None and type(raw) is kind:
-        return raw
-    raise ConfigError(f"{where}: must be {getattr(kind, '__name__', kind)}, is {raw!r:.60}")

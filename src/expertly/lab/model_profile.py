@@ -19,9 +19,8 @@ from expertly.core.costs import LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute, PartialExpert
-from expertly.lab.layer_profile import LayerSample, fit_layers, layer_times, samples_of
+from expertly.lab.layer_profile import LayerSample, cuts, fit_layers, layer_times, parts_and_part, samples_of
 from expertly.lab.link_profile import fit_link
-from expertly.lab.part_profile import cuts, parts_and_part
 from expertly.lab.playing import forward
 from expertly.model.hooks import experts_modules
 

@@ -13,9 +13,8 @@ import torch
 
 from expertly.core.errors import TraceError
 from expertly.core.observation import IterationInfo
-from expertly.lab.columns import Array, Columns
-from expertly.lab.score_recorder import ScoreRecorder
-from expertly.trace.schema import NO_EXPERT, TraceLayer, trace_field
+from expertly.lab.score_recorder import Columns, ScoreRecorder
+from expertly.trace.schema import NO_EXPERT, Array, TraceLayer, trace_field
 
 Append = Callable[[Mapping[str, Array]], None]
 

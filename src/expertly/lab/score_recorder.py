@@ -5,17 +5,32 @@ T tokens, L layers, E experts, H hidden, D distances looked ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from expertly.core.observation import IterationInfo, layer_ahead
-from expertly.lab.columns import Array, Columns
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import RouterTap, attach_all, detach_all
-from expertly.trace.schema import FieldInfo
+from expertly.trace.schema import NO_EXPERT, Array, FieldInfo
+
+
+class Columns:
+    """A blank [T, ...] array of a trace's field for each pass, in memory that is used again."""
+
+    def __init__(self, fields: Iterable[FieldInfo]) -> None:
+        self._arrays: dict[str, Array] = {field.name: np.empty((0, *field.shape), field.dtype) for field in fields}
+
+    def blank(self, name: str, num_rows: int) -> Array:
+        """Zeros, or NO_EXPERT in `experts`; good until the next call for the same field."""
+        array = self._arrays[name]
+        if len(array) < num_rows:
+            array = self._arrays[name] = np.empty((num_rows, *array.shape[1:]), array.dtype)
+        rows = array[:num_rows]
+        rows.fill(NO_EXPERT if name == "experts" else 0)
+        return rows
 
 
 class ScoreRecorder:

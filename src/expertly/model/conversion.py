@@ -304,9 +304,8 @@ class ExpertsReader:
             return read_group(checkpoint, group)
         if group.is_per_expert:
             return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
-        rows = {name: expert if checkpoint.tensors[name].shape else None for name in group.names}
         return {
-            pattern: [read_tensor(checkpoint, name, rows[name]) for name in names]
+            pattern: [read_tensor(checkpoint, name, expert) for name in names]
             for pattern, names in group.sources.items()
         }
 
@@ -398,10 +397,12 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None) -> torch.Tensor:
-    """A tensor, or `tensor[row : row + 1]`."""
+    """A tensor, or where it has rows, `tensor[row : row + 1]`."""
     shape, dtype = checkpoint.tensors[name].shape, _dtype(checkpoint, name)
-    raw = checkpoint.read(name) if row is None else checkpoint.read_row(name, row)
-    shape = shape if row is None else (1, *shape[1:])
+    if row is None or not shape:
+        raw = checkpoint.read(name)
+    else:
+        raw, shape = checkpoint.read_row(name, row), (1, *shape[1:])
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 

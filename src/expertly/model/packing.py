@@ -14,15 +14,7 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.model.conversion import (
-    Conversion,
-    ExpertsReader,
-    Group,
-    cast,
-    make_quantizer,
-    read_group,
-    to_bytes,
-)
+from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
@@ -62,7 +54,8 @@ def pack_cached(
     check_codec(codec)
     folder = source_folder(model)
     if is_packed_store(folder):
-        return _open_store(folder, dtype, codec)
+        why = "the packed store is in it" if codec == "auto" else "it was asked for"
+        return replace(_open_store(folder, dtype, codec), why_codec=why)
     checkpoint = Checkpoint.open(folder)
     name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
     model_type = str(checkpoint.config.get("model_type"))
@@ -160,7 +153,7 @@ def _open_store(folder: Path, dtype: str | None, codec: str, identity: str | Non
         raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {store.manifest.dtype}; {again}")
     if codec not in ("auto", store.codec):
         raise ConfigError(f"codec={codec!r}: the packed store {folder} is in {store.codec}; {again}")
-    return replace(store, why_codec="the packed store is in it" if codec == "auto" else "it was asked for")
+    return store
 
 
 def _pack(
@@ -168,9 +161,7 @@ def _pack(
 ) -> PackedStore:
     """`folders`: where a store in each codec is or goes."""
     packing = cache(partial(_Packing, checkpoint, dtype))
-    choice = CodecChoice(codec, "it was asked for")
-    if codec == "auto":
-        choice = _choose(checkpoint, folders, packing)
+    choice = _choose(checkpoint, folders, packing) if codec == "auto" else CodecChoice(codec, "it was asked for")
     folder = folders[choice.codec]
     if is_packed_store(folder):
         store = _open_store(folder, dtype, choice.codec, checkpoint.identity)
@@ -219,15 +210,15 @@ class _Packing:
         if missing:
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
 
+        self._layers = tuple(site.geometry for site in self._sites)
+
     def choose(self, folder: Path) -> CodecChoice:
         """The codec for a store at `folder`."""
-        return choose_for([site.geometry for site in self._sites], self._sample, lambda: disk_rate_at(folder))
+        return choose_for(self._layers, self._sample, lambda: disk_rate_at(folder))
 
     def _sample(self) -> Sample:
-        layers = [site.geometry for site in self._sites]
-        return Sample(
-            layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in sampled(layers))
-        )
+        places = sampled(self._layers)
+        return Sample(self._layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
 
     def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint
@@ -236,7 +227,7 @@ class _Packing:
             source=str(checkpoint.folder.absolute()),
             model_type=str(checkpoint.config.get("model_type")),
             dtype=self._dtype,
-            layers=tuple(site.geometry for site in self._sites),
+            layers=self._layers,
             sites=tuple(site.name for site in self._sites),
             files={},
             codec=codec,

@@ -206,10 +206,10 @@ class Cache:
                 self._evicted(victim, gone)
         return partition.room
 
-    def admit_best(self, router: RouterRan, needed: list[int], guessed: Iterable[int]) -> dict[int, int]:
+    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
         """Of what is kept and what the layer needs, keep what its policy values most (admission "best"); of each needed
         expert the mask that is kept. The rest is staged: what was kept of it stays in its slots until it is computed,
-        and no more of that than there are staging slots. Nothing of `guessed` is evicted.
+        and no more of that than there are staging slots. Nothing of `upcoming` is evicted.
         """
         layer = router.layer
         partition, top = self.partitions[layer], self.tops[layer]
@@ -223,7 +223,7 @@ class Cache:
             wanted[eid] = top | here  # of other tops before there may be more
             excess += (top & ~here).bit_count()
         if excess > 0:
-            others = policy.scored_victims({*needed, *guessed})
+            others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
             own = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
@@ -252,7 +252,7 @@ class Cache:
                 self.keep(layer, eid, new)
         return wanted
 
-    def make_room_ahead(
+    def make_prefetch_room(
         self, layer: int, eid: int, mask: int, protected: Container[int] | None, *, is_next: bool = False
     ) -> bool:
         """Find places for `mask`, which is prefetched; False, and no change, where there are none. What the layer keeps

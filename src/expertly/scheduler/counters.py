@@ -69,12 +69,12 @@ class PhaseCounters:
     prefetched_nbytes: int = 0  # of what was loaded, that nobody waited for when it was asked for
     predicted: int = 0  # experts that predictions named, over all distances
     predicted_needed: int = 0
-    predicted_resident: int = 0  # when the router spoke
+    predicted_resident: int = 0  # when the router ran
     predicted_of: int = 0  # experts that were needed, once for each prediction of their layer
-    prefetched: int = 0  # experts of which something was loaded ahead
+    prefetched: int = 0  # experts of which something was prefetched
     prefetched_needed: int = 0
-    prefetched_in_time: int = 0  # wholly resident when the router spoke
-    wasted_nbytes: int = 0  # of what was loaded ahead, that of experts that were not needed
+    prefetched_in_time: int = 0  # wholly resident when the router ran
+    wasted_nbytes: int = 0  # of what was prefetched, that of experts that were not needed
     by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # predicted, needed of them, resident
     similarity_semantic: Correlation = field(default_factory=Correlation)  # see count_prediction
     similarity_trajectory: Correlation = field(default_factory=Correlation)
@@ -92,7 +92,7 @@ class PhaseCounters:
     def count_prediction(
         self, prediction: Prediction, needed: set[int], is_resident: Sequence[bool], top_k: int
     ) -> None:
-        """The router of the predicted layer has spoken: was it right, and was what it named there?
+        """The router of the predicted layer ran: was it right, and was what it named there?
 
         Where it says how sure it is, that is paired with the hit rate of its `top_k` surest (fMoE, figure 8):
         `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert.
@@ -125,7 +125,7 @@ class PhaseCounters:
 
     @property
     def coverage(self) -> float | None:
-        """Of what would have been missed, the share that loading ahead served; None where nothing was loaded ahead."""
+        """Of what would have been missed, the share that prefetching served; None where nothing was prefetched."""
         would_miss = self.prefetched_in_time + self.partial_hits + self.misses
         return _share(self.prefetched_in_time, would_miss) if self.prefetched else None
 
@@ -168,7 +168,7 @@ class PhaseCounters:
         }
 
 
-_NUMBERS = [field.name for field in fields(PhaseCounters) if field.type == "int"]
+_NUMBERS = [one.name for one in fields(PhaseCounters) if isinstance(getattr(PhaseCounters(), one.name), int)]
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -6,11 +6,38 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
-from expertly.core.messages import Plan, RouterRan, Span
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.scheduler.observations import Channel, Seen
-from expertly.scheduler.prefetch_filter import Moment
-from expertly.scheduler.scheduler import Scheduler
+from expertly.scheduler.prefetch import PrefetchQueue
+from expertly.scheduler.prefetch_filter import Moment, PrefetchFilter
+
+
+class Decisions(Protocol):
+    """What the loop asks: of a Scheduler, whose docstrings say more, or of a recorder that stands before one."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def queue(self) -> PrefetchQueue: ...
+    @property
+    def filter(self) -> PrefetchFilter | None: ...
+    @property
+    def is_synchronous(self) -> bool: ...
+    @property
+    def finds_late(self) -> bool: ...
+    @property
+    def computed(self) -> Callable[[Sequence[Span]], Plan | None]: ...
+    def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ...) -> Plan: ...
+    def promote(self, spans: Sequence[Span]) -> None: ...
+    def loaded(self, span: Span) -> bool: ...
+    def end_layer(self, cancelled: Sequence[Span] = ...) -> None: ...
+    def predict(self, prediction: Prediction) -> None: ...
+    def foresee(self, prediction: Prediction) -> None: ...
+    def prefetch(self) -> list[Span]: ...
+    def cancellable(self) -> list[int]: ...
+    def at(self, moment: Moment, now_ns: int) -> None: ...
 
 
 class Transport(Protocol):
@@ -37,12 +64,12 @@ class PrefetchTransport(Transport, Protocol):
         ...
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> Sequence[Span]:
-        """Cancel what was submitted ahead for `layer`, or these experts of it, and not begun; it will not come."""
+        """Cancel what was prefetched for `layer`, or these experts of it, and not begun; it will not come."""
         ...
 
 
 def run_layer(
-    scheduler: Scheduler,
+    scheduler: Decisions,
     transport: Transport,
     router: RouterRan,
     compute: Callable[[Sequence[Span]], None],
@@ -136,7 +163,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Decisions,
         transport: PrefetchTransport,
         channel: Channel,
         catch_up: Callable[[], None] | None = None,

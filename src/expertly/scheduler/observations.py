@@ -129,7 +129,7 @@ class ObservationQueue:
         self._published()
 
     def router_ran(self, step: int, routed: Callable[[], Routed], at_ns: int = 0) -> None:
-        """A router of it has spoken; nothing where none is open."""
+        """A router of it ran; nothing where none is open."""
         if self._passes and self._passes[-1].ok is None:
             self._passes[-1].routed.append(_Context(step, at_ns, routed))
             self._published()

@@ -11,7 +11,7 @@ from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.prefetch_filter import Guess, PrefetchFilter
+from expertly.scheduler.prefetch_filter import PredictedExpert, PrefetchFilter
 
 _FEW = 64
 """Heads of the queue among which void ones are not looked for."""
@@ -165,7 +165,7 @@ class PrefetchQueue:
                     continue
                 if self._evicts and safe is None:
                     safe = protected(router)
-                has_room = cache.make_room_ahead(layer, eid, mask, safe, is_next=layer == following)
+                has_room = cache.make_prefetch_room(layer, eid, mask, safe, is_next=layer == following)
                 if not has_room and (not self._evicts or mask & ~cache.tops[layer]):
                     self.needs_slots = cache.is_split
                     break  # until a slot is free
@@ -192,8 +192,8 @@ class PrefetchQueue:
         evicts = self._evicts and cache.is_decoding and cache.partitions[layer].room < count
         lowered, arrival, _ = self._queued[layer][-1]
         order, distance = self._queued_of[layer]
-        guess = Guess(arrival - order, -lowered, distance)
-        return prefetch_filter.lets(layer, eid, guess, self.now, count, num_in_flight, evicts=evicts)
+        predicted = PredictedExpert(arrival - order, -lowered, distance)
+        return prefetch_filter.lets(layer, eid, predicted, self.now, count, num_in_flight, evicts=evicts)
 
     # -- in flight ---------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class PrefetchQueue:
         """Segments."""
         return sum([mask.bit_count() for mask in self._slots.prefetching.values()])
 
-    def guessed(self) -> set[int]:
+    def upcoming(self) -> set[int]:
         """What is prefetched and was not used yet, or is here and predicted to be needed."""
         if not self.is_used:
             return set()

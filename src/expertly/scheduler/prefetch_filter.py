@@ -17,7 +17,7 @@ _MOST = 256.0
 """Predictions of one kind that are remembered; of more, all count half."""
 _BELIEVED = 4.0
 """Predictions that the more general kind weighs in one that was seen little."""
-_FADE_GUESSES = 0.999
+_FADE_PREDICTIONS = 0.999
 """Of what was counted, what is left after another layer."""
 _MAX_RANK = 31
 _MAX_HALVINGS = 15
@@ -88,12 +88,20 @@ class PrefetchFilter:
     # -- what it says ------------------------------------------------------------------------------------------
 
     def lets(
-        self, layer: int, eid: int, guess: Guess, now: int, num_segments: int, num_queued: int, *, evicts: bool
+        self,
+        layer: int,
+        eid: int,
+        predicted: PredictedExpert,
+        now: int,
+        num_segments: int,
+        num_queued: int,
+        *,
+        evicts: bool,
     ) -> bool:
         """Whether so many segments of a predicted expert are prefetched. `now`: the layer whose router ran last.
         `num_queued`: segments that come before. `evicts`: others are evicted for it.
         """
-        pays = self._pays(layer, eid, guess, now, num_segments, num_queued, evicts=evicts)
+        pays = self._pays(layer, eid, predicted, now, num_segments, num_queued, evicts=evicts)
         if pays:
             self.num_let += 1
         else:
@@ -101,10 +109,18 @@ class PrefetchFilter:
         return pays
 
     def _pays(
-        self, layer: int, eid: int, guess: Guess, now: int, num_segments: int, num_queued: int, *, evicts: bool
+        self,
+        layer: int,
+        eid: int,
+        predicted: PredictedExpert,
+        now: int,
+        num_segments: int,
+        num_queued: int,
+        *,
+        evicts: bool,
     ) -> bool:
         geometry, bandwidth, shadow = self._geometry, self._bandwidth, self._shadow
-        p = self._hit_probability.probability(layer, eid - geometry.first_expert_id(layer), guess, self._size)
+        p = self._hit_probability.probability(layer, eid - geometry.first_expert_id(layer), predicted, self._size)
         segment_ns = bandwidth.load_ns(geometry.segment_nbytes(layer))
         free_ns = bandwidth.free_ns(self._now_ns, (layer - now) % geometry.num_layers or geometry.num_layers)
         if segment_ns is None or free_ns is None:
@@ -129,11 +145,11 @@ class PrefetchFilter:
             "let": self.num_let,
             "refused": self.num_refused,
             "accuracy": self._hit_probability.accuracy(),
-            "says": f"{self.num_let} guesses loaded, {self.num_refused} not worth it",
+            "says": f"{self.num_let} predictions loaded, {self.num_refused} not worth it",
         }
 
 
-class Guess(NamedTuple):
+class PredictedExpert(NamedTuple):
     """One expert of a prediction."""
 
     rank: int  # from 0: the one with the highest score
@@ -150,14 +166,19 @@ class HitProbability:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[_Kind, list[float]] = {}  # kind -> [guesses, right ones]
+        self._seen: dict[_Kind, list[float]] = {}  # kind -> [predictions, right ones]
         self._asked: dict[int, dict[int, _Kind]] = {}  # layer -> expert -> kind: not settled
         self._num_right = self._num_misses = 0.0
 
-    def probability(self, layer: int, expert: int, guess: Guess, size: int) -> float:
+    def probability(self, layer: int, expert: int, predicted: PredictedExpert, size: int) -> float:
         """That the expert is needed. It is noted: `settle` tells. `size`: of the pass, tokens in powers of two."""
-        score = frexp(guess.score)[1] if guess.score > 0 else -_MAX_HALVINGS
-        kind = (size, guess.distance, min(guess.rank, _MAX_RANK), max(-_MAX_HALVINGS, min(_MAX_HALVINGS, score)))
+        score = frexp(predicted.score)[1] if predicted.score > 0 else -_MAX_HALVINGS
+        kind = (
+            size,
+            predicted.distance,
+            min(predicted.rank, _MAX_RANK),
+            max(-_MAX_HALVINGS, min(_MAX_HALVINGS, score)),
+        )
         self._asked.setdefault(layer, {})[expert] = kind
         believed = 0.5
         for general in (kind[:2], kind[:3], kind):
@@ -167,17 +188,17 @@ class HitProbability:
 
     @property
     def coverage(self) -> float:
-        """Of what is missed in decode, the share that is guessed."""
+        """Of what is missed in decode, the share that was predicted."""
         return min(1.0, self._num_right / self._num_misses) if self._num_misses else 0.0
 
     def settle(self, layer: int, needed: frozenset[int], misses: int | None = None) -> None:
-        """The layer's router has spoken: of the experts that were asked about, these are needed. `misses`: experts that
-        it would have missed if nothing was loaded ahead; None: it is no decode's.
+        """The layer's router ran: of the experts that were asked about, these are needed. `misses`: experts that
+        it would have missed if nothing was prefetched; None: it is no decode's.
         """
         asked = self._asked.pop(layer, None)
         if misses is not None and asked is not None:
-            self._num_misses = self._num_misses * _FADE_GUESSES + misses
-            self._num_right = self._num_right * _FADE_GUESSES + sum(expert in needed for expert in asked)
+            self._num_misses = self._num_misses * _FADE_PREDICTIONS + misses
+            self._num_right = self._num_right * _FADE_PREDICTIONS + sum(expert in needed for expert in asked)
         if asked is None:
             return
         for expert, kind in asked.items():
@@ -194,7 +215,7 @@ class HitProbability:
         self._asked.clear()
 
     def accuracy(self) -> float | None:
-        """Of the guesses remembered, the share that was needed; None where there are none."""
+        """Of the predictions remembered, the share that was needed; None where there are none."""
         pairs = [counts for kind, counts in self._seen.items() if len(kind) == 2]
         seen = sum(pair[0] for pair in pairs)
         return sum(pair[1] for pair in pairs) / seen if seen else None
@@ -267,14 +288,14 @@ class BandwidthEstimate:
     """Times in nanoseconds. By `size`, tokens of a pass in powers of two.
 
     After the last of what a layer waited for has come, and all along where it waits for nothing, the link is free until
-    the next router speaks: what is loaded ahead has that time.
+    the next router runs: what is loaded ahead has that time.
     """
 
     def __init__(self) -> None:
         self._free_ns: dict[tuple[int, bool], Average] = {}  # by size, and whether the layer had waited
         self._all_free_ns: dict[int, Average] = {}
         self._ns_a_byte = Average()
-        self._router_ns: int | None = None  # when the last one spoke; None: in no pass, or in an earlier one
+        self._router_ns: int | None = None  # when the last one ran; None: in no pass, or in an earlier one
         self._free_from_ns = 0
         self._awaited_nbytes = 0
         self._has_waited = False
@@ -286,7 +307,7 @@ class BandwidthEstimate:
         self._awaited_nbytes = 0
 
     def router_ran(self, now_ns: int, size: int) -> None:
-        """A router has spoken."""
+        """A router ran."""
         if self._router_ns is not None and size == self._size and not self._awaited_nbytes:
             free_ns = now_ns - self._free_from_ns
             self._free_ns.setdefault((size, self._has_waited), Average()).add(free_ns)
@@ -310,7 +331,7 @@ class BandwidthEstimate:
         return None if self._ns_a_byte.value is None else self._ns_a_byte.value * nbytes
 
     def free_ns(self, now_ns: int, num_layers: int) -> float | None:
-        """How long the link is free from now until the router speaks that is so many after the last one; None: nobody
+        """How long the link is free from now until the router runs that is so many after the last one; None: nobody
         knows yet.
         """
         of_layer = self._free_ns.get((self._size, self._has_waited or self._awaited_nbytes > 0))

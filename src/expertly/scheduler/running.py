@@ -90,7 +90,7 @@ class RunningLayer:
 
     def protected(self, router: RouterRan | None) -> set[int]:
         """What must not be evicted: what the running layer needs, and what is predicted or prefetched."""
-        protected = self._queue.guessed() if self._queue.is_used else set()
+        protected = self._queue.upcoming() if self._queue.is_used else set()
         if router is not None:
             first = self._first_of[router.layer]
             for expert in router.experts:
@@ -116,7 +116,7 @@ class RunningLayer:
                 plan.joined.extend(slots.join(first + router.experts[position]))
         if self._keeps_best:
             needed = [first + expert for expert in router.experts]
-            kept = cache.admit_best(router, needed, self._queue.guessed() if self._queue.is_used else ())
+            kept = cache.admit_best(router, needed, self._queue.upcoming() if self._queue.is_used else ())
             for position in missing:
                 eid = first + router.experts[position]
                 absent = slots.absent(eid)
@@ -326,7 +326,7 @@ class TurnByTurn(RunningLayer):
         router = self.router
         assert router is not None
         if self._by_id:
-            return {*eids, *self._requested, *self._queue.guessed()}
+            return {*eids, *self._requested, *self._queue.upcoming()}
         is_evicting = router.is_decode[position] and router.num_tokens[position]
         return self.protected(router) if is_evicting else None
 

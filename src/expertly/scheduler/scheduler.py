@@ -188,7 +188,7 @@ class Scheduler:
             if quotas is not None:
                 self.cache.resize(quotas)
             if self.cache.targets is not None:
-                self.cache.rearrange(self.queue.guessed())
+                self.cache.rearrange(self.queue.upcoming())
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
@@ -286,7 +286,7 @@ class Scheduler:
         ]
         self.cache.resize(quotas, tops)
         self.allocation.configured(plan)
-        self.cache.rearrange(self.queue.guessed())
+        self.cache.rearrange(self.queue.upcoming())
 
     def preload(self, layer: int, expert: int) -> list[Span]:
         """Keep a whole expert before anything ran; the spans to load. For systems that keep everything."""

@@ -141,6 +141,7 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
     is loaded a segment at a time from where the link begins, over an idle link.
     """
     layers, whole = range(geometry.num_layers), geometry.segments_per_expert
+    halves = [num for num in (whole // 2, whole - whole // 2) if num]  # of an expert; together they take longer
     return Timing.of(
         geometry,
         attention_ns=[compute.dense_ns(layer, 1) for layer in layers],
@@ -151,14 +152,9 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
             for layer in layers
         ],
         head_ns=compute.head_ns(1),
-        span_ns=[_beyond_whole_ns(compute, layer, whole) for layer in layers],
+        span_ns=[
+            max(0, sum(compute.span_ns(layer, 1, num) for num in halves) - compute.span_ns(layer, 1, whole))
+            for layer in layers
+        ],
         ask_ns=compute.submit_ns,
     )
-
-
-def _beyond_whole_ns(compute: ComputeModel, layer: int, whole: int) -> int:
-    """What two halves of an expert take beyond the whole."""
-    if whole == 1:
-        return 0
-    halves_ns = sum(compute.span_ns(layer, 1, num) for num in (whole // 2, whole - whole // 2))
-    return max(0, halves_ns - compute.span_ns(layer, 1, whole))

@@ -24,7 +24,7 @@ _NOTHING_NS = 1e-3
 @dataclass(slots=True, eq=False)
 class _SpanUnderWay:
     span: Span
-    is_ahead: bool
+    is_prefetch: bool
     stored_nbytes: int
     reads_left: int  # parts
     decodes_left: int
@@ -54,7 +54,7 @@ class DecodingDisk:
     def __init__(self, disk: Link, costs: CodecCosts, moved: Callable[[Span, int, int], None] | None = None) -> None:
         """`moved(span, begin, end)` is told of reads, as of one thing after the other."""
         self.next_ns = NEVER_NS
-        """When a part has been read or decoded, or their shares change; NEVER_NS where nothing is to be done."""
+        """When a part has been read or decoded, or their speeds change; NEVER_NS where nothing is to be done."""
         self.read_nbytes = 0
         """Stored bytes that the disk brought."""
         self._disk = disk
@@ -74,19 +74,19 @@ class DecodingDisk:
         self._taken = 0.0  # of them, by computing, until `_computes_until_ns`
         self._computes_until_ns = 0
 
-    def submit(self, span: Span, since_ns: int, nbytes: int, is_ahead: bool) -> None:
+    def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """Bring so many bytes of weights of a span; it waits from `since_ns` on."""
         self._advance(since_ns)
         num = max(1, min(NUM_READERS, nbytes // MIN_JOB_NBYTES))
         stored_nbytes = ceil(nbytes * self._costs.ratio)
         read_ns = self._disk.occupies_ns(stored_nbytes)
         decode_ns = round(nbytes / num / self._costs.decode_nbytes_per_s * 1e9)
-        whole = _SpanUnderWay(span, is_ahead, stored_nbytes, num, num)
+        whole = _SpanUnderWay(span, is_prefetch, stored_nbytes, num, num)
         parts = [
             _Part(whole, self._disk.latency_ns, read_ns * (i + 1) // num - read_ns * i // num, decode_ns)
             for i in range(num)
         ]
-        if is_ahead:
+        if is_prefetch:
             self._prefetches.append(parts)
         else:
             self._queue += parts
@@ -99,7 +99,7 @@ class DecodingDisk:
         done = None
         if (part := _finished(self._decoding, lambda part: part.decode_ns)) is not None:
             self._free += 1
-            if part.whole.is_ahead:
+            if part.whole.is_prefetch:
                 self._num_prefetch_parts -= 1
             else:
                 self._num_load_parts -= 1
@@ -116,7 +116,7 @@ class DecodingDisk:
             self._reading.append(part)
             self._disk_begins()
         self._begin_parts()
-        return None if done is None else (done.span, done.is_ahead, done.read_begin_ns, self._now_ns)
+        return None if done is None else (done.span, done.is_prefetch, done.read_begin_ns, self._now_ns)
 
     def computing(self, begin_ns: int, end_ns: int, slowdown: float) -> None:
         """The model computes for so long, on the processors that this takes from decoding; `slowdown` times slower than
@@ -130,7 +130,7 @@ class DecodingDisk:
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget prefetches of this layer, or of these experts of it, that have not begun."""
         spans = [parts[0].whole.span for parts in self._prefetches]
-        cancelled = [one for one in spans if one.layer == layer and (experts is None or one.expert in experts)]
+        cancelled = [span for span in spans if is_of(span, layer, experts)]
         if cancelled:
             self._prefetches = deque(one for one in self._prefetches if one[0].whole.span not in cancelled)
         return cancelled
@@ -181,12 +181,12 @@ class DecodingDisk:
                 part.latency_ns -= passed
             if self._reading:
                 self._reading[0].read_ns -= passed
-            share = self._decoding_share()
+            speed = self._decoding_speed()
             for part in self._decoding:
-                part.decode_ns -= passed * share
+                part.decode_ns -= passed * speed
             self._now_ns = end_ns
 
-    def _decoding_share(self) -> float:
+    def _decoding_speed(self) -> float:
         """Of a processor, for each part that is decoded."""
         if not self._decoding:
             return 0.0
@@ -202,12 +202,17 @@ class DecodingDisk:
         if self._reading:
             left = min(left, self._reading[0].read_ns)
         if self._decoding:
-            least, share = min(part.decode_ns for part in self._decoding), self._decoding_share()
-            if least <= _NOTHING_NS or share:
-                left = min(left, least / share if share else 0.0)
+            least, speed = min(part.decode_ns for part in self._decoding), self._decoding_speed()
+            if least <= _NOTHING_NS or speed:
+                left = min(left, least / speed if speed else 0.0)
             if self._now_ns < self._computes_until_ns:
                 left = min(left, self._computes_until_ns - self._now_ns)
         self.next_ns = NEVER_NS if left == inf else self._now_ns + max(0, ceil(left - _NOTHING_NS))
+
+
+def is_of(span: Span, layer: int, experts: Collection[int] | None) -> bool:
+    """Whether it is of this layer, and of one of these experts where they are given."""
+    return span.layer == layer and (experts is None or span.expert in experts)
 
 
 def _finished(parts: list[_Part], left: Callable[[_Part], float]) -> _Part | None:

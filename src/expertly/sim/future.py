@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,7 +32,7 @@ class RowsFile:
         self._shape = shape
         self._row_nbytes = 4 * int(np.prod(shape))
         try:
-            self._file = tempfile.TemporaryFile(prefix="expertly-", buffering=0)  # noqa: SIM115 - lives with the object
+            self._file = tempfile.TemporaryFile(prefix="expertly-")  # noqa: SIM115 - lives with the object
         except OSError as error:
             raise self._problem(error) from None
         self._block: Int32s = np.empty((0, *shape), np.int32)
@@ -44,9 +43,8 @@ class RowsFile:
         assert rows.shape[1:] == self._shape and rows.dtype == np.int32
         try:
             self._file.seek(first_row * self._row_nbytes)
-            view = np.ascontiguousarray(rows).data.cast("B")
-            while view:
-                view = view[self._file.write(view) :]
+            self._file.write(np.ascontiguousarray(rows).data)
+            self._file.flush()
         except OSError as error:
             raise self._problem(error) from None
 
@@ -118,7 +116,7 @@ def _iteration_of(workload: TraceWorkload, row: int) -> int:
 
 
 class TraceFuture:
-    """A policies.known.Future that a simulation tells where it is. It looks one iteration ahead."""
+    """A policies.known.Future that a simulation tells where it is. It knows the running iteration and the next."""
 
     def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: RowsFile) -> None:
         """`uses` is `next_uses(workload)`, which several runs may share."""
@@ -127,23 +125,18 @@ class TraceFuture:
         self._next_uses = uses
         self._num_layers = workload.num_layers
         self.step = 0
-        self._window: deque[Iteration] = deque()  # the running iteration and the next
         self._running: Iteration | None = None
+        self._next: Iteration | None = None
         self._uses: dict[int, int] = {}  # of the running layer: expert -> step
         self._uses_of = -1
 
     def iterations(self) -> Iterator[Iteration]:
-        """Those of the workload, each known one ahead."""
-        for iteration in self._workload.iterations():
-            self._window.append(iteration)
-            if len(self._window) > 1:
-                yield from self._next()
-        yield from self._next()
-
-    def _next(self) -> Iterator[Iteration]:
-        self._running = self._window[0]
-        yield self._running
-        self._window.popleft()
+        """Those of the workload, each while the next is known."""
+        iterations = self._workload.iterations()
+        self._next = next(iterations, None)
+        while self._next is not None:
+            self._running, self._next = self._next, next(iterations, None)
+            yield self._running
 
     def begin_layer(self, layer: int) -> None:
         """The running iteration is at this layer."""
@@ -178,10 +171,7 @@ class TraceFuture:
         """Reaches to the end of the next iteration."""
         assert self._running is not None
         index, layer = divmod(self.step + ahead, self._num_layers)
-        position = index - self._running.index
-        if position >= len(self._window):
+        iteration = {0: self._running, 1: self._next}.get(index - self._running.index)
+        if iteration is None:
             return None
-        for demand in self._window[position].layers:
-            if demand.layer == layer:
-                return layer, demand.experts
-        return layer, []
+        return layer, next((demand.experts for demand in iteration.layers if demand.layer == layer), [])

@@ -6,10 +6,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, HardwareError
@@ -29,9 +30,26 @@ HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "
 GEOMETRY_NAMES = ("gpt-oss-20b", "deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe")
 """The shipped shapes of published models."""
 
-MAX_NUMBER = 10**18
-MAX_FILE_NBYTES = 1 << 20
-MAX_LAYERS = 10_000
+_MAX_NUMBER = 10**18
+_MAX_FILE_NBYTES = 1 << 20
+_MAX_LAYERS = 10_000
+
+_FROM_ONE = {
+    *("host_memory_nbytes", "num_threads", "num_layers", "tokens", "threads"),
+    *("num_experts", "top_k", "hidden_size", "intermediate_size", "num_matrices", "itemsize"),
+}
+"""Keys of whole numbers that cannot be 0."""
+
+_FACTORS = {
+    "efficiency": (0, 1),
+    "ratio": (0, 2),
+    "read_processors": (0, _MAX_NUMBER),
+    "slowdown_while_loading": (1, 1000),
+}
+"""The least and most of numbers that are no rates. Where the least is 0, only `read_processors` can be that."""
+
+_DEFAULTED = {"predictor", "threads_beside", "read_processors"}
+"""Keys that may be missing though what they say never is."""
 
 _DATA = Path(__file__).resolve().parent.parent / "data"
 _T = TypeVar("_T")
@@ -84,7 +102,7 @@ class Hardware:
 
         Raises HardwareError naming the file, the key, its value and what is accepted.
         """
-        return _read("hardware", "profile", HARDWARE_NAMES, name_or_file, _hardware)
+        return _read("hardware", "profile", HARDWARE_NAMES, name_or_file, cls)
 
     def write(self, path: Path, comments: Sequence[str] = ()) -> None:
         """Replace `path` atomically by what `read` reads back. Raises HardwareError where it cannot be written."""
@@ -113,206 +131,132 @@ class ModelSizes:
     """What a simulation needs to know of a model besides its routing, where the trace does not say it."""
 
     name: str
-    layers: tuple[LayerGeometry, ...]
+    num_layers: int
+    layer: LayerGeometry  # `itemsize` is whole bytes a weight: of weights of fewer bits, the type computed in
     dense: DenseShape | None
+
+    @property
+    def layers(self) -> tuple[LayerGeometry, ...]:
+        return (self.layer,) * self.num_layers
 
 
 def read_geometry(name_or_file: str) -> ModelSizes:
     """A shipped geometry by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
-    return _read("geometry", "geometry", GEOMETRY_NAMES, name_or_file, _model_sizes)
+    return _read("geometry", "geometry", GEOMETRY_NAMES, name_or_file, ModelSizes)
 
 
-def _read(folder: str, kind: str, names: Sequence[str], name_or_file: str, read: Callable[[TomlTable], _T]) -> _T:
+def _read(folder: str, what: str, names: Sequence[str], name_or_file: str, kind: type[_T]) -> _T:
     """`folder` is also the name of the option."""
     path = _DATA / folder / f"{name_or_file}.toml" if name_or_file in names else Path(name_or_file)
     if not os.path.exists(path):
         accepted = f"{', '.join(names)}, or a TOML file"
-        raise HardwareError(f"{folder}={name_or_file!r}: no such {kind} and no such file; accepted: {accepted}")
-    table = TomlTable.read(path)
-    found = read(table)
-    table.end()
+        raise HardwareError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_NBYTES + 1)
+    except OSError as error:
+        raise HardwareError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(text) > _MAX_FILE_NBYTES:
+        raise HardwareError(f"{path}: more than {_MAX_FILE_NBYTES} bytes: not a description")
+    try:
+        raw = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
+        raise HardwareError(f"{path}: not TOML ({error})") from None
+    return _parsed(kind, raw, str(path), "")
+
+
+def _parsed(kind: type[_T], raw: Mapping[str, Any], where: str, prefix: str) -> _T:
+    """The dataclass that a table describes: a key a field, checked by the field's type and name.
+
+    Raises HardwareError naming the file, the key (behind `prefix`, its tables), its value and what is accepted.
+    """
+
+    def refused(key: str, accepted: str) -> HardwareError:
+        return HardwareError(f"{where}: {prefix}{key}={raw.get(key)!r:.80}: {accepted}")
+
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, hint in hints.items():
+        is_optional = NoneType in get_args(hint)
+        hint = get_args(hint)[0] if is_optional else hint
+        if key not in raw:
+            if is_optional:
+                values[key] = None
+            elif key not in _DEFAULTED:
+                raise HardwareError(f"{where}: lacks {prefix}{key}")
+            continue
+        value = raw[key]
+        if not _is_accepted(hint, key, value):
+            raise refused(key, _accepted(hint, key))
+        if is_dataclass(hint):
+            value = _parsed(cast(type, hint), value, where, f"{prefix}{key}.")
+        values[key] = tuple(value) if isinstance(value, list) else float(value) if hint is float else value
+    for key in raw:
+        if key not in hints:
+            raise refused(key, f"unknown key; accepted: {', '.join(hints)}")
+    if kind is CodecCosts:
+        values.setdefault("threads_beside", max(1, values["threads"] - 1))
+    try:
+        found = kind(**values)
+    except ConfigError as error:
+        raise HardwareError(f"{where}: {error}") from None
+    if (problem := _contradiction(found)) is not None:
+        raise refused(*problem)
     return found
 
 
-def _hardware(table: TomlTable) -> Hardware:
-    hardware = Hardware(
-        name=table.text("name"),
-        memory_nbytes_per_s=table.rate("memory_nbytes_per_s"),
-        flops_per_s=table.rate("flops_per_s"),
-        efficiency=table.factor("efficiency", 0, 1),
-        launch_ns=table.whole("launch_ns"),
-        layer_ns=table.whole("layer_ns"),
-        iteration_ns=table.whole("iteration_ns"),
-        host_memory_nbytes=table.whole("host_memory_nbytes", 1) if table.has("host_memory_nbytes") else None,
-        link=table.table("link", _link),
-        disk=table.table("disk", _link) if table.has("disk") else None,
-        compute=table.table("compute", _compute) if table.has("compute") else None,
-        predictor=table.table("predictor", _predictor) if table.has("predictor") else PredictorCosts(),
-        codec=table.table("codec", _codec) if table.has("codec") else None,
-    )
-    if hardware.host_memory_nbytes is not None and hardware.disk is None:
-        raise table.fail("host_memory_nbytes", "a host tier that does not hold everything needs a [disk] behind it")
-    return hardware
+def _is_accepted(hint: Any, key: str, value: object) -> bool:
+    """Whether `value` may stand under this key, of a field of this type."""
+    if hint is str:
+        return isinstance(value, str) and bool(value.strip()) and value.isprintable()
+    if hint is int:
+        return type(value) is int and (key in _FROM_ONE) <= value <= _MAX_NUMBER
+    if hint is float:
+        if type(value) not in (int, float):
+            return False
+        number = cast(float, value)
+        if key not in _FACTORS:
+            return 1 <= number <= _MAX_NUMBER or number == math.inf
+        least, most = _FACTORS[key]
+        return least <= number <= most and (number > 0 or key == "read_processors")
+    if is_dataclass(hint):
+        return isinstance(value, dict)
+    return isinstance(value, list) and bool(value) and all(_is_accepted(int, key, one) for one in value)
 
 
-def _link(table: TomlTable) -> Link:
-    return Link(table.rate("nbytes_per_s"), table.whole("latency_ns"), table.whole("overhead_ns"))
+def _accepted(hint: Any, key: str) -> str:
+    """The same in words."""
+    if hint is str:
+        return "must be a string of one line that is not empty"
+    if hint is float and key in _FACTORS:
+        least, most = _FACTORS[key]
+        return f"must be a number {f'from {least}' if least or key == 'read_processors' else 'above 0'} to {most:g}"
+    if hint is float:
+        return f"must be a number from 1 to {_MAX_NUMBER:.0e} or inf"
+    if is_dataclass(hint):
+        return "must be a table"
+    numbers = "a whole number" if hint is int else "a list of whole numbers"
+    return f"must be {numbers} from {int(key in _FROM_ONE)} to {_MAX_NUMBER:.0e}"
 
 
-def _predictor(table: TomlTable) -> PredictorCosts:
-    return PredictorCosts(table.whole("call_ns"), table.rate("read_nbytes_per_s"), table.rate("flops_per_s"))
-
-
-def _codec(table: TomlTable) -> CodecCosts:
-    ratio, rate, threads = table.factor("ratio", 0, 2), table.rate("decode_nbytes_per_s"), table.whole("threads", 1)
-    beside = table.whole("threads_beside") if table.has("threads_beside") else max(1, threads - 1)
-    if beside > threads:
-        raise table.fail("threads_beside", f"at most the {threads} threads")
-    has_reads = table.has("read_processors")
-    read_processors = table.factor("read_processors", 0, threads, can_be_zero=True) if has_reads else 0.0
-    return CodecCosts(ratio, rate, threads, beside, read_processors)
-
-
-def _compute(table: TomlTable) -> MeasuredCompute:
-    tokens = table.wholes("tokens", least=1)
-    if list(tokens) != sorted(set(tokens)):
-        raise table.fail("tokens", "must rise")
-    of_tokens = ("dense_ns", "head_ns", "expert_ns", "parts_ns", "part_ns")
-    return MeasuredCompute(
-        model=table.text("model"),
-        dtype=table.text("dtype"),
-        num_threads=table.whole("num_threads", 1),
-        context=table.whole("context"),
-        num_layers=table.whole("num_layers", 1),
-        layer=table.table("layer", _layer),
-        tokens=tokens,
-        **{name: table.wholes(name, len(tokens)) for name in of_tokens},
-        submit_ns=table.whole("submit_ns"),
-        load_ns=table.whole("load_ns"),
-        slowdown_while_loading=table.factor("slowdown_while_loading", 1, 1000),
-    )
-
-
-def _model_sizes(table: TomlTable) -> ModelSizes:
-    name, num_layers = table.text("name"), table.whole("num_layers", 1)
-    if num_layers > MAX_LAYERS:
-        raise table.fail("num_layers", f"must be at most {MAX_LAYERS}")
-    layers = (table.table("layer", _layer),) * num_layers
-    return ModelSizes(name, layers, table.table("dense", _dense) if table.has("dense") else None)
-
-
-def _layer(table: TomlTable) -> LayerGeometry:
-    """`itemsize` is whole bytes a weight: of weights of fewer bits state the type computed in."""
-    names = ("num_experts", "top_k", "hidden_size", "intermediate_size", "num_matrices", "itemsize")
-    values = {name: table.whole(name, 1) for name in names}
-    try:
-        return LayerGeometry(**values)
-    except ConfigError as error:
-        raise HardwareError(f"{table.where}: {error}") from None
-
-
-def _dense(table: TomlTable) -> DenseShape:
-    return DenseShape(table.whole("layer_nbytes"), table.whole("head_nbytes"))
-
-
-class TomlTable:
-    """One table of a file. Keys are taken one by one; `end` refuses those that nobody took.
-
-    All methods raise HardwareError naming the file, the key, its value and what is accepted.
-    """
-
-    def __init__(self, where: str, raw: Mapping[str, Any], prefix: str = "") -> None:
-        self.where = where
-        self._raw = raw
-        self._prefix = prefix
-        self._taken: list[str] = []
-
-    @classmethod
-    def read(cls, path: Path) -> TomlTable:
-        try:
-            with path.open("rb") as file:
-                text = file.read(MAX_FILE_NBYTES + 1)
-        except OSError as error:
-            raise HardwareError(f"{path}: cannot be read ({error.strerror})") from None
-        if len(text) > MAX_FILE_NBYTES:
-            raise HardwareError(f"{path}: more than {MAX_FILE_NBYTES} bytes: not a description")
-        try:
-            return cls(str(path), tomllib.loads(text.decode()))
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
-            raise HardwareError(f"{path}: not TOML ({error})") from None
-
-    def fail(self, key: str, accepted: str) -> HardwareError:
-        """The error of a key whose value was read."""
-        return HardwareError(f"{self.where}: {self._prefix}{key}={self._raw.get(key)!r:.80}: {accepted}")
-
-    def has(self, key: str) -> bool:
-        return key in self._raw
-
-    def text(self, key: str) -> str:
-        value = self._take(key)
-        if not isinstance(value, str) or not value.strip() or not value.isprintable():
-            raise self.fail(key, "must be a string of one line that is not empty")
-        return value
-
-    def whole(self, key: str, least: int = 0) -> int:
-        value = self._take(key)
-        if not _is_whole(value, least):
-            raise self.fail(key, f"must be a whole number from {least} to {MAX_NUMBER:.0e}")
-        return int(value)
-
-    def wholes(self, key: str, length: int | None = None, least: int = 0) -> tuple[int, ...]:
-        """A list of whole numbers, at least one."""
-        values = self._take(key)
-        if not isinstance(values, list) or not values or not all(_is_whole(value, least) for value in values):
-            raise self.fail(key, f"must be a list of whole numbers from {least} to {MAX_NUMBER:.0e}")
-        if length is not None and len(values) != length:
-            raise self.fail(key, f"must have {length} numbers, has {len(values)}")
-        return tuple(values)
-
-    def rate(self, key: str) -> float:
-        """A number a second, from 1 to infinity."""
-        value = self._take(key)
-        if not _is_number(value) or not (1 <= value <= MAX_NUMBER or value == math.inf):
-            raise self.fail(key, f"must be a number from 1 to {MAX_NUMBER:.0e} or inf")
-        return float(value)
-
-    def factor(self, key: str, least: float, most: float, can_be_zero: bool = False) -> float:
-        """A number from `least` (0 left out, unless it `can_be_zero`) to `most`."""
-        value = self._take(key)
-        if not _is_number(value) or not least <= value <= most or not (value or can_be_zero):
-            begin = f"from {least:g}" if least or can_be_zero else "above 0"
-            raise self.fail(key, f"must be a number {begin} to {most:g}")
-        return float(value)
-
-    def table(self, key: str, read: Callable[[TomlTable], _T]) -> _T:
-        """What `read` makes of a table in this one."""
-        value = self._take(key)
-        if not isinstance(value, dict):
-            raise self.fail(key, "must be a table")
-        table = TomlTable(self.where, value, f"{self._prefix}{key}.")
-        found = read(table)
-        table.end()
-        return found
-
-    def end(self) -> None:
-        """Nothing else may be in this table."""
-        unknown = [key for key in self._raw if key not in self._taken]
-        if unknown:
-            raise self.fail(unknown[0], f"unknown key; accepted: {', '.join(self._taken)}")
-
-    def _take(self, key: str) -> Any:
-        self._taken.append(key)
-        if key not in self._raw:
-            raise HardwareError(f"{self.where}: lacks {self._prefix}{key}")
-        return self._raw[key]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_NUMBER
+def _contradiction(found: object) -> tuple[str, str] | None:
+    """The first key that what stands beside it forbids, and what is accepted."""
+    if isinstance(found, Hardware) and found.host_memory_nbytes is not None and found.disk is None:
+        return "host_memory_nbytes", "a host tier that does not hold everything needs a [disk] behind it"
+    if isinstance(found, CodecCosts):
+        if found.threads_beside > found.threads:
+            return "threads_beside", f"at most the {found.threads} threads"
+        if found.read_processors > found.threads:
+            return "read_processors", f"must be a number from 0 to {found.threads}"
+    if isinstance(found, ModelSizes) and found.num_layers > _MAX_LAYERS:
+        return "num_layers", f"must be at most {_MAX_LAYERS}"
+    if isinstance(found, MeasuredCompute):
+        if list(found.tokens) != sorted(set(found.tokens)):
+            return "tokens", "must rise"
+        for key in ("dense_ns", "head_ns", "expert_ns", "parts_ns", "part_ns"):
+            if (num := len(getattr(found, key))) != len(found.tokens):
+                return key, f"must have {len(found.tokens)} numbers, has {num}"
+    return None
 
 
 def _toml_lines(values: Mapping[str, Any], prefix: str) -> list[str]:
@@ -327,7 +271,5 @@ def _toml_lines(values: Mapping[str, Any], prefix: str) -> list[str]:
 
 def _literal(value: Any) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the escapes of JSON are TOML's
-    if isinstance(value, Sequence):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value)
+        return json.dumps(value, ensure_ascii=False).replace("", "\u007f")  # the escapes of JSON are TOML's
+    return f"[{', '.join(map(_literal, value))}]" if isinstance(value, Sequence) else repr(value)

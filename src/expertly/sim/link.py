@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.sim.decoding import NEVER_NS, DecodingDisk
+from expertly.sim.decoding import NEVER_NS, DecodingDisk, is_of
 from expertly.sim.hardware import Hardware
 
 _Entry = tuple[int, int, Span, int]  # when it may move, order of arrival, what, how long it takes
@@ -78,19 +78,21 @@ class VirtualLink:
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._arrivals: deque[tuple[int, Span]] = deque()
         self._link: TransferQueue | DecodingDisk = TransferQueue(hardware.link)
-        self._host: HostMemory | None = None
+        self._disk: TransferQueue | DecodingDisk = TransferQueue(hardware.disk or hardware.link)
+        self._host: HostMemory | None = None  # then nothing is submitted to the disk
         if has_host_tier(hardware, geometry):
-            assert hardware.host_memory_nbytes is not None and hardware.disk is not None
+            assert hardware.host_memory_nbytes is not None
             self._host = HostMemory(geometry, hardware.host_memory_nbytes)
-            self._disk: TransferQueue | DecodingDisk = TransferQueue(hardware.disk)
-            if codec is not None:
-                moved = None if watcher is None else partial(watcher.moved, "disk")
-                self._disk = self.decoder = DecodingDisk(hardware.disk, codec, moved)
-        elif codec is not None:
-            moved = None if watcher is None else partial(watcher.moved, "link")
-            self._link = self.decoder = DecodingDisk(hardware.link, codec, moved)
-            rate = min(hardware.link.nbytes_per_s / codec.ratio, codec.all_nbytes_per_s)
-            self.effective = Link(rate, hardware.link.latency_ns, hardware.link.overhead_ns)
+        if codec is not None:
+            where, source = ("link", hardware.link) if self._host is None else ("disk", hardware.disk)
+            assert source is not None
+            self.decoder = DecodingDisk(source, codec, None if watcher is None else partial(watcher.moved, where))
+            if self._host is None:
+                self._link = self.decoder
+                rate = min(source.nbytes_per_s / codec.ratio, codec.all_nbytes_per_s)
+                self.effective = Link(rate, source.latency_ns, source.overhead_ns)
+            else:
+                self._disk = self.decoder
 
     @property
     def decodes_beside_computing(self) -> bool:
@@ -109,22 +111,18 @@ class VirtualLink:
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """What is on its way from the disk to the link has not been begun, unless it is decoded."""
         self._begin_until(self._clock.now_ns)
-        cancelled = self._link.cancel(layer, experts)
-        return cancelled if self._host is None else cancelled + self._disk.cancel(layer, experts)
+        return self._link.cancel(layer, experts) + self._disk.cancel(layer, experts)
 
     def poll(self) -> Span | None:
-        now = self._clock.now_ns
-        if self._link.next_ns <= now or self._host is not None:
-            self._begin_until(now)
-        arrivals = self._arrivals
+        now, arrivals = self._clock.now_ns, self._arrivals
+        self._begin_until(now)
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
         """The clock moves on to the next arrival."""
-        arrivals = self._arrivals
-        while not arrivals:
-            assert self._begin_next(), "nothing is in flight that could arrive"
-        arrival = arrivals[0][0]
+        while not self._arrivals:
+            self._begin_next()
+        arrival = self._arrivals[0][0]
         if arrival > self._clock.now_ns:
             self.stall_ns += arrival - self._clock.now_ns
             self._clock.now_ns = arrival
@@ -143,17 +141,17 @@ class VirtualLink:
         self._begin_until(self._clock.now_ns)
         return self._link.busy_until_ns(self._clock.now_ns)
 
-    def _submit(self, spans: Sequence[Span], is_ahead: bool) -> None:
+    def _submit(self, spans: Sequence[Span], is_prefetch: bool) -> None:
         now, host, link = self._clock.now_ns, self._host, self._link
         self._begin_until(now)
         for span in spans:
             segment_nbytes = self._segment_nbytes[span.layer]
             if host is None:
-                link.submit(span, now, span.num_segments * segment_nbytes, is_ahead)
+                link.submit(span, now, span.num_segments * segment_nbytes, is_prefetch)
             elif num_missing := host.num_missing(span):
-                self._disk.submit(span, now, num_missing * segment_nbytes, is_ahead)
+                self._disk.submit(span, now, num_missing * segment_nbytes, is_prefetch)
             else:
-                link.submit(span, host.use(span, now), span.num_segments * segment_nbytes, is_ahead)
+                link.submit(span, host.use(span, now), span.num_segments * segment_nbytes, is_prefetch)
 
     def _take(self) -> Span:
         span = self._arrivals.popleft()[1]
@@ -171,22 +169,16 @@ class VirtualLink:
 
     def _begin_until(self, now_ns: int) -> None:
         """Begin every transfer that begins by then, in order: what is submitted later cannot go before it."""
-        if self._host is None:
-            while self._link.next_ns <= now_ns:
-                self._bring()
-        else:
-            while self._disk.next_ns <= now_ns or self._link.next_ns <= now_ns:
-                self._begin_next()
+        while self._link.next_ns <= now_ns or self._disk.next_ns <= now_ns:
+            self._begin_next()
 
-    def _begin_next(self) -> bool:
-        """Begin the transfer that begins first; False where there is none."""
+    def _begin_next(self) -> None:
+        """Begin the transfer that begins first."""
         if self._host is not None and NEVER_NS != self._disk.next_ns <= self._link.next_ns:
             self._read(self._host)
-        elif self._link.next_ns != NEVER_NS:
-            self._bring()
         else:
-            return False
-        return True
+            assert self._link.next_ns != NEVER_NS, "nothing is in flight that could arrive"
+            self._bring()
 
     def _bring(self) -> None:
         begun = self._link.begin()
@@ -202,16 +194,16 @@ class VirtualLink:
         if isinstance(self._disk, TransferQueue):
             span = self._disk.next_span()
             num_missing = host.num_missing(span)  # what was missing when it was submitted may have come since
-            _, is_ahead, begin, end = self._disk.begin(num_missing * self._segment_nbytes[span.layer])
+            _, is_prefetch, begin, end = self._disk.begin(num_missing * self._segment_nbytes[span.layer])
             if self._watcher is not None and num_missing:
                 self._watcher.moved("disk", span, begin, end)
         else:
             begun = self._disk.begin()
             if begun is None:
                 return
-            span, is_ahead, _, end = begun
+            span, is_prefetch, _, end = begun
         nbytes = span.num_segments * self._segment_nbytes[span.layer]
-        self._link.submit(span, host.put(span, end), nbytes, is_ahead)
+        self._link.submit(span, host.put(span, end), nbytes, is_prefetch)
 
 
 class TransferQueue:
@@ -224,21 +216,21 @@ class TransferQueue:
     def __init__(self, link: Link) -> None:
         self.next_ns = NEVER_NS
         """When the next transfer begins; NEVER_NS where none waits."""
-        self._link = link
-        self._occupies: dict[int, int] = {}
+        self._latency_ns = link.latency_ns
+        self._takes_ns = cache(link.occupies_ns)
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
         self._free_at_ns = 0
         self._waiting_ns = 0  # what all those that have not begun will take
         self._order = 0
 
-    def submit(self, span: Span, since_ns: int, nbytes: int, is_ahead: bool) -> None:
+    def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """A transfer waits from `since_ns` on."""
         takes_ns = self._takes_ns(nbytes)
         self._waiting_ns += takes_ns
         self._order += 1
-        ready_ns = since_ns + self._link.latency_ns
-        heappush(self._prefetches if is_ahead else self._loads, (ready_ns, self._order, span, takes_ns))
+        ready_ns = since_ns + self._latency_ns
+        heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
         if ready_ns < self.next_ns:
             self.next_ns = max(ready_ns, self._free_at_ns)
 
@@ -249,30 +241,24 @@ class TransferQueue:
     def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:
         """Begin it: (what, whether it is a prefetch, its begin, its end). `nbytes` where it became less."""
         queue, begin = self._next() if self._prefetches else self._loads, self.next_ns
-        is_ahead = queue is self._prefetches
+        is_prefetch = queue is self._prefetches
         _, _, span, takes_ns = heappop(queue)
         self._waiting_ns -= takes_ns
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
         end = self._free_at_ns = begin + takes_ns
         self._find_next()
-        return span, is_ahead, begin, end
+        return span, is_prefetch, begin, end
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Forget prefetches of this layer, or of these experts of it, that have not begun."""
-        kept: list[_Entry] = []
-        cancelled: list[_Entry] = []
-        for entry in self._prefetches:
-            span = entry[2]
-            is_meant = span.layer == layer and (experts is None or span.expert in experts)
-            (cancelled if is_meant else kept).append(entry)
-        if not cancelled:
-            return []
-        self._waiting_ns -= sum(entry[3] for entry in cancelled)
-        self._prefetches = kept
-        heapify(kept)
-        self._find_next()
-        return [entry[2] for entry in sorted(cancelled)]
+        cancelled = sorted(entry for entry in self._prefetches if is_of(entry[2], layer, experts))
+        if cancelled:
+            self._waiting_ns -= sum(entry[3] for entry in cancelled)
+            self._prefetches = [entry for entry in self._prefetches if not is_of(entry[2], layer, experts)]
+            heapify(self._prefetches)
+            self._find_next()
+        return [entry[2] for entry in cancelled]
 
     def busy_until_ns(self, now_ns: int) -> int:
         """When everything that waits has been served, if it could begin at once."""
@@ -289,12 +275,6 @@ class TransferQueue:
         if self._prefetches and self._prefetches[0][0] < first:
             first = self._prefetches[0][0]
         self.next_ns = max(first, self._free_at_ns)
-
-    def _takes_ns(self, nbytes: int) -> int:
-        found = self._occupies.get(nbytes)
-        if found is None:
-            found = self._occupies[nbytes] = self._link.occupies_ns(nbytes)
-        return found
 
 
 class HostMemory:

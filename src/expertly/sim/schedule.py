@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -170,23 +168,21 @@ def read_arrivals(path: Path) -> Arrivals:
     Raises ConfigError naming file, line, column and value, also where a request arrives before the one above it: the
     published files are in order, and sorting what is not would hide that something else is wrong with it.
     """
-    times, prompts, outputs = array("q"), array("q"), array("q")
+    found: list[tuple[int, int, int]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            for where, row in _rows(path, file):
-                time_ns = _time_ns(where, row[0])
-                if times and time_ns < times[-1]:
-                    raise ConfigError(f"{where}, TIMESTAMP={row[0]!r:.40}: earlier than the line before; sort the file")
-                times.append(time_ns)
-                prompts.append(_tokens(where, COLUMNS[1], row[1]))
-                outputs.append(_tokens(where, COLUMNS[2], row[2]))
+            for where, (time, prompt, output) in _rows(path, file):
+                time_ns = _time_ns(where, time)
+                if found and time_ns < found[-1][0]:
+                    raise ConfigError(f"{where}, TIMESTAMP={time!r:.40}: earlier than the line before; sort the file")
+                found.append((time_ns, _tokens(where, COLUMNS[1], prompt), _tokens(where, COLUMNS[2], output)))
     except OSError as error:
         raise ConfigError(f"arrivals {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"arrivals {path}: not UTF-8 text ({error.reason})") from None
-    if not times:
+    if not found:
         raise ConfigError(f"arrivals {path}: no requests in it; accepted: a CSV file with {', '.join(COLUMNS)}")
-    times_ns, prompt_tokens, output_tokens = (np.array(column, dtype=np.int64) for column in (times, prompts, outputs))
+    times_ns, prompt_tokens, output_tokens = np.array(found, np.int64).T
     return Arrivals(times_ns - times_ns[0], prompt_tokens, output_tokens)
 
 
@@ -216,12 +212,10 @@ def _time_ns(where: str, text: str) -> int:
     try:
         if match is None or not 1970 <= int(match[1][:4]) < 2200:
             raise ValueError(text)
-        second = datetime.fromisoformat(f"{match[1]} {match[2]}").replace(tzinfo=timezone.utc)
+        return int(np.datetime64(f"{match[1]}T{match[2]}.{match[3] or '0'}", "ns").astype(np.int64))
     except ValueError:
         accepted = "accepted: 2023-11-16 18:15:46.6805900 (UTC, up to 9 decimals)"
         raise ConfigError(f"{where}, TIMESTAMP={text!r:.40}: no time; {accepted}") from None
-    since = second - datetime(1970, 1, 1, tzinfo=timezone.utc)
-    return (since.days * 86400 + since.seconds) * 10**9 + int((match[3] or "").ljust(9, "0"))
 
 
 def _tokens(where: str, column: str, text: str) -> int:

@@ -48,7 +48,7 @@ class Simulator:
         self.predictor = predictor
         self._compute = compute
         self._clock = clock
-        self._thread: VirtualPredictorThread | None = None
+        self._predictor_thread: VirtualPredictorThread | None = None
         self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
@@ -56,8 +56,8 @@ class Simulator:
             catch_up = None
             if costs is not None:
                 waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
-                channel = self._thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
-                catch_up = self._thread.catch_up
+                channel = self._predictor_thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
+                catch_up = self._predictor_thread.catch_up
             self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
         self._future = future
@@ -77,7 +77,7 @@ class Simulator:
     @property
     def num_dropped(self) -> int:
         """Observations that the predictor did not get to."""
-        return 0 if self._thread is None else self._thread.num_dropped
+        return 0 if self._predictor_thread is None else self._predictor_thread.num_dropped
 
     def preload(self) -> None:
         """Keep every expert before anything runs; takes no time, as it is not part of any request."""
@@ -93,8 +93,8 @@ class Simulator:
             self._run_iteration(iteration)
             if progress is not None and not iteration.index % 256:
                 progress(iteration.first_row)
-        if self._thread is not None:
-            self._thread.close()
+        if self._predictor_thread is not None:
+            self._predictor_thread.close()
 
     def _run_iteration(self, iteration: Iteration) -> None:
         clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
@@ -127,7 +127,7 @@ class Simulator:
 
     def _stall_ns(self) -> int:
         """Time waited for transfers so far, and for predictions where their transfer is synchronous."""
-        return self.link.stall_ns + (0 if self._thread is None else self._thread.stall_ns)
+        return self.link.stall_ns + (0 if self._predictor_thread is None else self._predictor_thread.stall_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
         clock = self._clock

@@ -21,7 +21,7 @@ from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.future import RowsFile, TraceFuture, next_uses
-from expertly.sim.hardware import Hardware, Link, PredictorCosts
+from expertly.sim.hardware import Hardware
 from expertly.sim.link import Clock, SimulationWatcher, VirtualLink, has_host_tier
 from expertly.sim.metrics import percentile
 from expertly.sim.schedule import Schedule
@@ -52,22 +52,6 @@ FIELDS = (
 
 MATCHERS = ("virtual", "inline")
 """Predictors take the hardware's time, or none."""
-
-_NO_TIME = Hardware(
-    name="no time",
-    memory_nbytes_per_s=float("inf"),
-    flops_per_s=float("inf"),
-    efficiency=1.0,
-    launch_ns=0,
-    layer_ns=0,
-    iteration_ns=0,
-    link=Link(float("inf"), 0, 0),
-    disk=None,
-    host_memory_nbytes=None,
-    compute=None,
-    predictor=PredictorCosts(0, float("inf"), float("inf")),
-)
-"""What runs where experts have no known size."""
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
@@ -104,11 +88,9 @@ class Memory:
         most = min(layer.num_experts for layer in geometry.layers)
         if not 0 <= num_experts <= most:
             raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
-        shares = tuple(num_experts * geometry.segments_per_expert for _ in geometry.layers)
-        kept = [0] * geometry.num_size_classes
-        for size_class, share in zip(geometry.size_classes, shares, strict=True):
-            kept[size_class] += share
-        budget = Budget(0, tuple(default_ring(geometry)), tuple(kept), shares)
+        quota = num_experts * geometry.segments_per_expert
+        kept = tuple(quota * geometry.size_classes.count(one) for one in range(geometry.num_size_classes))
+        budget = Budget(0, tuple(default_ring(geometry)), kept, (quota,) * geometry.num_layers)
         return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry))
 
     def _check_ring(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
@@ -236,19 +218,16 @@ class Study:
             for system in asked.values():
                 self._check_plan(system, memory)
         for memory in memories:
-            label = dict.fromkeys(cuts, memory.label)
-            if len(cuts) > 1:
-                label = {num_segments: f"{memory.label}, P = {num_segments}" for num_segments in cuts}
             outcomes: dict[tuple[str, int], _Outcome] = {}
             for (name, num_segments), system in runs.items():
-                outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label[num_segments])
+                label = memory.label if len(cuts) == 1 else f"{memory.label}, P = {num_segments}"
+                outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label)
             for (name, num_segments), (row, _) in outcomes.items():
-                if row["skipped"] is None:
-                    floor = row["tpot_s"]
-                    if name != "resident":
-                        resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
-                        floor = self._floor_tpot_s(resident, belady)
-                    row["floor_tpot_s"] = floor
+                if name == "resident":
+                    row["floor_tpot_s"] = row["tpot_s"]
+                elif row["skipped"] is None:
+                    resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
+                    row["floor_tpot_s"] = self._floor_tpot_s(resident, belady)
                 yield row
 
     def _check_plan(self, system: System, memory: Memory) -> None:
@@ -349,14 +328,14 @@ class Study:
         is of `geometry`, by default the system's.
         """
         geometry, future = geometry or self.geometry_of(system), None
-        hardware = self.hardware if self.layers is not None else _NO_TIME
+        hardware = Hardware.read("infinite") if self.layers is None else self.hardware
         if "future" in system.needs:
             self._next_uses = self._next_uses or next_uses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
+        usage, reuse = self._training.usage(system, geometry, known), self._training.reuse(system, geometry)
+        known = replace(known, usage=usage, reuse=reuse)
         order = None if system.name in BOUNDS else self.order
-        known = replace(known, usage=self._training.usage(system, geometry, known))
-        known = replace(known, reuse=self._training.reuse(system, geometry))
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
@@ -403,7 +382,7 @@ class Study:
 def _distribution(rising: list[float]) -> dict[str, Any]:
     return {
         "mean": sum(rising) / len(rising) if rising else None,
-        **{f"p{share}": percentile(rising, share) for share in (50, 90, 95, 99)},
+        **{f"p{percent}": percentile(rising, percent) for percent in (50, 90, 95, 99)},
         "max": rising[-1] if rising else None,
         "sorted": rising,
     }

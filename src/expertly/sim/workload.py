@@ -49,7 +49,7 @@ class Rows:
         self.experts: npt.NDArray[np.uint16] = columns["experts"]  # [rows, L, K]
         self.layers = trace.manifest.layers
         self._trace = trace
-        self._first_row = first_row
+        self.first_row = first_row
         self._is_one_pass = bool(self.iteration[0] == self.iteration[-1])
         self._recorded: dict[str, npt.NDArray[Any]] = {}
         self._of_layers: dict[tuple[str, int], Floats] = {}
@@ -102,7 +102,7 @@ class Rows:
     def _read(self, field: str, dtype: type[np.float32] | None = None) -> npt.NDArray[Any]:
         found = self._recorded.get(field)
         if found is None:
-            found = self._trace.rows(field, self._first_row, self._first_row + len(self))
+            found = self._trace.rows(field, self.first_row, self.first_row + len(self))
             if dtype is not None:
                 found = found.astype(dtype)
                 found.flags.writeable = False
@@ -127,10 +127,14 @@ class Iteration:
     num_tokens: int
     layers: list[RouterRan]
     first_row: int  # in the order of the workload
-    trace_row: int  # in the trace
     arrival_ns: int
     rows: Rows = field(compare=False)  # the iteration is `num_tokens` of them, from `begin` on
     begin: int = field(compare=False)
+
+    @property
+    def trace_row(self) -> int:
+        """Its first row in the trace."""
+        return self.rows.first_row + self.begin
 
     @property
     def is_prefill(self) -> bool:
@@ -186,7 +190,6 @@ class TraceWorkload:
         """All of them, in order. Reads the trace block by block."""
         index = row = 0
         for span in self.spans:
-            trace_row = span.first_row
             for rows in read_rows(self.trace, span.first_row, span.num_rows, _BLOCK_ROWS):
                 has_gaps = bool((rows.experts == NO_EXPERT).any())
                 edges = [0, *(np.flatnonzero(np.diff(rows.iteration)) + 1).tolist(), len(rows)]
@@ -202,9 +205,8 @@ class TraceWorkload:
                         requests = tuple(dict.fromkeys(of_rows.tolist()))
                         prefilling = tuple(dict.fromkeys(of_rows[are_prefill].tolist()))
                         layers = self._demands_of_rows(rows.experts[begin:end], are_prefill)
-                    where = (row, trace_row, span.arrival_ns)
-                    yield Iteration(index, requests, prefilling, num, layers, *where, rows, begin)
-                    index, row, trace_row = index + 1, row + num, trace_row + num
+                    yield Iteration(index, requests, prefilling, num, layers, row, span.arrival_ns, rows, begin)
+                    index, row = index + 1, row + num
 
     def _demands_of_rows(self, experts: npt.NDArray[np.uint16], is_prefill: npt.NDArray[np.bool_]) -> list[RouterRan]:
         demands = []
@@ -215,18 +217,11 @@ class TraceWorkload:
         return demands
 
 
-_FLAGS = {(num, flag): [flag] * num for num in range(1, 33) for flag in (False, True)}
-_ONES = {num: [1] * num for num in range(1, 33)}
-
-
 def _demands_of_token(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
-    """The demands of one token; the lists that say nothing new are shared."""
+    """The demands of one token."""
     demands = []
     for layer, chosen in enumerate(experts_of_layers):
         experts = [e for e in chosen if e != NO_EXPERT] if has_gaps else chosen
-        num = len(experts)
-        if num:
-            ones = _ONES.get(num) or [1] * num
-            flags = _FLAGS.get((num, not is_prefill)) or [not is_prefill] * num
-            demands.append(RouterRan(layer, experts, ones, flags, 1))
+        if num := len(experts):
+            demands.append(RouterRan(layer, experts, [1] * num, [not is_prefill] * num, 1))
     return demands

@@ -14,7 +14,6 @@ from expertly.trace.schema import (
     DTYPES,
     FORMAT,
     MANIFEST_NAME,
-    MAX_LAYERS,
     REQUESTS_NAME,
     REQUIRED,
     SCORINGS,
@@ -73,25 +72,21 @@ def _as_dict(manifest: TraceManifest) -> dict[str, Any]:
 
 
 def _parse(raw: Mapping[str, Any]) -> TraceManifest:
-    _one_of(raw, "format", (FORMAT,))
-    version = raw.get("version")
-    if type(version) is not int or version != VERSION:
-        raise TraceError(f"version={version!r:.80}: this version of expertly reads {VERSION}; record or import again")
-    _one_of(raw, "requests", (REQUESTS_NAME,))
-    _one_of(raw, "scoring", SCORINGS)
-    if type(raw.get("complete")) is not bool:
-        raise TraceError(f"complete={raw.get('complete')!r:.80}: must be true or false")
-    geometry = raw.get("geometry")
-    if not isinstance(geometry, dict) or not isinstance(geometry.get("layers"), list):
+    for name, accepted in (("format", (FORMAT,)), ("requests", (REQUESTS_NAME,)), ("scoring", SCORINGS)):
+        _check(raw.get(name) in accepted, name, raw.get(name), f"accepted: {', '.join(accepted)}")
+    version, geometry = raw.get("version"), raw.get("geometry")
+    is_known = type(version) is int and version == VERSION
+    _check(is_known, "version", version, f"this version of expertly reads {VERSION}; record or import again")
+    _check(type(raw.get("complete")) is bool, "complete", raw.get("complete"), "must be true or false")
+    layers = geometry.get("layers") if isinstance(geometry, dict) else None
+    if not isinstance(layers, list):
         raise TraceError(f"geometry={geometry!r:.80}: must be an object that holds a list of layers")
-    if len(geometry["layers"]) > MAX_LAYERS:
-        raise TraceError(f"geometry.layers: {len(geometry['layers'])} layers; at most {MAX_LAYERS} are accepted")
-    layers = tuple(_layer(f"geometry.layers[{i}]", layer) for i, layer in enumerate(geometry["layers"]))
-    check_layers(layers)
+    found = tuple(_layer(f"geometry.layers[{i}]", layer) for i, layer in enumerate(layers))
+    check_layers(found)
     return TraceManifest(
         model=_text(raw, "model"),
-        layers=layers,
-        fields=_fields(raw.get("fields"), layers),
+        layers=found,
+        fields=_fields(raw.get("fields"), found),
         dense=_dense(raw.get("dense")),
         scoring=raw["scoring"],
         created=_text(raw, "created"),
@@ -105,10 +100,9 @@ def _layer(where: str, raw: object) -> TraceLayer:
     if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
         raise TraceError(f"{where}={raw!r:.80}: must be an object of {', '.join(_LAYER_FIELDS)}")
     for name, value in raw.items():
-        may_be_unknown = name not in ("num_experts", "top_k")
-        if not (_is_count(value, 1) or (may_be_unknown and value is None)):
-            accepted = "a whole number from 1" + " or null" * may_be_unknown
-            raise TraceError(f"{where}.{name}={value!r:.80}: must be {accepted}")
+        can_be_unknown = name not in ("num_experts", "top_k")
+        accepted = "must be a whole number from 1" + " or null" * can_be_unknown
+        _check(_is_count(value, 1) or (can_be_unknown and value is None), f"{where}.{name}", value, accepted)
     return TraceLayer(**raw)
 
 
@@ -137,25 +131,23 @@ def _field(name: str, raw: object, layers: tuple[TraceLayer, ...]) -> FieldInfo:
     where = f"fields.{name}"
     if not isinstance(raw, dict):
         raise TraceError(f"{where}={raw!r:.80}: must be an object")
-    shape, generator = raw.get("shape"), raw.get("generator")
+    shape, is_real, generator = raw.get("shape"), raw.get("real"), raw.get("generator")
     if not isinstance(shape, list) or not all(_is_count(size, 1, _MAX_WIDTH) for size in shape):
         raise TraceError(f"{where}.shape={shape!r:.80}: must be a list of whole numbers from 1 to {_MAX_WIDTH}")
-    if type(raw.get("real")) is not bool:
-        raise TraceError(f"{where}.real={raw.get('real')!r:.80}: must be true or false")
-    if generator is not None and (name != "embedding" or generator != TOKEN_VECTORS):
-        raise TraceError(f"{where}.generator={generator!r:.80}: only embedding can have one, {TOKEN_VECTORS!r}")
+    _check(type(is_real) is bool, f"{where}.real", is_real, "must be true or false")
+    can_be = generator is None or (name == "embedding" and generator == TOKEN_VECTORS)
+    _check(can_be, f"{where}.generator", generator, f"only embedding can have one, {TOKEN_VECTORS!r}")
     expected = trace_field(
         name,
         layers,
         hidden_size=shape[-1] if shape else 1,
         max_distance=shape[1] if len(shape) == 3 else 1,
-        is_real=raw["real"],
-        note=_text(raw, "note", where),
+        is_real=bool(is_real),
+        note=_text(raw, "note", f"{where}."),
         generator=generator,
     )
-    for key, found, needed in (("dtype", raw.get("dtype"), expected.dtype), ("shape", shape, list(expected.shape))):
-        if found != needed:
-            raise TraceError(f"{where}.{key}={found!r:.80}: must be {needed} in a trace of these layers")
+    for key, needed in (("dtype", expected.dtype), ("shape", list(expected.shape))):
+        _check(raw.get(key) == needed, f"{where}.{key}", raw.get(key), f"must be {needed} in a trace of these layers")
     return expected
 
 
@@ -169,19 +161,21 @@ def _shards(raw: object) -> tuple[ShardInfo, ...]:
         if not isinstance(entry, dict) or not is_plain_name(entry.get("file")):
             raise TraceError(f"{where}={entry!r:.80}: must be an object whose file is a name in the same folder")
         for name in _SHARD_FIELDS:
-            if not _is_count(entry.get(name)):
-                raise TraceError(f"{where}.{name}={entry.get(name)!r:.80}: must be a whole number from 0")
+            _check(_is_count(entry.get(name)), f"{where}.{name}", entry.get(name), "must be a whole number from 0")
         shard = ShardInfo(entry["file"], **{name: entry[name] for name in _SHARD_FIELDS})
         for name, needed in (("first_row", row), ("first_iteration", iteration)):
-            if entry[name] != needed:
-                raise TraceError(
-                    f"{where}.{name}={entry[name]}: must be {needed}, as many as the shards before it hold"
-                )
-        if not 1 <= shard.num_iterations <= shard.num_rows:
-            raise TraceError(f"{where}.num_iterations={shard.num_iterations}: must be from 1 to its number of rows")
+            accepted = f"must be {needed}, as many as the shards before it hold"
+            _check(entry[name] == needed, f"{where}.{name}", entry[name], accepted)
+        can_be = 1 <= shard.num_iterations <= shard.num_rows
+        _check(can_be, f"{where}.num_iterations", shard.num_iterations, "must be from 1 to its number of rows")
         row, iteration = row + shard.num_rows, iteration + shard.num_iterations
         shards.append(shard)
     return tuple(shards)
+
+
+def _check(is_accepted: bool, name: str, value: object, accepted: str) -> None:
+    if not is_accepted:
+        raise TraceError(f"{name}={value!r:.80}: {accepted}")
 
 
 def _is_count(value: object, least: int = 0, most: int = _MAX_COUNT) -> bool:
@@ -191,11 +185,5 @@ def _is_count(value: object, least: int = 0, most: int = _MAX_COUNT) -> bool:
 def _text(raw: Mapping[str, Any], name: str, where: str = "") -> str:
     value = raw.get(name)
     if not isinstance(value, str):
-        raise TraceError(f"{where}{'.' * bool(where)}{name}={value!r:.80}: must be a string")
+        raise TraceError(f"{where}{name}={value!r:.80}: must be a string")
     return value
-
-
-def _one_of(raw: Mapping[str, Any], name: str, accepted: tuple[str, ...]) -> None:
-    value = raw.get(name)
-    if not isinstance(value, str) or value not in accepted:
-        raise TraceError(f"{name}={value!r:.80}: accepted: {', '.join(accepted)}")

@@ -154,16 +154,16 @@ class Trace:
         info = self.manifest.fields[field]
         if not info.is_stored:
             return _frozen(token_vectors(self.rows("token", start, stop), info.shape[0]))
-        pieces = []
+        found = []
         index = max(bisect.bisect_right(self._starts, start) - 1, 0)
         while start < stop:
             part = self._parts[index]
             end = min(stop, part.first_row + part.num_rows)
-            pieces.append(self._checked(field, index, start - part.first_row, end - part.first_row))
+            found.append(self._checked(field, index, start - part.first_row, end - part.first_row))
             start, index = end, index + 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return _frozen(np.concatenate(pieces) if pieces else np.empty((0, *info.shape), DTYPES[field]))
+        if len(found) == 1:
+            return found[0]
+        return _frozen(np.concatenate(found) if found else np.empty((0, *info.shape), DTYPES[field]))
 
     def blocks(
         self, fields: Sequence[str], start: int = 0, stop: int | None = None, max_rows: int = 4096

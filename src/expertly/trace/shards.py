@@ -9,7 +9,6 @@ writer never changes a tail, it starts a new file: who has the old one mapped ke
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
+from expertly.core.files import replacing
 from expertly.core.headers import TensorSpec, read_safetensors_header, safetensors_header
 from expertly.trace.schema import Array, FieldInfo, ShardInfo
 
@@ -35,24 +35,14 @@ def shard_name(index: int) -> str:
 
 
 def write_shard(path: Path, fields: Sequence[FieldInfo], rows: Mapping[str, Array]) -> int:
-    """Write all rows, in little memory, and give the file its name when it is whole. Returns its size."""
+    """Write all rows, in little memory; the file has its name when it is on the disk. Returns its size."""
     num_rows = len(rows[fields[0].name])
-    header = safetensors_header([_spec(field, num_rows) for field in fields])
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(header)
-            for field in fields:
-                for start in range(0, num_rows, _BLOCK_ROWS):
-                    file.write(np.ascontiguousarray(rows[field.name][start : start + _BLOCK_ROWS]).data)
-            file.flush()
-            os.fsync(file.fileno())
-            nbytes = file.tell()
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return nbytes
+    with replacing(path) as file:
+        file.write(safetensors_header([_spec(field, num_rows) for field in fields]))
+        for field in fields:
+            for start in range(0, num_rows, _BLOCK_ROWS):
+                file.write(np.ascontiguousarray(rows[field.name][start : start + _BLOCK_ROWS]).data)
+        return file.tell()
 
 
 def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> dict[str, Array]:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
-from expertly.core.files import disk_errors, sync_folder
+from expertly.core.files import disk_errors
 from expertly.core.geometry import DenseShape
 from expertly.trace.manifest import write_manifest
 from expertly.trace.schema import (
@@ -42,7 +41,7 @@ SHARD_NBYTES = 256 << 20
 _FLOAT16_MAX = 65504.0
 
 
-class TraceWriter(AbstractContextManager["TraceWriter"]):
+class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
     """Makes a trace in `folder`, which must be new or empty.
 
     `fields`: the optional fields to record, and those of every trace about which there is more to say than that they
@@ -159,15 +158,13 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         if unknown:
             raise TraceError(f"field {unknown[0]!r:.80}: not among the declared {', '.join(names)}")
         records = np.zeros(num_rows, self._dtype)
+        rows = {"request": np.full(num_rows, self._num_requests - 1, np.int32)} | dict(rows)
         for field in self._stored:
             if field.name == "iteration":
                 continue
-            if field.name == "request" and "request" not in rows:
-                values: Array = np.full(num_rows, self._num_requests - 1, np.int32)
-            elif field.name in rows:
-                values = _converted(field, np.asarray(rows[field.name]), num_rows)
-            else:
+            if field.name not in rows:
                 raise TraceError(f"field {field.name!r}: missing from the rows; it was declared")
+            values = _converted(field, np.asarray(rows[field.name]), num_rows)
             problem = self._checks.problem(field.name, values, self._num_requests)
             if problem is not None:
                 raise TraceError(f"field {field.name!r}: row {self._num_rows + problem[0]}: {problem[1]}")
@@ -183,9 +180,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             if len(records) == 0:
                 return
             columns = {field.name: records[field.name] for field in self._stored}
-            nbytes = write_shard(self._folder / name, self._stored, columns)
             os.fsync(self._requests)
-            sync_folder(self._folder)
+            nbytes = write_shard(self._folder / name, self._stored, columns)
             num_iterations = int(records["iteration"][-1]) + 1 - first.num_iterations
             shard = ShardInfo(name, len(records), nbytes, first.num_rows, first.num_iterations, num_iterations)
             self._manifest = dataclasses.replace(first, shards=(*first.shards, shard))

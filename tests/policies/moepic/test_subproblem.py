@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import comb
 
 import numpy as np
@@ -124,6 +125,10 @@ def kept(curve: Curve, budget: int) -> tuple[int, int]:
     return best.kept_experts, best.kept_segments
 
 
+def all_splits(num_experts: int, segments: int) -> list[tuple[int, int]]:
+    return [(0, 0), *product(range(1, num_experts + 1), range(1, segments + 1))]
+
+
 def loaded_by_definition(rates: LayerRates, top_k: int, experts: int, theta: float, window: float) -> float:
     """m of equations 9 to 11, prefetch after prefetch; `window` in loads of an expert."""
     cached = top_k * rates.hits[experts] * theta
@@ -144,11 +149,7 @@ def test_every_budget_gets_the_best_of_all_splits(seed: int) -> None:
     rates = gathered(seed, num, top_k)
     problem = problem_of(rates, top_k, segments)
     for window in (0.0, float(dice.uniform(0, 1)), float(dice.uniform(1, 3)), 100.0):
-        of = {
-            (c, s): loaded_by_definition(rates, top_k, c, s / segments, window)
-            for c in range(num + 1)
-            for s in (range(1, segments + 1) if c else [0])
-        }
+        of = {(c, s): loaded_by_definition(rates, top_k, c, s / segments, window) for c, s in all_splits(num, segments)}
         curve = problem.curve(window * LOAD_NS)
         assert len(curve.loaded) == num * segments + 1
         for budget in range(num * segments + 1):
@@ -197,11 +198,7 @@ def test_with_spans_that_cost_something_every_budget_gets_the_best_of_all_splits
         return expected
 
     for window in (0.0, float(dice.uniform(0, 1)), float(dice.uniform(1, 3)), 100.0):
-        of = {
-            (c, s): costs(c, s / segments, window)
-            for c in range(num + 1)
-            for s in (range(1, segments + 1) if c else [0])
-        }
+        of = {(c, s): costs(c, s / segments, window) for c, s in all_splits(num, segments)}
         curve = problem.curve(window * LOAD_NS)
         assert (np.diff(curve.exposed_ns) <= 0).all()
         for budget in range(num * segments + 1):

@@ -62,7 +62,7 @@ class AdapMoE(Allocation):
     def shares(self, kept_slots: Sequence[int]) -> list[int]:
         if self._usage is None:
             return uniform_shares(self.geometry, kept_slots)
-        return self._best(kept_slots, self._usage.misses, self._usage.recall)
+        return self._best(kept_slots, _expected_loads(self._usage.misses, self._usage.recall))
 
     def begin(self, shares: Sequence[int]) -> None:
         self._shares = list(shares)
@@ -84,9 +84,13 @@ class AdapMoE(Allocation):
         return self._solve([recall(layer) for layer in range(self.geometry.num_layers)])
 
     def _solve(self, recall: Sequence[float]) -> list[int] | None:
-        misses = [seen.misses() for seen in self._seen]
-        shares = self._best(class_sums(self.geometry, self._shares), misses, recall)
-        before, after = (self._expected_loads(one, misses, recall) for one in (self._shares, shares))
+        costs = _expected_loads([seen.misses() for seen in self._seen], recall)
+        shares = self._best(class_sums(self.geometry, self._shares), costs)
+        num_segments = self.geometry.segments_per_expert
+        before, after = (
+            float(sum(cost[share // num_segments] for cost, share in zip(costs, one, strict=True)))
+            for one in (self._shares, shares)
+        )
         if shares == self._shares or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
             return None
         self._recall = tuple(recall)
@@ -94,24 +98,15 @@ class AdapMoE(Allocation):
         self._shares = shares
         return list(shares)
 
-    def _best(
-        self, kept_slots: Sequence[int], misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]
-    ) -> list[int]:
+    def _best(self, kept_slots: Sequence[int], costs: Costs) -> list[int]:
         num_segments = self.geometry.segments_per_expert
         shares = [0] * self.geometry.num_layers
         for size_class, slots in enumerate(kept_slots):
             layers = layers_of(self.geometry, size_class)
-            costs = [misses[layer] * (1 - recall[layer]) for layer in layers]
-            for layer, num_experts in zip(layers, cheapest_shares(costs, slots // num_segments), strict=True):
+            best = cheapest_shares([costs[layer] for layer in layers], slots // num_segments)
+            for layer, num_experts in zip(layers, best, strict=True):
                 shares[layer] = num_experts * num_segments
         return with_rests(self.geometry, kept_slots, shares)
-
-    def _expected_loads(
-        self, shares: Sequence[int], misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]
-    ) -> float:
-        num_segments = self.geometry.segments_per_expert
-        loads = (m[share // num_segments] * (1 - a) for m, share, a in zip(misses, shares, recall, strict=True))
-        return float(sum(loads))
 
     def facts(self) -> dict[str, object]:
         """`learned`: from where; `recall`: the a_l by which shares were chosen, None while there are none; `moves`: how
@@ -120,6 +115,11 @@ class AdapMoE(Allocation):
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
         return {"learned": learned, "recall": recall or None, "moves": self._num_moves}
+
+
+def _expected_loads(misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]) -> Costs:
+    """Of each layer, by the experts that it keeps."""
+    return [of_layer * (1 - a) for of_layer, a in zip(misses, recall, strict=True)]
 
 
 class StackDistances:

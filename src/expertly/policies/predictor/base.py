@@ -109,9 +109,6 @@ class RankingPredictor(Predictor):
         self._distance = distance_in(geometry, distance)
         self._width = options.width
 
-    def _best(self, layer: int, distance: int, scores: Floats) -> Prediction | None:
-        return best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
-
 
 class FixedDistancePredictor(RankingPredictor):
     """One that predicts a layer when the one `distance` before it has run, and the first layers when a pass begins."""

@@ -20,7 +20,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Floats, Routed, Want
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_LAYERS, Arrays, Header, LearnedState, ModelShape
-from expertly.policies.predictor.base import RankingPredictor, WidthOptions
+from expertly.policies.predictor.base import RankingPredictor, WidthOptions, best_of_rows
 
 Weights = npt.NDArray[np.floating[Any]]
 
@@ -241,7 +241,9 @@ class Learned(RankingPredictor):
             scores = network.probabilities(inputs)
             if not np.isfinite(scores).all():
                 continue  # the hidden state is not
-            if (prediction := self._best(target, target - routed.layer, scores)) is not None:
+            width = self._width or self._layers[target].top_k
+            prediction = best_of_rows(target, target - routed.layer, scores, width)
+            if prediction is not None:
                 yield prediction
 
 

@@ -13,7 +13,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed, Want, layer_ahead
 from expertly.policies.base import option
 from expertly.policies.known import Known
-from expertly.policies.predictor.base import RankingPredictor, WidthOptions
+from expertly.policies.predictor.base import RankingPredictor, WidthOptions, best_of_rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Lookahead(RankingPredictor):
                 scores = scores[self._last]
             self.work.num_calls += 1
             self.work.read_nbytes += scores.nbytes
-            if (prediction := self._best(layer, distance, scores)) is not None:
+            prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
+            if prediction is not None:
                 yield prediction
 
 

@@ -13,7 +13,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.known import Known
-from expertly.policies.predictor.base import FixedDistancePredictor, WidthOptions
+from expertly.policies.predictor.base import FixedDistancePredictor, WidthOptions, best_of_rows
 
 LayerCounts = npt.NDArray[np.int64]
 
@@ -80,7 +80,8 @@ class Popularity(FixedDistancePredictor):
         self.work.num_calls += 1
         scores = self._shares(layer)
         self.work.read_nbytes += self._layers[layer].num_experts * 8 * len(scores)
-        return self._best(layer, distance, np.stack(scores)) if scores else None
+        width = self._width or self._layers[layer].top_k
+        return best_of_rows(layer, distance, np.stack(scores), width) if scores else None
 
     def _shares(self, layer: int) -> list[Floats]:
         """[E] each, of which the best are named."""

@@ -14,7 +14,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import option
 from expertly.policies.known import Known
-from expertly.policies.predictor.base import ALL_LAYERS, FixedDistancePredictor, WidthOptions
+from expertly.policies.predictor.base import ALL_LAYERS, FixedDistancePredictor, WidthOptions, best_of_rows
 from expertly.policies.predictor.popularity import Popular
 
 TokenIds = npt.NDArray[np.int32]
@@ -175,4 +175,5 @@ class TokenId(FixedDistancePredictor):
         if len(scores) < len(self._slots) and (popular := self._popular.shares(layer)) is not None:
             scores = np.concatenate([scores, popular[None]])
             self.work.read_nbytes += 8 * len(popular)
-        return self._best(layer, distance, scores) if len(scores) else None
+        width = self._width or self._layers[layer].top_k
+        return best_of_rows(layer, distance, scores, width) if len(scores) else None

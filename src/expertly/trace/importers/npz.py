@@ -16,9 +16,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -49,11 +47,22 @@ _DAMAGE = (
     EOFError,
     OSError,
     ValueError,
+    KeyError,
     NotImplementedError,
     RuntimeError,
     OverflowError,
 )
 """What zipfile and NumPy raise for a file that is not what it should be (a lock, a method, a header)."""
+
+
+@contextlib.contextmanager
+def _damage(where: str, accepted: str = "damaged, or pickled objects, which are never loaded") -> Iterator[None]:
+    """Turn what a damaged file makes zipfile and NumPy raise into a TraceError."""
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise TraceError(f"{where}: {accepted} ({reason:.200})") from None
 
 
 class ArrayStream:
@@ -64,14 +73,14 @@ class ArrayStream:
         self._file = file
         with _damage(where):
             version = np.lib.format.read_magic(file)
-            if version not in ((1, 0), (2, 0)):
+            if version == (1, 0):
+                self.shape, is_fortran, self.dtype = np.lib.format.read_array_header_1_0(file)
+            elif version == (2, 0):
+                self.shape, is_fortran, self.dtype = np.lib.format.read_array_header_2_0(file)
+            else:
                 raise TraceError(f"{where}: npy version {version}; accepted: 1.0, 2.0")
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
-            self.shape, is_fortran, self.dtype = read_header(file)
-            self.num_rows = self.shape[0] if self.shape else 0
             header_nbytes = file.tell()
+        self.num_rows = self.shape[0] if self.shape else 0
         if self.dtype.kind not in "biuf":
             raise TraceError(f"{where}: dtype {self.dtype}; must be numbers")
         if is_fortran and len(self.shape) > 1:
@@ -81,105 +90,99 @@ class ArrayStream:
             raise TraceError(
                 f"{where}: {nbytes - header_nbytes} bytes, but {list(self.shape)} of {self.dtype} needs {needed}"
             )
-        self._row_nbytes = math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, num_rows: int) -> Array:
-        """The next rows, fewer at the end."""
-        nbytes = num_rows * self._row_nbytes
+        """The next rows, all of them."""
+        nbytes = num_rows * math.prod(self.shape[1:]) * self.dtype.itemsize
         with _damage(self.where):
             data = self._file.read(nbytes)
-        if self._row_nbytes == 0 or len(data) % self._row_nbytes:
+        if len(data) != nbytes:
             raise TraceError(f"{self.where}: truncated")
-        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+        return np.frombuffer(data, self.dtype).reshape(num_rows, *self.shape[1:])
 
-    def read_all(self) -> Array:
-        if self.num_rows * self._row_nbytes > _MAX_WHOLE_NBYTES:
-            raise TraceError(
-                f"{self.where}: {self.num_rows * self._row_nbytes} bytes; at most {_MAX_WHOLE_NBYTES} are accepted"
-            )
-        values = self.read(self.num_rows) if self.num_rows else np.empty(self.shape, self.dtype)
-        if len(values) != self.num_rows:
-            raise TraceError(f"{self.where}: truncated")
-        return values
+    def blocks(self) -> Iterator[Array]:
+        """All rows, some at a time."""
+        for start in range(0, self.num_rows, _BLOCK_ROWS):
+            yield self.read(min(_BLOCK_ROWS, self.num_rows - start))
 
 
-class ArrayFile(contextlib.AbstractContextManager["ArrayFile"]):
-    """An npz file. Raises TraceError naming the file, and the array where it is about one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stack = contextlib.ExitStack()
-        with _damage(str(path), "must be an npz file"):
-            self._zip = self._stack.enter_context(zipfile.ZipFile(path))
-        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def open(self, name: str, num_dimensions: int, kinds: str) -> ArrayStream:
-        """An array that must have that many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
-        where = f"{self.path}: array {name!r}"
-        if name not in self.names:
-            raise TraceError(f"{where}: missing; the file has {', '.join(map(repr, self.names)) or 'no arrays'}")
-        with _damage(where):
-            info = self._zip.getinfo(f"{name}.npy")
-            stream = ArrayStream(where, self._stack.enter_context(self._zip.open(info)), info.file_size)
-        if len(stream.shape) != num_dimensions:
-            raise TraceError(f"{where}: shape {list(stream.shape)}; must have {num_dimensions} dimensions")
-        if stream.dtype.kind not in kinds:
-            accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
-            raise TraceError(f"{where}: dtype {stream.dtype}; must be {accepted} numbers")
-        return stream
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+def _open_npz(path: Path) -> zipfile.ZipFile:
+    with _damage(str(path), "must be an npz file"):
+        return zipfile.ZipFile(path)
 
 
-@contextlib.contextmanager
-def _damage(where: str, accepted: str = "damaged, or pickled objects, which are never loaded") -> Iterator[None]:
-    """Turn what a damaged file makes zipfile and NumPy raise into a TraceError."""
-    try:
-        yield
-    except KeyError:
-        raise TraceError(f"{where}: {accepted}") from None
-    except _DAMAGE as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceError(f"{where}: {accepted} ({reason:.200})") from None
+def _open_array(file: zipfile.ZipFile, name: str, num_dimensions: int, kinds: str) -> ArrayStream:
+    """An array that must have that many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
+    where = f"{file.filename}: array {name!r}"
+    names = [one.removesuffix(".npy") for one in file.namelist()]
+    if name not in names:
+        raise TraceError(f"{where}: missing; the file has {', '.join(map(repr, names)) or 'no arrays'}")
+    with _damage(where):
+        stream = ArrayStream(where, file.open(f"{name}.npy"), file.getinfo(f"{name}.npy").file_size)
+    if len(stream.shape) != num_dimensions:
+        raise TraceError(f"{where}: shape {list(stream.shape)}; must have {num_dimensions} dimensions")
+    if stream.dtype.kind not in kinds:
+        accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
+        raise TraceError(f"{where}: dtype {stream.dtype}; must be {accepted} numbers")
+    return stream
 
 
-@dataclass(frozen=True, slots=True)
 class _Columns:
-    """The streams of rows that a source has."""
+    """The arrays of rows that a source has. Raises TraceError where they do not fit each other."""
 
-    experts: ArrayStream
-    weights: ArrayStream | None
-    weights_scale: float
-    tokens: ArrayStream | None
+    def __init__(self, file: zipfile.ZipFile, beside: zipfile.ZipFile | None) -> None:
+        names = file.namelist()
+        self.experts = experts = _open_array(file, "experts", 3, "ui")
+        self.weights, self.weights_scale = None, 1.0
+        if "weights.npy" in names:
+            self.weights = _open_array(file, "weights", 3, "f")
+        elif beside is not None:
+            self.weights, self.weights_scale = _open_array(beside, "probs_x255", 3, "u"), 255.0
+        self.tokens = _open_array(file, "token_index", 1, "ui") if "token_index.npy" in names else None
+        if 0 in experts.shape[1:]:
+            raise TraceError(f"{experts.where}: shape {list(experts.shape)}; must be [tokens, layers, top-k]")
+        for stream, shape, whose in (
+            (self.weights, experts.shape, "as the experts'"),
+            (self.tokens, experts.shape[:1], "one a token"),
+        ):
+            if stream is not None and stream.shape != shape:
+                raise TraceError(f"{stream.where}: shape {list(stream.shape)}; must be {list(shape)}, {whose}")
 
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        num_rows, shape = self.experts.num_rows, self.experts.shape[1:]
-        for start in range(0, num_rows, _BLOCK_ROWS):
-            count = min(_BLOCK_ROWS, num_rows - start)
-            weights = np.full((count, *shape), 1 / shape[1], np.float16)
+    def blocks(self, checks: ValueChecks) -> Iterator[dict[str, Array]]:
+        """Rows of a trace. Raises TraceError naming array and row where a value cannot be."""
+        first = 0
+        for ids in self.experts.blocks():
+            num_rows = len(ids)
+            _check_ids(self.experts, ids)
+            experts = ids.astype(np.uint16)
+            if (problem := checks.problem("experts", experts, 0)) is not None:
+                raise TraceError(f"{self.experts.where}: row {first + problem[0]}: {problem[1]}")
+            weights = np.full(experts.shape, 1 / experts.shape[2], np.float16)
             if self.weights is not None:
-                weights = _exactly(self.weights, count).astype(np.float32) / np.float32(self.weights_scale)
-            tokens = np.full(count, -1, np.int32) if self.tokens is None else _exactly(self.tokens, count)
-            yield {"experts": _exactly(self.experts, count), "weights": weights, "token": tokens}
+                weights = self.weights.read(num_rows).astype(np.float32) / np.float32(self.weights_scale)
+                is_finite = np.isfinite(weights).all(axis=(1, 2))
+                if not is_finite.all():
+                    raise TraceError(f"{self.weights.where}: row {first + int(np.argmin(is_finite))}: must be finite")
+            tokens = np.full(num_rows, -1, np.int32)
+            if self.tokens is not None:
+                tokens = self.tokens.read(num_rows)
+                if not ((tokens >= 0) & (tokens < 1 << 31)).all():
+                    raise TraceError(f"{self.tokens.where}: must be token ids, from 0 to {(1 << 31) - 1}")
+            yield {"experts": experts, "weights": weights, "token": tokens, "is_prefill": np.zeros(num_rows, bool)}
+            first += num_rows
 
 
 def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
     """Where `options` say no number of experts it is the largest id + 1, rounded up to a power of two."""
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(ArrayFile(source))
-        columns = _open_columns(file, stack)
-        where = columns.experts.where
-        _, num_layers, top_k = columns.experts.shape
+        file = stack.enter_context(_open_npz(source))
+        beside = source.parent / PROBS_NAME
+        columns = _Columns(file, stack.enter_context(_open_npz(beside)) if beside.is_file() else None)
+        num_rows, num_layers, top_k = columns.experts.shape
         is_guessed = options.layers is None and options.num_experts is None
         guess = _guess_num_experts(source) if is_guessed else 0
-        layers = options.layers_of(where, num_layers, top_k, guess)
-        lengths = _sequence_lengths(file, columns.experts.num_rows)
+        layers = options.layers_of(columns.experts.where, num_layers, top_k, guess)
+        lengths = _sequence_lengths(file, num_rows)
         entries = _sequences(source.parent / SEQUENCES_NAME, len(lengths))
         writer = stack.enter_context(
             whole_trace(
@@ -194,33 +197,10 @@ def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
         )
         for entry in entries:
             writer.begin_request(entry.get("category"), entry.get("prompt"))
-        ends = np.cumsum(lengths)
-        checks = ValueChecks(layers)
-        for rows in columns.blocks():
-            first, count = writer.num_rows, len(rows["experts"])
-            _check_block(columns, rows, checks, first)
-            request = np.searchsorted(ends, np.arange(first, first + count), "right")
-            writer.extend({**rows, "request": request, "is_prefill": np.zeros(count, bool)}, np.ones(count, np.int64))
-
-
-def _open_columns(file: ArrayFile, stack: contextlib.ExitStack) -> _Columns:
-    experts = file.open("experts", 3, "ui")
-    if 0 in experts.shape[1:]:
-        raise TraceError(f"{experts.where}: shape {list(experts.shape)}; must be [tokens, layers, top-k]")
-    weights, scale = None, 1.0
-    beside = file.path.parent / PROBS_NAME
-    if "weights" in file:
-        weights = file.open("weights", 3, "f")
-    elif beside.is_file():
-        weights, scale = stack.enter_context(ArrayFile(beside)).open("probs_x255", 3, "u"), 255.0
-    tokens = file.open("token_index", 1, "ui") if "token_index" in file else None
-    if weights is not None and weights.shape != experts.shape:
-        raise TraceError(
-            f"{weights.where}: shape {list(weights.shape)}; must be {list(experts.shape)}, as the experts'"
-        )
-    if tokens is not None and tokens.num_rows != experts.num_rows:
-        raise TraceError(f"{tokens.where}: shape {list(tokens.shape)}; must be [{experts.num_rows}], one a token")
-    return _Columns(experts, weights, scale, tokens)
+        requests = np.repeat(np.arange(len(lengths)), lengths)
+        for rows in columns.blocks(ValueChecks(layers)):
+            first, num = writer.num_rows, len(rows["experts"])
+            writer.extend(rows | {"request": requests[first : first + num]}, np.ones(num, np.int64))
 
 
 def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool) -> list[FieldInfo]:
@@ -249,21 +229,25 @@ def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool)
 
 
 def _guess_num_experts(source: Path) -> int:
-    largest = 0
-    with ArrayFile(source) as file:
-        experts = file.open("experts", 3, "ui")
-        while len(block := experts.read(_BLOCK_ROWS)):
-            if block.min() < 0 or block.max() >= MAX_EXPERTS:
-                raise TraceError(
-                    f"{experts.where}: ids from {block.min()} to {block.max()}; must be from 0 to {MAX_EXPERTS - 1}"
-                )
-            largest = max(largest, int(block.max()))
+    with _open_npz(source) as file:
+        experts = _open_array(file, "experts", 3, "ui")
+        largest = max((_check_ids(experts, ids) for ids in experts.blocks()), default=0)
     return min(max(1 << largest.bit_length(), experts.shape[2]), MAX_EXPERTS)
 
 
-def _sequence_lengths(file: ArrayFile, num_rows: int) -> npt.NDArray[np.int64]:
-    stream = file.open("seq_len", 1, "ui")
-    lengths = stream.read_all()
+def _check_ids(experts: ArrayStream, ids: Array) -> int:
+    """The largest of them. Raises TraceError where any cannot be an expert's."""
+    least, largest = int(ids.min()), int(ids.max())
+    if least < 0 or largest >= MAX_EXPERTS:
+        raise TraceError(f"{experts.where}: ids from {least} to {largest}; must be from 0 to {MAX_EXPERTS - 1}")
+    return largest
+
+
+def _sequence_lengths(file: zipfile.ZipFile, num_rows: int) -> npt.NDArray[np.int64]:
+    stream = _open_array(file, "seq_len", 1, "ui")
+    if (nbytes := stream.num_rows * stream.dtype.itemsize) > _MAX_WHOLE_NBYTES:
+        raise TraceError(f"{stream.where}: {nbytes} bytes; at most {_MAX_WHOLE_NBYTES} are accepted")
+    lengths = stream.read(stream.num_rows)
     total = sum(lengths.tolist())
     if len(lengths) and lengths.min() < 0:
         raise TraceError(f"{stream.where}: {lengths.min()}: must be from 0")
@@ -289,28 +273,3 @@ def _sequences(path: Path, num_sequences: int) -> list[dict[str, Any]]:
             if not isinstance(entry.get(name), str | None):
                 raise TraceError(f"{path}: [{index}].{name}={entry[name]!r:.80}: must be a string or null")
     return entries
-
-
-def _check_block(columns: _Columns, rows: dict[str, Array], checks: ValueChecks, first: int) -> None:
-    experts = rows["experts"]
-    where = columns.experts.where
-    is_wrong = (experts < 0) | (experts >= MAX_EXPERTS)
-    if is_wrong.any():
-        row = first + int(np.argmax(is_wrong.any(axis=(1, 2))))
-        raise TraceError(f"{where}: row {row}: ids must be from 0 to {MAX_EXPERTS - 1}")
-    rows["experts"] = experts = experts.astype(np.uint16)
-    problem = checks.problem("experts", experts, 0)
-    if problem is not None:
-        raise TraceError(f"{where}: row {first + problem[0]}: {problem[1]}")
-    if columns.weights is not None and not np.isfinite(rows["weights"]).all():
-        row = first + int(np.argmin(np.isfinite(rows["weights"]).all(axis=(1, 2))))
-        raise TraceError(f"{columns.weights.where}: row {row}: must be finite")
-    if columns.tokens is not None and not ((rows["token"] >= 0) & (rows["token"] < 1 << 31)).all():
-        raise TraceError(f"{columns.tokens.where}: must be token ids, from 0 to {(1 << 31) - 1}")
-
-
-def _exactly(stream: ArrayStream, num_rows: int) -> Array:
-    values = stream.read(num_rows)
-    if len(values) != num_rows:
-        raise TraceError(f"{stream.where}: truncated")
-    return values

@@ -18,7 +18,6 @@ _ABOUT = "about"
 """What a file says of itself beside the plan, for people."""
 
 _PLAN_FIELDS = ("format", "version", "segments_per_expert", "layers")
-_SPLIT_FIELDS = ("kept_experts", "kept_segments", "budget_segments")
 _GEOMETRY_FIELDS = tuple(field.name for field in fields(LayerGeometry))
 _MAX_COUNT = 1 << 31
 
@@ -34,6 +33,9 @@ class LayerSplit:
     @property
     def used_segments(self) -> int:
         return self.kept_experts * self.kept_segments
+
+
+_SPLIT_FIELDS = tuple(field.name for field in fields(LayerSplit))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A predictor that takes its time: when what it says is there, and what it does not get to."""
+"""The predictor's virtual thread: when its predictions are there, and what it does not get to."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def taken(channel: Channel) -> list[tuple[int, int]]:
 
 
 def test_predictions_come_when_they_have_been_made() -> None:
-    """7 ns a context; 100 bytes take 50 ns, more than 30 operations do."""
+    """7 ns an observation; 100 bytes take 50 ns, more than 30 operations do."""
     predictor, clock = Notes(), Clock()
     channel = VirtualPredictorThread(predictor, clock, PredictorCosts(7, 2e9, 1e9), ObservationQueue(100))
     clock.now_ns = 1000
@@ -88,12 +88,7 @@ def test_predictions_come_when_they_have_been_made() -> None:
     assert channel.busy_ns == 57 + 107 + 507 + 57
 
 
-def test_the_slower_of_reading_and_computing_counts() -> None:
-    costs = PredictorCosts(0, 1e9, 0.1e9)
-    assert costs.work_ns(100, 30) == 300 and costs.work_ns(1000, 30) == 1000 and FREE.work_ns(10**9, 10**9) == 0
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
     rng, clock = np.random.default_rng(seed), Clock()
     told = [Notes(), Notes()]
@@ -119,7 +114,7 @@ def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
     assert told[0].told == told[1].told and channels[1].num_dropped == 0
 
 
-def test_of_too_many_contexts_the_oldest_of_the_running_pass_go() -> None:
+def test_of_too_many_observations_the_oldest_of_the_running_pass_go() -> None:
     predictor, clock = Notes(), Clock()
     channel = VirtualPredictorThread(
         predictor, clock, PredictorCosts(100, float("inf"), float("inf")), ObservationQueue(3)
@@ -154,7 +149,7 @@ def test_passes_that_have_ended_go_as_a_whole() -> None:
     assert predictor.told == ["begin", "begin", 0, 1, ("end", True)]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
     rng, predictor, clock = np.random.default_rng(seed), Notes(), Clock()
     channel = VirtualPredictorThread(
