@@ -21,6 +21,7 @@ from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
 COMMANDS = (
+    "run",
     "generate",
     "serve",
     "pack",
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         args, unknown = build_parser().parse_known_args(argv)
+        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(args, "prompt", "") is None:
+            args.prompt = unknown.pop()  # argparse takes no optional word behind an option
         if unknown:
             raise ConfigError(f"unrecognized arguments: {' '.join(unknown)} (see expertly {args.command} --help)")
         quiet_libraries()

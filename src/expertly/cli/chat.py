@@ -1,0 +1,224 @@
+"""A conversation with a loaded model: its chat template, its KV cache kept between turns, answers as they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import expertly
+from expertly.cli.generation import generation_config
+from expertly.cli.output import format_nbytes, format_share
+from expertly.cli.streaming import TextStreamer
+from expertly.core.errors import ConfigError
+from expertly.core.files import write_atomic
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What a chat template may raise over messages that it was not written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; None: as the model's generation_config says."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one answer was and cost."""
+
+    text: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, which were not computed again
+    ttft_s: float | None
+    tokens_per_s: float | None  # of those after the first
+    hit_rate: float | None  # of experts, while it was decoded
+    loaded_nbytes: int
+    was_stopped: bool
+
+    def line(self) -> str:
+        """For people."""
+        parts = [f"{self.num_tokens} tokens"]
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        if self.ttft_s is not None:
+            parts.append(f"the first after {self.ttft_s:.2f} s")
+        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.loaded_nbytes)} loaded")
+        if self.was_stopped:
+            parts.append("stopped")
+        return f"[{' | '.join(parts)}]"
+
+
+class Conversation:
+    """Messages so far, and the KV cache of the tokens that they came to.
+
+    A model without a chat template continues the text of the messages, `is_raw`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, *, is_raw: bool = False) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.is_raw = is_raw or not getattr(tokenizer, "chat_template", None)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._cache: Any = None
+        self._cached: list[int] = []  # the tokens that the cache holds
+
+    def answer(self, text: str, write: Callable[[str], None]) -> Answer:
+        """The model's answer to a message, written as it is made. An interrupt stops it, and what was written stays a
+        part of the conversation. Raises ConfigError, and forgets the message, where there is no room for it.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            answer = self._generate(self._tokens(), write)
+        except BaseException:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": answer.text})
+        return answer
+
+    def instruct(self, text: str) -> None:
+        """Begin anew with this system message; none where it is empty."""
+        self.messages = [{"role": "system", "content": text}] if text else []
+        self._forget()
+
+    def clear(self) -> None:
+        """Begin anew; a system message stays."""
+        self.messages = [one for one in self.messages if one["role"] == "system"]
+        self._forget()
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON. Raises ConfigError where that cannot be."""
+        try:
+            write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
+        except OSError as error:
+            raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
+
+    def _tokens(self) -> list[int]:
+        """The whole conversation, up to where the model is to go on."""
+        if self.is_raw:
+            tokens: list[int] = self._tokenizer("".join(one["content"] for one in self.messages))["input_ids"]
+        else:
+            try:
+                text = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+            except TEMPLATE_ERRORS as error:
+                raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
+            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not tokens:
+            raise ConfigError("prompt: gives no token; write at least one word")
+        return tokens
+
+    def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Answer:
+        model, sampling = self._model, self._sampling
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(tokens))
+        if room < 1:
+            raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; the model takes {positions}")
+        num_cached = self._keep_prefix(tokens)
+        config = generation_config(model, room, sampling.temperature, sampling.top_p)
+        config.return_dict_in_generate = True
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        streamer = TextStreamer(self._decode, write)
+        before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
+        with _stopped_by_interrupt() as stop:
+            cache, self._cache, self._cached = self._cache, None, []  # what fails half-way leaves none
+            made = model.generate(
+                torch.tensor([tokens], device=model.device),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.device),
+                past_key_values=cache,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([_Stop(stop)]),
+                generation_config=config,
+            )
+        self._cache = made.past_key_values
+        self._cached = made.sequences[0].tolist()[:-1]  # the last token was not computed with
+        return self._measured(streamer, tokens, num_cached, before, start_ns, stop.is_set())
+
+    def _measured(
+        self, streamer: TextStreamer, tokens: list[int], num_cached: int, before: Any, start_ns: int, was_stopped: bool
+    ) -> Answer:
+        after, times = expertly.stats(self._model).as_dict(), streamer.times_ns
+        was, now = before["phases"]["decode"], after["phases"]["decode"]
+        hits = now["hits"] - was["hits"]
+        demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
+        return Answer(
+            text=self._decode(streamer.tokens),
+            num_tokens=len(streamer.tokens),
+            num_prompt_tokens=len(tokens),
+            num_cached_tokens=num_cached,
+            ttft_s=(times[0] - start_ns) / 1e9 if times else None,
+            tokens_per_s=(len(times) - 1) / ((times[-1] - times[0]) / 1e9) if len(times) > 1 else None,
+            hit_rate=hits / demands if demands else None,
+            loaded_nbytes=after["bytes_loaded"] - before["bytes_loaded"],
+            was_stopped=was_stopped,
+        )
+
+    def _keep_prefix(self, tokens: list[int]) -> int:
+        """Cut the cache to what it holds of these tokens but the last; how many that is. Templates may say of an answer
+        less than the model did, and text may become other tokens than it was made of.
+        """
+        num_same = 0
+        for old, new in zip(self._cached, tokens[:-1], strict=False):
+            if old != new:
+                break
+            num_same += 1
+        if self._cache is not None and num_same < len(self._cached):
+            try:
+                self._cache.crop(num_same - len(self._cached))  # below 0: so many go
+            except (AttributeError, NotImplementedError, ValueError):  # of a kind that cannot go back
+                self._forget()
+                return 0
+        self._cached = self._cached[:num_same]
+        return num_same if self._cache is not None else 0
+
+    def _forget(self) -> None:
+        self._cache, self._cached = None, []
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class _Stop(StoppingCriteria):
+    """Ends an answer behind the token in which somebody asked for that."""
+
+    def __init__(self, is_asked: threading.Event) -> None:
+        self._is_asked = is_asked
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._is_asked.is_set(), device=input_ids.device)
+
+
+@contextlib.contextmanager
+def _stopped_by_interrupt() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets; a second Ctrl-C is a KeyboardInterrupt again."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

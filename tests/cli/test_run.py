@@ -1,0 +1,178 @@
+"""`expertly run`: one answer, and conversations, against what the unmodified model says to the same messages."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly.cli.chat import Conversation, Sampling
+from expertly.cli.main import main
+from expertly.core.errors import ConfigError
+from tests.families import make_checkpoint, make_tokenizer, reference_generate
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '#' + m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}#assistant:{% endif %}"
+)
+NUM_TOKENS = 12
+PROMPT = "\0"
+"""Between what the command has written and what it reads: no model here writes it."""
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template."""
+    folder = make_checkpoint("olmoe", tmp_path_factory.mktemp("chatting") / "model", tokenizer=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def loaded(chatting: Path) -> Iterator[tuple[Any, Any]]:
+    model, tokenizer = expertly.load(str(chatting), memory="50%", system="lru")
+    yield model, tokenizer
+    expertly.unload(model)
+
+
+def expected(model: Path, messages: Sequence[tuple[str, str]], num_tokens: int = NUM_TOKENS) -> str:
+    """What the unmodified model answers to these messages."""
+    text = "".join(f"#{role}:{content}\n" for role, content in messages) + "#assistant:"
+    return continued(model, text, num_tokens)
+
+
+def continued(model: Path, text: str, num_tokens: int = NUM_TOKENS) -> str:
+    tokenizer = make_tokenizer()
+    tokens = reference_generate(model, [tokenizer(text)["input_ids"]], max_new_tokens=num_tokens)[0]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """A terminal, at which somebody types these lines and then Ctrl-D."""
+    left = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        print(PROMPT, end="")
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+
+
+def run(model: Path, *arguments: str) -> int:
+    greedy = ("--memory", "50%", "--max-new-tokens", str(NUM_TOKENS), "--temperature", "0")
+    return main(["run", str(model), *arguments, *greedy])
+
+
+def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(chatting, "Hello") == 0
+    out = capsys.readouterr().out
+    text, _, measures = out.partition("\n\n")
+    assert text == expected(chatting, [("user", "Hello")])
+    for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system lru"):
+        assert word in measures
+
+
+def test_raw_and_a_model_without_a_template_continue_the_text(
+    model: Path, chatting: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(chatting, "Hello", "--raw") == 0
+    raw = capsys.readouterr()
+    assert run(model, "Hello") == 0
+    without = capsys.readouterr()
+    for folder, captured in ((chatting, raw), (model, without)):
+        assert captured.out.startswith(continued(folder, "Hello"))
+    assert "no chat template" in without.err and "no chat template" not in raw.err
+
+
+def test_json_is_one_object(chatting: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(chatting, "Hello", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == expected(chatting, [("user", "Hello")])
+    assert result["num_tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tokens_per_s"] > 0
+    assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
+
+
+def test_a_chat_of_three_turns(
+    chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew."""
+    saved = tmp_path / "chat.json"
+    first = expected(chatting, [("user", "Hi")])
+    talk = [("user", "Hi"), ("assistant", first), ("user", "And?")]
+    second = expected(chatting, talk)
+    instructed = expected(chatting, [("system", "Be brief"), ("user", "Hi")])
+    lines = ("Hi", "And?", f"/save {saved}", "/stats", "/what", "/clear", "Hi", "/system Be brief", "Hi", "/quit", "no")
+    type_lines(monkeypatch, *lines)
+    assert run(chatting) == 0
+    captured = capsys.readouterr()
+    answers = [part.partition("\n[")[0] for part in captured.out.split(PROMPT)[1:]]
+    assert answers[:2] == [first, second] and answers[6] == first and answers[8] == instructed
+    roles = ("user", "assistant", "user", "assistant")
+    told = ("Hi", first, "And?", second)
+    assert json.loads(saved.read_text()) == [
+        {"role": role, "content": text} for role, text in zip(roles, told, strict=True)
+    ]
+    assert "decode" in answers[3] and "/save FILE" in answers[4] and "50.0% of" in captured.err
+
+
+def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tuple[Any, Any]):
+    conversation = Conversation(*loaded, Sampling(NUM_TOKENS, temperature=0))
+    first = conversation.answer("Hi", lambda text: None)
+    second = conversation.answer("And?", lambda text: None)
+    assert (first.num_cached_tokens, first.num_prompt_tokens) == (0, len("#user:Hi\n#assistant:"))
+    assert first.num_prompt_tokens <= second.num_cached_tokens < second.num_prompt_tokens
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, loaded: tuple[Any, Any]):
+    conversation = Conversation(*loaded, Sampling(NUM_TOKENS, temperature=0))
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = conversation.answer("Hi", write)
+    assert stopped.was_stopped and stopped.num_tokens < NUM_TOKENS
+    assert expected(chatting, [("user", "Hi")]).startswith(stopped.text) and "stopped" in stopped.line()
+    following = conversation.answer("And?", lambda text: None)
+    assert not following.was_stopped
+    talk = [("user", "Hi"), ("assistant", stopped.text), ("user", "And?")]
+    assert following.text == expected(chatting, talk)
+
+
+def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any, Any]):
+    model, tokenizer = loaded
+    positions = model.config.max_position_embeddings
+    conversation = Conversation(model, tokenizer, Sampling(NUM_TOKENS, temperature=0))
+    with pytest.raises(ConfigError, match=f"prompt.*{positions}"):
+        conversation.answer("x" * positions, lambda text: None)
+    assert conversation.messages == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("--json",), "json"), (("",), "prompt"), (("Hi", "--max-new-tokens", "0"), "max-new-tokens")],
+)
+def test_what_cannot_be_is_refused(
+    model: Path,
+    arguments: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    type_lines(monkeypatch)
+    assert main(["run", str(model), "--memory", "50%", *arguments]) == 2
+    assert named in capsys.readouterr().err
