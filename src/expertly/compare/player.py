@@ -13,6 +13,7 @@ from expertly.api import handle
 from expertly.compare.playing import PlayedRequest, play
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine.device import kind_of
 from expertly.engine.learned import find_weights, reuse_models
 from expertly.engine.process import peak_rss_nbytes
 from expertly.hardware.measure import store_costs
@@ -119,6 +120,6 @@ class Player:
         if store.codec == "none":
             return measured.link, measured.compute, None
         disk, costs = store_costs(store)
-        if self._model.device.type == "cpu":
+        if kind_of(self._model.device).runs_on_host:
             costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
         return disk, measured.compute, costs

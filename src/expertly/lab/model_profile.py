@@ -19,6 +19,7 @@ from expertly.core.costs import LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.engine.device import kind_of
 from expertly.lab.layer_profile import LayerSample, cuts, fit_layers, layer_times, parts_and_part, samples_of
 from expertly.lab.link_profile import fit_link
 from expertly.lab.playing import forward
@@ -363,7 +364,7 @@ class Measurement:
                         self._loading.append(spent)
 
     def _synchronise(self) -> None:
-        if self._engine.device.torch_device.type != "cpu":
+        if not kind_of(self._engine.device.torch_device).runs_on_host:
             torch.accelerator.synchronize()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from expertly import api
 from expertly.core.errors import ConfigError, ModelUseError
+from expertly.engine.device import kind_of
 from expertly.hardware.measure import store_costs
 from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import ModelProfile, measure_model
@@ -30,7 +31,7 @@ def measure_hardware(
     in this one's. `stores`: of the model, by codec. `machine` measures the machine alone: it is asked for what lies
     behind an accelerator, and where the model's own times cannot be measured at all.
     """
-    is_hosted = model.device.type != "cpu"
+    is_hosted = not kind_of(model.device).runs_on_host
     hardware = machine() if is_hosted else Hardware.read("infinite")
     about = "the times of this model's layers, experts and loads, measured here"
     disk, costs = store_costs(stores["planes"]) if "planes" in stores else (None, hardware.codec)

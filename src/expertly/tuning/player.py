@@ -89,7 +89,7 @@ class EnginePlayer:
         """Beside what is loaded; `other` is some of that."""
         store, device = api.handle(other).store, other.device
         needed = candidate.budget_nbytes + store.dense_nbytes + BESIDE_NBYTES
-        if device.type != "cpu" and available_host_nbytes() < store.experts_nbytes:
+        if not kind_of(device).runs_on_host and available_host_nbytes() < store.experts_nbytes:
             return False
         return kind_of(device).available_nbytes(device) > needed
 
