@@ -72,7 +72,7 @@ def test_a_training_part_teaches_what_predicts_and_what_evicts(player: Player, m
     load(player, model, "expertly")
     player.learn(str(trace), SPLIT)
     (reuse,) = reuse_models(handle(player._model).engine.executor)
-    assert reuse.num_tokens > 0
+    assert reuse.num_learned > 0
 
 
 def test_a_prompt_that_is_too_long_has_no_tokens(player: Player, model: Path) -> None:

@@ -48,8 +48,9 @@ def test_whatever_is_predicted(
     way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
     prefetch = "proximity" if eviction == "fmoe" else "score"
     happened: Counter[str] = Counter()
-    for share, staging in BUDGETS:
-        for window, failures in ((None, 0.0), (None, 0.02), (1, 0.01)):
+    ways_to_fail = [(None, 0.0), (None, 0.02), (1, 0.01)]
+    for number, (share, staging) in enumerate(BUDGETS):
+        for window, failures in (ways_to_fail[number % 3], ways_to_fail[(number + 1) % 3]):
             seed = f"{share} {window} {failures}"
             ran = soak(seed, segments, share, staging, prefetch=prefetch, window=window, failures=failures, **way)
             happened += ran.happened
@@ -136,7 +137,7 @@ def moepic(shape: Geometry, dice: random.Random) -> MoEpic:
 
 
 @pytest.mark.parametrize(("system", "order", "preemption"), ways())
-@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("segments", [1, 4])
 def test_every_control_plane(system: str, segments: int, order: str, preemption: str) -> None:
     """Random batches, staging slots down to one segment, any order of arrival: checked after every event."""
     for staging in (1, 3, None):
