@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.chat import Conversation, Sampling
+from expertly.cli.chat import ChatSampling, Chat
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
@@ -128,7 +128,7 @@ def test_a_chat_of_three_turns(
 
 
 def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tuple[Any, Any]):
-    conversation = Conversation(*loaded, Sampling(NUM_TOKENS, temperature=0))
+    conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
     first = conversation.answer("Hi", lambda text: None)
     second = conversation.answer("And?", lambda text: None)
     assert (first.num_cached_tokens, first.num_prompt_tokens) == (0, len("#user:Hi\n#assistant:"))
@@ -136,7 +136,7 @@ def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tupl
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, loaded: tuple[Any, Any]):
-    conversation = Conversation(*loaded, Sampling(NUM_TOKENS, temperature=0))
+    conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
     written: list[str] = []
 
     def write(text: str) -> None:
@@ -156,7 +156,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, 
 def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any, Any]):
     model, tokenizer = loaded
     positions = model.config.max_position_embeddings
-    conversation = Conversation(model, tokenizer, Sampling(NUM_TOKENS, temperature=0))
+    conversation = Chat(model, tokenizer, ChatSampling(NUM_TOKENS, temperature=0))
     with pytest.raises(ConfigError, match=f"prompt.*{positions}"):
         conversation.answer("x" * positions, lambda text: None)
     assert conversation.messages == []

@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 import expertly
 from expertly.cli.generation import generation_config
@@ -28,7 +27,7 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Att
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class ChatSampling:
     """How tokens are chosen; None: as the model's generation_config says."""
 
     max_new_tokens: int
@@ -38,7 +37,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Turn:
     """What one answer was and cost."""
 
     text: str
@@ -64,13 +63,13 @@ class Answer:
         return f"[{' | '.join(parts)}]"
 
 
-class Conversation:
+class Chat:
     """Messages so far, and the KV cache of the tokens that they came to.
 
     A model without a chat template continues the text of the messages, `is_raw`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, *, is_raw: bool = False) -> None:
+    def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
         self.messages: list[dict[str, str]] = []
         self.is_raw = is_raw or not getattr(tokenizer, "chat_template", None)
         self._model = model
@@ -79,7 +78,7 @@ class Conversation:
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
 
-    def answer(self, text: str, write: Callable[[str], None]) -> Answer:
+    def answer(self, text: str, write: Callable[[str], None]) -> Turn:
         """The model's answer to a message, written as it is made. An interrupt stops it, and what was written stays a
         part of the conversation. Raises ConfigError, and forgets the message, where there is no room for it.
         """
@@ -123,7 +122,7 @@ class Conversation:
             raise ConfigError("prompt: gives no token; write at least one word")
         return tokens
 
-    def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Answer:
+    def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(tokens))
@@ -143,7 +142,7 @@ class Conversation:
                 attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.device),
                 past_key_values=cache,
                 streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([_Stop(stop)]),
+                stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
                 generation_config=config,
             )
         self._cache = made.past_key_values
@@ -152,12 +151,12 @@ class Conversation:
 
     def _measured(
         self, streamer: TextStreamer, tokens: list[int], num_cached: int, before: Any, start_ns: int, was_stopped: bool
-    ) -> Answer:
+    ) -> Turn:
         after, times = expertly.stats(self._model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
         hits = now["hits"] - was["hits"]
         demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
-        return Answer(
+        return Turn(
             text=self._decode(streamer.tokens),
             num_tokens=len(streamer.tokens),
             num_prompt_tokens=len(tokens),
@@ -193,16 +192,6 @@ class Conversation:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
-
-
-class _Stop(StoppingCriteria):
-    """Ends an answer behind the token in which somebody asked for that."""
-
-    def __init__(self, is_asked: threading.Event) -> None:
-        self._is_asked = is_asked
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._is_asked.is_set(), device=input_ids.device)
 
 
 @contextlib.contextmanager

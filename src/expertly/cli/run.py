@@ -15,7 +15,7 @@ from expertly.cli.output import add_json_flag, format_nbytes, format_share, mess
 from expertly.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertly.cli.chat import Conversation
+    from expertly.cli.chat import Chat
 
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
         from expertly import api
-        from expertly.cli.chat import Conversation, Sampling
+        from expertly.cli.chat import ChatSampling, Chat
 
         model, tokenizer = load_model(args)
         try:
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to answer")
             if args.memory == "auto":
                 message(f"expertly: {api.stats(model).memory_reason}")
-            sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-            conversation = Conversation(model, tokenizer, sampling, is_raw=args.raw)
+            sampling = ChatSampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+            conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)
             if conversation.is_raw and not args.raw:
                 message("expertly: the model has no chat template: it continues the text")
             if prompt is None:
@@ -82,7 +82,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     return prompt
 
 
-def _answer_once(conversation: Conversation, model: Any, prompt: str, args: argparse.Namespace, out: TextIO) -> None:
+def _answer_once(conversation: Chat, model: Any, prompt: str, args: argparse.Namespace, out: TextIO) -> None:
     answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
     if args.json:
         print_json({**asdict(answer), "model": args.model or "demo", "prompt": prompt, **_measures(model)}, out)
@@ -90,7 +90,7 @@ def _answer_once(conversation: Conversation, model: Any, prompt: str, args: argp
         _write(out, f"\n\n{answer.line()}\n[{_budget(model)}]\n")
 
 
-def _chat(conversation: Conversation, model: Any, out: TextIO) -> None:
+def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
     """Until the input ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - what `input` edits lines with
@@ -117,7 +117,7 @@ def _chat(conversation: Conversation, model: Any, out: TextIO) -> None:
             message(f"expertly: {error}")
 
 
-def _command(conversation: Conversation, model: Any, text: str) -> str:
+def _command(conversation: Chat, model: Any, text: str) -> str:
     """What there is to say to a line that begins with a slash."""
     name, _, rest = text.partition(" ")
     rest = rest.strip()
