@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.chat import ChatSampling, Chat
+from expertly.cli.chat import Chat, ChatSampling
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
 from tests.families import make_checkpoint, make_tokenizer, reference_generate

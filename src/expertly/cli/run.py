@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
         from expertly import api
-        from expertly.cli.chat import ChatSampling, Chat
+        from expertly.cli.chat import Chat, ChatSampling
 
         model, tokenizer = load_model(args)
         try:
