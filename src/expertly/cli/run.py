@@ -40,8 +40,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.model == "demo" and not Path("demo").exists():
-        args.model = None
     prompt = _read_prompt(args)
     if prompt is None and args.json:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
