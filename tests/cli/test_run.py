@@ -135,6 +135,20 @@ def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tupl
     assert first.num_prompt_tokens <= second.num_cached_tokens < second.num_prompt_tokens
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next", "jamba", "switch_transformers"])
+def test_a_cache_of_any_kind_gives_the_models_own_second_answer(family: str, tmp_path: Path):
+    """Of full attention, windows, recurrent states and an encoder: most of these cannot go back to what still holds."""
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    model, tokenizer = expertly.load(str(folder), memory="50%", system="lru")
+    try:
+        chat = Chat(model, tokenizer, ChatSampling(8, temperature=0))
+        first = chat.answer("Hello there", lambda text: None)
+        second = chat.answer(" and?", lambda text: None)
+    finally:
+        expertly.unload(model)
+    assert second.text == continued(folder, f"Hello there{first.text} and?", 8)
+
+
 def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, loaded: tuple[Any, Any]):
     conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
     written: list[str] = []

@@ -145,8 +145,9 @@ class Chat:
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
                 generation_config=config,
             )
-        self._cache = made.past_key_values
-        self._cached = made.sequences[0].tolist()[:-1]  # the last token was not computed with
+        if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
+            self._cache = made.past_key_values
+            self._cached = made.sequences[0].tolist()[:-1]  # the last token was not computed with
         return self._measured(streamer, tokens, num_cached, before, start_ns, stop.is_set())
 
     def _measured(
@@ -180,7 +181,7 @@ class Chat:
         if self._cache is not None and num_same < len(self._cached):
             try:
                 self._cache.crop(num_same - len(self._cached))  # below 0: so many go
-            except (AttributeError, NotImplementedError, ValueError):  # of a kind that cannot go back
+            except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # of a kind that cannot go back
                 self._forget()
                 return 0
         self._cached = self._cached[:num_same]
