@@ -32,9 +32,7 @@ ROOMS = (
     "api",
     "serve",
     "lab",
-    "compare",
     "reproduce",
-    "tuning",
     "cli",
     "__main__",
 )

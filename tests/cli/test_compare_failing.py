@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.compare import folder
-from expertly.compare.worker import Worker
 from expertly.core.errors import ConfigError
+from expertly.lab.compare import folder
+from expertly.lab.compare.worker import Worker
 from expertly.sim.study import Study
-from tests.compare.html import read
+from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(2, 8, 2)
@@ -177,7 +177,7 @@ def test_what_ends_a_comparison_is_in_its_report(
     trace: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no system's."""
-    from expertly.compare import comparison
+    from expertly.lab.compare import comparison
 
     simulate = comparison.simulate
 

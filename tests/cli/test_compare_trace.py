@@ -12,7 +12,7 @@ from expertly.cli.main import main
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, save_plan
 from expertly.trace.schema import TraceLayer
-from tests.compare.html import read
+from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(2, 8, 2)

@@ -15,18 +15,18 @@ from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import add_json_flag, message, printable, progress_bar, reserved_stdout
 from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.compare.settings import (
+from expertly.core.costs import refuse_compressed
+from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.lab.compare.settings import (
     DEFAULT_MEMORY,
     ComparisonSettings,
     check_memories,
     check_systems,
     default_systems,
 )
-from expertly.core.costs import refuse_compressed
-from expertly.core.errors import ConfigError, ExpertlyError
 
 if TYPE_CHECKING:
-    from expertly.compare.comparison import ComparedPrompt, Comparison
+    from expertly.lab.compare.comparison import ComparedPrompt, Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.compare.comparison import Comparison
-        from expertly.compare.folder import begin, prepare
+        from expertly.lab.compare.comparison import Comparison
+        from expertly.lab.compare.folder import begin, prepare
 
         command = shlex.join(["expertly", *sys.argv[1:]])
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with progress_bar("steps") as progress:
                 if check is not None:
-                    from expertly.compare.comparison import compare_trace
+                    from expertly.lab.compare.comparison import compare_trace
 
                     compare_trace(comparison, *check, progress)
                 else:
@@ -138,8 +138,8 @@ def run(args: argparse.Namespace) -> int:
 def _compare_model(
     comparison: Comparison, prompts: list[ComparedPrompt], args: argparse.Namespace, progress: Any
 ) -> None:
-    from expertly.compare.comparison import compare_model
-    from expertly.compare.folder import TRACE
+    from expertly.lab.compare.comparison import compare_model
+    from expertly.lab.compare.folder import TRACE
 
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)
@@ -194,8 +194,8 @@ def _check_files(settings: ComparisonSettings) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[ComparedPrompt]:
-    from expertly.compare.comparison import ComparedPrompt
     from expertly.data import demo_prompts
+    from expertly.lab.compare.comparison import ComparedPrompt
 
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     return [ComparedPrompt(one.text, one.category) for one in found]

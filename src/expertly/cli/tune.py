@@ -18,8 +18,8 @@ from expertly.core.errors import ConfigError
 from expertly.data import demo_prompts
 
 if TYPE_CHECKING:
+    from expertly.lab.tune.tune import Tuned
     from expertly.sim.hardware import Hardware
-    from expertly.tuning.tune import Tuned
 
 DEFAULT_REQUESTS = 16
 DEFAULT_NEW_TOKENS = 64
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"out={str(args.out)!r}: must be a file, in a folder that exists and is writable")
     with reserved_stdout() as stdout:
         from expertly.cli.tune_report import report, result_of
-        from expertly.tuning.tune import Wishes, save, tune
+        from expertly.lab.tune.tune import Wishes, save, tune
 
         wishes = Wishes(
             model=args.model,
