@@ -164,8 +164,9 @@ class GuardedModel:
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         logits = getattr(output, "logits", None)
         # A NaN in the head is one in every row; a single row may be padding.
-        is_suspect = isinstance(logits, torch.Tensor) and math.isnan(logits[..., -1, :].sum())
-        if is_suspect and bool(logits.isnan().any(dim=-1).all()):
+        if not isinstance(logits, torch.Tensor) or not math.isnan(logits[..., -1, :].sum()):
+            return output
+        if bool(logits.isnan().any(dim=-1).all()):
             raise NanError(f"the model's head gave NaN: {NAN_REASONS}")
         return output
 
