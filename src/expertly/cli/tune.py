@@ -124,7 +124,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def measured_machine() -> Hardware:
     """As `expertly doctor --hardware-out`, in less time."""
-    from expertly.cli.doctor_hardware import machine_hardware
+    from expertly.hardware.simulated import machine_hardware
     from expertly.hardware.machine import Effort, examine
     from expertly.store.cache import cache_folder
 

@@ -15,6 +15,7 @@ from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
+from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
@@ -33,7 +34,6 @@ from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extra
 
 DEMO_NAME = "demo"
 
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _ACCEPTED = "a checkpoint folder, a packed store or a hub id"
 
 
@@ -90,6 +90,11 @@ def source_folder(model: str | Path | None) -> Path:
     """The folder of what a user calls a model: a folder, the demo model, or the hub's model of an id, downloaded or
     from the hub's own cache. Raises CheckpointError saying why none of these worked.
     """
+    return local_folder(model) or download(str(model))
+
+
+def local_folder(model: str | Path | None) -> Path | None:
+    """The same without the hub: None where `model` may be an id of it. Raises CheckpointError where it is neither."""
     if model is None or model == DEMO_NAME:
         return demo_folder()
     name, path = str(model), Path(model).expanduser()
@@ -99,29 +104,7 @@ def source_folder(model: str | Path | None) -> Path:
         raise CheckpointError(f"model={name!r}: a file; must be {_ACCEPTED}")
     if isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise CheckpointError(f"model={name!r}: no such folder; must be {_ACCEPTED}")
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
-    except HFValidationError:
-        reason = "not a hub id either (name or owner/name)"
-    except GatedRepoError:
-        reason = "the hub has it, but wants you to accept its terms and log in (hf auth login)"
-    except LocalEntryNotFoundError:
-        reason = "the hub cannot be reached, and its cache here does not have it"
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        reason = "the hub has no such model" if status in (401, 404) else f"the hub answers {status}"
-    except Exception as error:  # whichever HTTP library the hub's client uses has errors of its own
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
-            raise
-        reason = f"it could not be downloaded ({error})"
-    raise CheckpointError(f"model={name!r}: no such folder here, and {reason}")
+    return None
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
@@ -160,7 +143,7 @@ def _pack(
     checkpoint: Checkpoint, folders: Mapping[str, Path], dtype: str, codec: str, progress: Progress | None
 ) -> PackedStore:
     """`folders`: where a store in each codec is or goes."""
-    packing = cache(partial(_Packing, checkpoint, dtype))
+    packing = cache(partial(Packing, checkpoint, dtype))
     choice = _choose(checkpoint, folders, packing) if codec == "auto" else CodecChoice(codec, "it was asked for")
     folder = folders[choice.codec]
     if is_packed_store(folder):
@@ -171,7 +154,7 @@ def _pack(
     return replace(store, why_codec=choice.why)
 
 
-def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], _Packing]) -> CodecChoice:
+def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], Packing]) -> CodecChoice:
     """The codec of the store that exists, else of one that was begun; where none or both exist, the faster one."""
     found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
     stores = {store.codec: store for store in (PackedStore.open(folder, checkpoint.identity) for folder in found)}
@@ -188,7 +171,7 @@ def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callab
     return packing().choose(folders["none"])
 
 
-class _Packing:
+class Packing:
     """One checkpoint on its way into a store."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
@@ -203,22 +186,27 @@ class _Packing:
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [ExpertsReader(site, checkpoint, self._conversion, groups) for site in self._sites]
-        experts = set().union(*(reader.source_names for reader in self._readers))
+        self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
-        self._dense = self._plan_dense([g for g in groups.values() if not experts.intersection(g.names)])
+        self._dense = self._plan_dense([g for g in groups.values() if not self.expert_names.intersection(g.names)])
         missing = self._conversion.missing(groups)
         if missing:
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
 
-        self._layers = tuple(site.geometry for site in self._sites)
+        self.layers = tuple(site.geometry for site in self._sites)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Of the store that `write` makes."""
+        return sum(spec.nbytes for spec in self._dense)
 
     def choose(self, folder: Path) -> CodecChoice:
         """The codec for a store at `folder`."""
-        return choose_for(self._layers, self._sample, lambda: disk_rate_at(folder))
+        return choose_for(self.layers, self._sample, lambda: disk_rate_at(folder))
 
     def _sample(self) -> Sample:
-        places = sampled(self._layers)
-        return Sample(self._layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
+        places = sampled(self.layers)
+        return Sample(self.layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
 
     def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint
@@ -227,7 +215,7 @@ class _Packing:
             source=str(checkpoint.folder.absolute()),
             model_type=str(checkpoint.config.get("model_type")),
             dtype=self._dtype,
-            layers=self._layers,
+            layers=self.layers,
             sites=tuple(site.name for site in self._sites),
             files={},
             codec=codec,

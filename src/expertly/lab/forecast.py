@@ -1,0 +1,239 @@
+"""What to expect of a model on a machine before it is downloaded: what fits, and tokens per second in several budgets.
+
+Its routing is not known then. Two made-up ones stand for it, one below and one above what was measured of real models
+(docs/simulator.md): how much a token's experts are those of the token before, and how uneven they are chosen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertly.core.errors import ConfigError
+from expertly.core.files import existing_parent
+from expertly.core.geometry import Geometry
+from expertly.core.units import format_nbytes
+from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, BesideExperts, kv_cache_nbytes, pass_nbytes
+from expertly.engine.process import rss_nbytes
+from expertly.hardware.profile import MachineProfile
+from expertly.lab.synth import write_workload, zipf
+from expertly.model.needs import ModelNeeds
+from expertly.scheduler.budget import least_nbytes
+from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
+from expertly.sim.hardware import Hardware
+from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.study import Memory, Study
+from expertly.store.cache import stores_folder
+from expertly.store.manifest import ITEMSIZE
+from expertly.trace.reader import Trace
+
+CONTEXTS = (4096, 32768, 131072)
+SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+"""Of the experts: the budgets that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """As `lab.synth.zipf` makes it: expert of rank r is drawn with weight r^-exponent, one of the token before is held
+    on to with probability `keep`.
+    """
+
+    exponent: float
+    keep: float
+
+
+EVEN = Routing(0.5, 0.2)
+"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66; of the demo model and DeepSeek-V2-Lite on legal
+texts 45 to 50 and 72 to 73 were measured.
+"""
+UNEVEN = Routing(0.9, 0.4)
+"""A quarter of the experts hits 63 to 67 %; of gpt-oss-20b and DeepSeek-V2-Lite on translations 65 and 62 were measured."""
+
+MACHINE_ERROR = 1.25
+"""A machine is measured for half a minute without the model: times are taken to be that much longer or shorter."""
+
+_REQUEST_TOKENS = 64
+_WARM_REQUESTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSpeed:
+    """Of decode with so much memory for experts; of each pair the lower and the upper end."""
+
+    memory_nbytes: int
+    share: float  # of the experts
+    fits: bool
+    tokens_per_s: tuple[float, float]
+    hit_rate: tuple[float, float]
+    waiting: tuple[float, float]  # share of the time, for experts that are not there
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes, and what they come to on one machine. `memory_name`: of the device that computes."""
+
+    needs: ModelNeeds
+    own_nbytes: int | None  # as the checkpoint stores it
+    dense_nbytes: int
+    experts_nbytes: int
+    expert_nbytes: int
+    cache_nbytes: dict[int, int]  # of the KV cache, by tokens
+    least_nbytes: int  # of experts
+    disk_nbytes: int  # of the packed store
+    download_nbytes: int  # 0 where it is here
+    disk_stream_nbytes: int  # at most, with `pack --stream`
+    disk_free_nbytes: int
+    memory_name: str
+    memory_nbytes: int  # free
+    fitting_share: float  # of the experts, beside the rest and 4096 tokens
+    speeds: tuple[ExpectedSpeed, ...]
+    decided_by: str
+    command: str
+
+
+def forecast(
+    needs: ModelNeeds,
+    profile: MachineProfile,
+    hardware: Hardware,
+    available_nbytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Forecast:
+    """On the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its free memory now
+    (default: as the profile says). `progress(runs done, in all)`.
+    """
+    device = profile.devices[0] if profile.devices else None
+    free = profile.available_nbytes if available_nbytes is None else available_nbytes
+    geometry = Geometry(needs.layers)
+    itemsize = ITEMSIZE[needs.dtype]
+    cache = kv_cache_nbytes(needs.config, 1, itemsize)
+    if device is None:
+        memory_name, memory = "RAM", free
+        fixed, per_token = BESIDE_NBYTES + rss_nbytes(), pass_nbytes(needs.config, itemsize)
+    else:
+        memory_name, memory, fixed, per_token = device.name, device.memory_nbytes, WORKING_NBYTES, 0
+    beside = BesideExperts(needs.dense_nbytes, fixed, cache, per_token)
+    left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
+    least = least_nbytes(geometry)
+    budgets = [(round(share * geometry.nbytes), share) for share in SHARES]
+    if least < left < geometry.nbytes:
+        budgets.append((left, left / geometry.nbytes))
+    budgets = sorted(one for one in budgets if one[0] >= least)
+    speeds = _speeds(needs, hardware, budgets, left, progress)
+    stored = needs.stored
+    download = stored.nbytes if stored is not None and not stored.is_here else 0
+    store = 0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes
+    folder = existing_parent(stores_folder())
+    return Forecast(
+        needs=needs,
+        own_nbytes=None if stored is None else stored.nbytes,
+        dense_nbytes=needs.dense_nbytes,
+        experts_nbytes=geometry.nbytes,
+        expert_nbytes=geometry.nbytes // geometry.num_experts,
+        cache_nbytes={context: context * cache for context in CONTEXTS},
+        least_nbytes=least,
+        disk_nbytes=store,
+        download_nbytes=download,
+        disk_stream_nbytes=store + (stored.largest_file_nbytes if download and stored is not None else 0),
+        disk_free_nbytes=shutil.disk_usage(folder).free,
+        memory_name=memory_name,
+        memory_nbytes=memory,
+        fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
+        speeds=tuple(speeds),
+        decided_by=_decided_by(speeds, hardware),
+        command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least),
+    )
+
+
+def _speeds(
+    needs: ModelNeeds,
+    hardware: Hardware,
+    budgets: list[tuple[int, float]],
+    left: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[ExpectedSpeed]:
+    """Of the base system, which keeps what was used last: what others gain depends on what a model routes."""
+    num_runs = 2 * len(budgets)
+    of_routing = []
+    for routing in (EVEN, UNEVEN):
+        with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
+            study = _study(needs, hardware, routing, Path(folder) / "trace")
+            rows = []
+            for nbytes, share in budgets:
+                if progress is not None:
+                    progress(len(of_routing) * len(budgets) + len(rows), num_runs)
+                system = SYSTEMS["resident" if share >= 1 else BASE_SYSTEM]
+                rows.append(study.row(system, Memory(str(nbytes))))
+            of_routing.append(rows)
+    speeds = []
+    for (nbytes, share), *rows in zip(budgets, *of_routing, strict=True):
+        last = [row["times_by_request"][-1]["tpot_s"] for row in rows]
+        hits = sorted(row["hit_rate_by_request"][-1] or 0.0 for row in rows)
+        rates = sorted(1 / seconds for seconds in last)
+        waiting = sorted(row["stall_share"] for row in rows)
+        speeds.append(
+            ExpectedSpeed(
+                memory_nbytes=nbytes,
+                share=share,
+                fits=nbytes <= left,
+                tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
+                hit_rate=(hits[0], hits[-1]),
+                waiting=(waiting[0], waiting[-1]),
+            )
+        )
+    return speeds
+
+
+def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path) -> Study:
+    """Requests of one routing, of which all but the last fill the cache."""
+    shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
+    if len(shapes) > 1:
+        raise ConfigError(f"model={needs.name!r}: its layers have {len(shapes)} numbers of experts: no routing for that")
+    num_experts, top_k = shapes.pop()
+    num_requests = _WARM_REQUESTS + 1
+    workload = zipf(
+        len(needs.layers),
+        num_experts,
+        top_k,
+        num_requests * _REQUEST_TOKENS,
+        exponent=routing.exponent,
+        keep=routing.keep,
+    )
+    write_workload(folder, workload, model=needs.name, num_requests=num_requests)
+    trace = Trace.open(folder)
+    schedule = make_schedule(trace, Selection(num_requests=num_requests))
+    return Study(trace, schedule, hardware, needs.layers, needs.dense)
+
+
+def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
+    fitting = [one for one in speeds if one.fits]
+    if not fitting:
+        return "nothing fits: not even the experts of one token beside the rest"
+    best = fitting[-1]
+    link = hardware.link if hardware.disk is None else hardware.disk
+    if best.waiting[1] < 0.2:
+        return (
+            f"how fast weights are read from memory ({hardware.memory_nbytes_per_s / 1e9:.1f} GB/s measured), and what "
+            f"a layer takes beside ({hardware.layer_ns / 1e6:.1f} ms, assumed)"
+        )
+    return (
+        f"how often a token's experts are in memory, which nobody knows before the model runs, and reading the others "
+        f"from the disk ({link.nbytes_per_s / 1e9:.2f} GB/s measured)"
+    )
+
+
+def _command(needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nbytes: int, fits: bool) -> str:
+    """What to do next."""
+    if needs.refused is not None:
+        return f"none: {needs.refused}"
+    if needs.stored is None:
+        return f"expertly doctor with a folder of weights or a hub id: {needs.name} is a config alone"
+    if not fits:
+        return "none here: the least of experts does not fit beside the rest"
+    if store_nbytes + download_nbytes > free_nbytes:
+        if not download_nbytes or store_nbytes + needs.stored.largest_file_nbytes > free_nbytes:
+            return f"make room on the disk ({format_nbytes(free_nbytes)} are free), or set EXPERTLY_CACHE to another"
+        return f"expertly pack {needs.name} --stream"
+    return f"expertly run {needs.name}"

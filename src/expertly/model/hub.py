@@ -1,0 +1,168 @@
+"""A model of the hub: what it is made of, asked for without its weights, and its files one at a time or all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from expertly.core.errors import CheckpointError
+from expertly.core.files import is_plain_name
+from expertly.core.headers import read_safetensors_header
+from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef
+
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+_UNKNOWN_OFFSET = -1
+
+
+def download(name: str) -> Path:
+    """The folder of the hub's model `name`, downloaded, or from the hub's own cache. Raises CheckpointError saying why
+    that could not be.
+    """
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(name):
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
+
+
+@contextlib.contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """What the hub's client raises, as a CheckpointError that says what is wrong."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        NotASafetensorsRepoError,
+        OfflineModeIsEnabled,
+        SafetensorsParsingError,
+    )
+
+    try:
+        yield
+        return
+    except HFValidationError:
+        reason = "not a hub id either (name or owner/name)"
+    except GatedRepoError:
+        reason = "the hub has it, but wants you to accept its terms and log in (hf auth login)"
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        reason = "the hub cannot be reached, and its cache here does not have it"
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        reason = f"what the hub has is no model in safetensors ({error})"
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        reason = "the hub has no such model" if status in (401, 404) else f"the hub answers {status}"
+    except CheckpointError:
+        raise
+    except Exception as error:  # whichever HTTP library the hub's client uses has errors of its own
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
+            raise
+        reason = f"it could not be downloaded ({error})"
+    raise CheckpointError(f"model={name!r}: no such folder here, and {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """One commit of a model on the hub. `files`: bytes of each file that a checkpoint has, by name."""
+
+    name: str
+    commit: str
+    files: dict[str, int]
+    checksums: dict[str, str]  # of the hub, by file
+
+    @classmethod
+    def find(cls, name: str) -> HubModel:
+        """Raises CheckpointError saying why there is none."""
+        from huggingface_hub import HfApi
+
+        with hub_errors(name):
+            info = HfApi().model_info(name, files_metadata=True)
+        files, checksums = {}, {}
+        for one in info.siblings or ():
+            if is_plain_name(one.rfilename) and any(fnmatch(one.rfilename, pattern) for pattern in _WANTED):
+                files[one.rfilename] = one.size or 0
+                checksums[one.rfilename] = one.lfs.sha256 if one.lfs is not None else str(one.blob_id)
+        if info.sha is None or "config.json" not in files:
+            raise CheckpointError(f"model={name!r}: the hub's model has no config.json; it is none of transformers")
+        return cls(name, info.sha, files, checksums)
+
+    @property
+    def source(self) -> str:
+        """What a store that was packed from it says of where it comes from."""
+        return f"{self.name}@{self.commit}"
+
+    @property
+    def weights(self) -> list[str]:
+        """The files that hold the weights, as far as names say: `checkpoint` looks."""
+        if SINGLE_NAME in self.files:
+            return [SINGLE_NAME]
+        return sorted(one for one in self.files if one.endswith(".safetensors"))
+
+    def fetch_small_files(self, folder: Path) -> None:
+        """Config, tokenizer, index and the like into `folder`."""
+        for name in sorted(self.files):
+            if not name.endswith(".safetensors"):
+                self.fetch(name, folder)
+
+    def fetch(self, name: str, folder: Path) -> bool:
+        """Have the file in `folder`; False where that is a link into the hub's cache, which had it. An interrupted
+        download goes on. Raises CheckpointError where it cannot be had, or is not of the size that the hub says.
+        """
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        path = folder / name
+        if not path.is_file():
+            cached = try_to_load_from_cache(self.name, name, revision=self.commit)
+            if isinstance(cached, str):
+                path.unlink(missing_ok=True)
+                path.symlink_to(Path(cached).resolve())
+            else:
+                with hub_errors(self.name):
+                    hf_hub_download(self.name, name, revision=self.commit, local_dir=folder)
+        size = path.stat().st_size
+        if size != self.files[name]:
+            raise CheckpointError(f"{path}: {size} bytes, but the hub says {self.files[name]}")
+        return not path.is_symlink()
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The checkpoint as it would be in `folder`, where the small files are: shapes of all tensors by range requests,
+        no weights. A file's tensors can be read when `arrived` was told of it. Raises CheckpointError.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+        disable_progress_bars()
+        try:
+            with hub_errors(self.name):
+                found = HfApi().get_safetensors_metadata(self.name, revision=self.commit)
+        finally:
+            enable_progress_bars()
+        tensors = {}
+        for file_name, of_file in found.files_metadata.items():
+            if not is_plain_name(file_name) or file_name not in self.files:
+                raise CheckpointError(f"model={self.name!r}: {INDEX_NAME} names {file_name!r:.80}, which is not there")
+            for name, info in of_file.tensors.items():
+                begin, end = info.data_offsets
+                tensors[name] = TensorRef(
+                    folder / file_name, str(info.dtype), tuple(info.shape), _UNKNOWN_OFFSET, end - begin
+                )
+        config = json.loads((folder / "config.json").read_bytes())
+        if not isinstance(config, dict):
+            raise CheckpointError(f"model={self.name!r}: config.json is no object")
+        return Checkpoint(folder, config, tensors, {})
+
+
+def arrived(checkpoint: Checkpoint, path: Path) -> None:
+    """Tell a checkpoint of the hub that a file of its tensors is there. Raises CheckpointError where it is not what the
+    hub said.
+    """
+    tensors = checkpoint.tensors
+    assert isinstance(tensors, dict)
+    for name, info in read_safetensors_header(path, CheckpointError).items():
+        before = tensors.get(name)
+        if before is None or (before.dtype, before.shape) != (info.dtype, info.shape) or before.path != path:
+            raise CheckpointError(f"{path}: tensor {name!r} is not what the hub's headers say")
+        tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)

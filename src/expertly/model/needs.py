@@ -1,0 +1,152 @@
+"""What a model would need, from its config and the headers of its weights: nothing of the weights is read or downloaded."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.model import hooks
+from expertly.model.conversion import make_quantizer
+from expertly.model.hub import HubModel
+from expertly.model.packing import Packing, default_dtype, local_folder
+from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
+from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from expertly.store.manifest import ITEMSIZE, check_store_dtype
+from expertly.store.packed import PackedStore, is_packed_store
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """A checkpoint's own bytes. `experts_nbytes` is None where nobody can tell them from the rest."""
+
+    nbytes: int
+    experts_nbytes: int | None
+    dtypes: dict[str, int]  # safetensors' name to bytes
+    largest_file_nbytes: int
+    is_here: bool  # False: on the hub
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """Of a model as it runs: in `dtype`, whatever its checkpoint's bytes are."""
+
+    name: str
+    model_type: str
+    dtype: str
+    layers: tuple[LayerGeometry, ...]
+    dense_nbytes: int
+    dense: DenseShape  # read by a token
+    config: dict[str, Any]  # with the defaults of its family
+    stored: StoredWeights | None  # None: there is a config alone
+    is_packed: bool
+    refused: str | None  # why it cannot be packed
+
+    @property
+    def experts_nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
+    """Of a checkpoint folder, a packed store, a folder with a config.json alone, the file itself, or a hub id.
+
+    Raises CheckpointError or UnsupportedModelError with the reason, as packing would.
+    """
+    name = "demo" if model is None else str(model)
+    path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return _of_folder(name, path.parent, dtype, has_weights=False)
+    folder = local_folder(model)
+    if folder is None:
+        hub = HubModel.find(name)
+        with tempfile.TemporaryDirectory(prefix="expertly-") as made:
+            hub.fetch("config.json", Path(made))
+            return _of_checkpoint(name, hub.checkpoint(Path(made)), dtype, hub.files)
+    if is_packed_store(folder):
+        return _of_store(name, PackedStore.open(folder))
+    has_weights = any((folder / one).exists() for one in (SINGLE_NAME, INDEX_NAME))
+    return _of_folder(name, folder, dtype, has_weights=has_weights)
+
+
+def _of_store(name: str, store: PackedStore) -> ModelNeeds:
+    config, model, sites = _bare_model(store.folder, store.manifest.dtype)
+    stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
+    layers = store.manifest.layers
+    shape = dense_shape(model)
+    return ModelNeeds(
+        name, config["model_type"], store.manifest.dtype, layers, store.dense_nbytes, shape, config, stored, True, None
+    )
+
+
+def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool) -> ModelNeeds:
+    if has_weights:
+        checkpoint = Checkpoint.open(folder)
+        sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
+        return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
+    return _of_config(name, folder, check_store_dtype(dtype or "bfloat16"), None, None)
+
+
+def _of_checkpoint(
+    name: str, checkpoint: Checkpoint, dtype: str | None, file_sizes: dict[str, int], is_here: bool = False
+) -> ModelNeeds:
+    runs_in = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    refused = None
+    try:
+        make_quantizer(checkpoint.config.get("quantization_config"))
+    except UnsupportedModelError as error:
+        refused = str(error)
+    packing = None if refused is not None else Packing(checkpoint, runs_in)
+    dtypes: dict[str, int] = {}
+    for ref in checkpoint.tensors.values():
+        dtypes[ref.dtype] = dtypes.get(ref.dtype, 0) + ref.nbytes
+    stored = StoredWeights(
+        nbytes=sum(dtypes.values()),
+        experts_nbytes=None if packing is None else sum(checkpoint.tensors[one].nbytes for one in packing.expert_names),
+        dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+        largest_file_nbytes=max(file_sizes[ref.path.name] for ref in checkpoint.tensors.values()),
+        is_here=is_here,
+    )
+    return _of_config(name, checkpoint.folder, runs_in, stored, refused, packing)
+
+
+def _of_config(
+    name: str,
+    folder: Path,
+    dtype: str,
+    stored: StoredWeights | None,
+    refused: str | None,
+    packing: Packing | None = None,
+) -> ModelNeeds:
+    config, model, sites = _bare_model(folder, dtype)
+    if packing is not None:
+        layers, dense_nbytes = packing.layers, packing.dense_nbytes
+    else:
+        layers = tuple(site.geometry for site in sites)
+        dense_nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    return ModelNeeds(
+        name, config["model_type"], dtype, layers, dense_nbytes, dense_shape(model), config, stored, False, refused
+    )
+
+
+def _bare_model(folder: Path, dtype: str) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
+    """The config with its defaults, the model on the meta device without its experts' weights, and where they were."""
+    config = read_config(folder)
+    model = build_meta_model(config, getattr(torch, dtype))
+    sites = find_experts(model, ITEMSIZE[dtype])
+    for layer, site in enumerate(sites):
+        module: Any = model.get_submodule(site.name)
+        module._expertly_layer = layer
+        if site.is_fused:
+            for weight in site.weight_names:
+                delattr(module, weight)
+        else:
+            hooks.strip_switch(module)
+    if not dense_shape(model).layer_nbytes:
+        raise CheckpointError(f"{folder}: config.json makes layers without weights")
+    return config.to_dict(), model, sites
