@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from expertly.trace.reader import Trace
 from expertly.trace.schema import FORMAT, MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from expertly.cli.configure import ConfigureOptions
     from expertly.policies.allocation.moepic import Timing
     from expertly.scheduler.budget import Budget
 
@@ -58,7 +58,7 @@ def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
     return fitting_segments(layers, get_system(SYSTEM).segments) if asked is None else asked
 
 
-def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> ConfiguratorInput:
+def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
     """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
     trace = Trace.open(Path(args.source))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)

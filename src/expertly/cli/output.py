@@ -6,7 +6,6 @@ where stderr is a terminal.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -16,10 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from expertly.core.files import finite
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, messages on stderr")
 
 
 def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:

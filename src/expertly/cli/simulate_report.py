@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import format_nbytes, format_seconds, format_share, printable, table
@@ -11,6 +10,7 @@ from expertly.scheduler.presets import get_system
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from expertly.cli.simulate import SimulateOptions
     from expertly.policies.learned import LearnedFile
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.study import Study
@@ -28,7 +28,7 @@ _PREDICTING = {
 
 
 def about(
-    args: argparse.Namespace,
+    args: SimulateOptions,
     study: Study,
     systems: Sequence[str],
     geometry_name: str | None,
@@ -64,7 +64,7 @@ def _parts(split: tuple[int, int]) -> str:
     return f"{split[0]}:{split[1]}"
 
 
-def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> list[str]:
+def _notes(args: SimulateOptions, study: Study, systems: Sequence[str]) -> list[str]:
     """What one must know to read the numbers."""
     schedule, notes = study.schedule, []
     num_test = len({span.request for span in schedule.test})
@@ -101,9 +101,7 @@ def _notes_on_codec(study: Study) -> list[str]:
     ]
 
 
-def _notes_on_weights(
-    args: argparse.Namespace, study: Study, predictor: LearnedFile[LearnedWeights] | None
-) -> list[str]:
+def _notes_on_weights(args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedWeights] | None) -> list[str]:
     """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
     if predictor is None:
         return []
