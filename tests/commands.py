@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from expertly.compare import worker
+from expertly.lab.compare import worker
 
-PRELOADED = ["expertly.cli.main", "expertly.compare.player", "transformers.generation"]
+PRELOADED = ["expertly.cli.main", "expertly.lab.compare.player", "transformers.generation"]
 
 
 class RunningCommand:

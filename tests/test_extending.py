@@ -94,7 +94,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]
 
 
 def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [command[1] for command in commands()] == ["simulate", "generate", "simulate", "generate", "-m"]
+    assert [command[1] for command in commands()] == ["lab", "simulate", "generate", "simulate", "generate", "-m"]
     *ours, checks = commands()
     for _, *command in ours:
         assert main(command) == 0, command

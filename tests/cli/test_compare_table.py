@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from expertly.cli.compare_table import summary
-from expertly.compare.settings import BOUNDS, default_systems
+from expertly.lab.compare.settings import BOUNDS, default_systems
 from tests.sim.drive import make_trace, random_passes, sized
 
 SYSTEMS = default_systems().split(",")

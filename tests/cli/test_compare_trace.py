@@ -12,7 +12,7 @@ from expertly.cli.main import main
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, save_plan
 from expertly.trace.schema import TraceLayer
-from tests.compare.html import read
+from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(2, 8, 2)
@@ -34,13 +34,13 @@ def bare(tmp_path: Path) -> Path:
 
 
 def compare(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    assert main(["compare", *map(str, arguments), "--json"]) == code
+    assert main(["lab", "compare", *map(str, arguments), "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["compare", *map(str, arguments)]) == 2
+    assert main(["lab", "compare", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()[-1].removeprefix("expertly: error: ")
@@ -83,7 +83,7 @@ def test_requests_answers_and_a_training_part_can_be_chosen(
 
 def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["compare", str(bare), "--system", "lru,lfu", "--memory", "40%", "--out", str(out)]) == 0
+    assert main(["lab", "compare", str(bare), "--system", "lru,lfu", "--memory", "40%", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "has the most hits" in printed and "rates only" in printed
     found = json.loads((out / "results.json").read_text())

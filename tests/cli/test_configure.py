@@ -55,14 +55,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["configure", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "configure", *map(str, arguments), "--json"]) == 0
     out, _ = capsys.readouterr()
     found: dict[str, Any] = json.loads(out)
     return found
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["configure", *map(str, arguments)]) == 0
+    assert main(["lab", "configure", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 

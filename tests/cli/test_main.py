@@ -69,7 +69,7 @@ def test_our_own_bugs_are_not_hidden(command):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["systems", "--nonsense"], ["generate"], ["generate", "--prompt", "x", "--top-p", "2"]],
+    [[], ["nonsense"], ["lab", "systems", "--nonsense"], ["generate"], ["generate", "--prompt", "x", "--top-p", "2"]],
 )
 def test_bad_arguments_are_reported_as_errors(arguments, capsys):
     assert main(arguments) == 2
@@ -85,7 +85,7 @@ def test_a_missing_dependency_is_named(command, capsys):
 
 
 def test_bad_arguments_with_json_give_one_object(capsys):
-    assert main(["systems", "--json", "--nonsense"]) == 2
+    assert main(["lab", "systems", "--json", "--nonsense"]) == 2
     assert "--nonsense" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 

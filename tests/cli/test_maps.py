@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expertly.cli.maps import MAPS_COMMANDS
 
 from expertly.cli.main import main
-from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
 from expertly.policies.learned import ModelShape, save_learned
@@ -70,7 +70,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert main(["maps", *map(str, argv), "--json"]) == 0
+    assert main(["lab", "learned", *map(str, argv), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n") == 1
     result: dict[str, Any] = json.loads(out)
@@ -78,7 +78,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["maps", *map(str, argv)]) == 2
+    assert main(["lab", "learned", *map(str, argv)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
     return err
@@ -86,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 def test_help_lists_the_subcommands(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["maps", "--help"])
+        main(["lab", "learned", "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
     for name in MAPS_COMMANDS:
@@ -117,7 +117,7 @@ def test_info_says_what_there_is(files, capsys):
 
 
 def test_info_says_the_same_to_people(files, capsys):
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[toy | 3 layers of 6 to 8 experts, top-2 to 3 | 15 of at most 20 maps | 4 requests")
     found = {line[: line.index("  ")]: line for line in lines[1:]}
@@ -129,7 +129,7 @@ def test_info_says_the_same_to_people(files, capsys):
 
 def test_a_terminal_does_not_obey_a_file(tmp_path, capsys):
     save_learned(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
-    assert main(["maps", "info", str(tmp_path / "a.maps")]) == 0
+    assert main(["lab", "learned", "info", str(tmp_path / "a.maps")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "x1b[2J" in out and "'a\\nb'" in out
 
@@ -228,9 +228,9 @@ def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
 def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys):
     experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
     np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
-    assert main(["trace", "import", str(tmp_path / "law.npz"), str(tmp_path / "trace")]) == 0
+    assert main(["lab", "trace", "import", str(tmp_path / "law.npz"), str(tmp_path / "trace")]) == 0
     capsys.readouterr()
-    assert main(["maps", "build", str(tmp_path / "trace"), str(tmp_path / "a.maps"), "--quota", "1"]) == 0
+    assert main(["lab", "learned", "build", str(tmp_path / "trace"), str(tmp_path / "a.maps"), "--quota", "1"]) == 0
     out, err = capsys.readouterr()
     assert "made up" in err and "30 of at most 1000 maps | 2 requests | without embeddings" in out
     store = load_maps(tmp_path / "a.maps")
@@ -290,7 +290,7 @@ def test_size_of_the_papers_models(capsys):
 
 
 def test_size_prints_maps_and_embeddings_on_two_lines(capsys):
-    assert main(["maps", "size", "--geometry", "qwen1.5-moe", "--capacity", "1000,32000"]) == 0
+    assert main(["lab", "learned", "size", "--geometry", "qwen1.5-moe", "--capacity", "1000,32000"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["memory", "1000", "maps", "32000", "maps", "75%", "need", "98%", "need"]
     assert lines[2].split() == ["qwen1.5-moe:", "maps", "5.49", "MiB", "175.78", "MiB", "2880", "5237"]

@@ -40,12 +40,12 @@ def test_info_says_what_there_is(files, capsys):
 
 
 def test_info_says_the_same_to_people(files, capsys):
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     out = capsys.readouterr().out
     assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
     assert "2 L E = 44 of them; here are 9.1%" in out and "6 of at most 8 matrices" in out
     save_learned(files[0], make_matrices(), IDENTITY, {"model": "\x1b[2J"})
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -75,7 +75,7 @@ def test_export_writes_plain_arrays(files, tmp_path, capsys):
     with np.load(out, allow_pickle=False) as arrays:
         for name, array in make_matrices().state().items():
             np.testing.assert_array_equal(arrays[name], array)
-    assert main(["maps", "export", str(files[0]), str(out)]) == 0
+    assert main(["lab", "learned", "export", str(files[0]), str(out)]) == 0
     assert "10 matrices" in capsys.readouterr().err
 
 

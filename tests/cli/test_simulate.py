@@ -49,7 +49,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
     out, err = capsys.readouterr()
     found: dict[str, Any] = json.loads(out)
     assert [line for line in err.splitlines() if "written to" not in line] == []
@@ -57,12 +57,12 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
 
 
 def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["simulate", *map(str, arguments)]) == 0
+    assert main(["lab", "simulate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["simulate", *map(str, arguments)]) == 2
+    assert main(["lab", "simulate", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
     return err.removeprefix("expertly: error: ").rstrip()
@@ -181,7 +181,7 @@ def test_systems_made_of_parts_are_rows_like_others(
 
 
 def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
+    assert main(["lab", "simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "P = 1, 2, on" in lines[0] and lines[2].split()[:3] == ["memory", "system", "P"]
     told = [line.removeprefix("40%").split()[:2] for line in lines[3:] if line.strip()][1:]
@@ -299,7 +299,7 @@ def test_bad_values_are_errors(
 
 
 def test_errors_are_json_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(trace), "--system", "nonsense", "--json"]) == 2
+    assert main(["lab", "simulate", str(trace), "--system", "nonsense", "--json"]) == 2
     out, _ = capsys.readouterr()
     assert json.loads(out)["error"]["type"] == "ConfigError"
 

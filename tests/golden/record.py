@@ -50,7 +50,9 @@ def make_trace(path: Path) -> None:
         prompts, trace = Path(temporary) / "prompts.jsonl", Path(temporary) / "demo-trace"
         prompts.write_text("".join(json.dumps({"prompt": one, "category": "text"}) + "\n" for one in PROMPTS))
         options = ["--full", "--memory", "100%", "--system", "lru", "--max-new-tokens", str(NUM_NEW_TOKENS)]
-        status, printed = run_command("trace", "record", "--prompts", str(prompts), "--out", str(trace), *options)
+        status, printed = run_command(
+            "lab", "trace", "record", "--prompts", str(prompts), "--out", str(trace), *options
+        )
         assert status == 0, printed
         (shard,) = trace.glob("*.safetensors")
         columns = load_file(shard)

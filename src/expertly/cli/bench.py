@@ -1,4 +1,4 @@
-"""`expertly bench`: how fast a model runs here in less memory, and how far that is from the best possible.
+"""`expertly bench`: how fast a model runs here, and how fast it could at best.
 
 Writes a report to look at. `expertly lab compare` has more to set, and takes recorded traces.
 """
@@ -19,7 +19,7 @@ DEFAULT_SYSTEMS = "lru,expertly"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    model: str | None = argument(None, MODEL_HELP, metavar="[MODEL]")
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     memory: str = option("10%,25%,50%", "for experts: shares of them or amounts", metavar="SIZE,SIZE")
     system: str = option(DEFAULT_SYSTEMS, "what `expertly lab systems` lists", metavar="A,B")
     prompts: str | None = option(None, 'JSON Lines, {"prompt": "text"} a line (default: ours)', metavar="FILE")

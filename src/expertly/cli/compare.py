@@ -1,6 +1,7 @@
-"""`expertly lab compare`: which system is best for a model on this machine, or for a recorded trace on a described one.
+"""`expertly lab compare`: which system is best for a model, or a trace.
 
-With how far that is from the best possible, and a report to look at. Exit code 2 where a system that was tried did not
+Of a model on this machine, or of a recorded trace on a described one: with how far each is from the best possible, and
+a report to look at. Exit code 2 where a system that was tried did not
 come through, 130 where it was interrupted. What there is is written in any case, and between rounds, so that nothing
 that ends this process takes it along.
 """
@@ -18,12 +19,12 @@ from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout
 from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.compare.settings import ComparisonSettings, check_memories, check_systems
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.lab.compare.settings import ComparisonSettings, check_memories, check_systems
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
-    from expertly.compare.comparison import ComparedPrompt, Comparison
+    from expertly.lab.compare.comparison import ComparedPrompt, Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -86,8 +87,8 @@ def run(args: CompareOptions) -> int:
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.compare.comparison import Comparison
-        from expertly.compare.folder import begin, prepare
+        from expertly.lab.compare.comparison import Comparison
+        from expertly.lab.compare.folder import begin, prepare
 
         command = shlex.join(["expertly", *sys.argv[1:]])
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -101,7 +102,7 @@ def run(args: CompareOptions) -> int:
         try:
             with progress_bar("steps") as progress:
                 if check is not None:
-                    from expertly.compare.comparison import compare_trace
+                    from expertly.lab.compare.comparison import compare_trace
 
                     compare_trace(comparison, *check, progress)
                 else:
@@ -120,8 +121,8 @@ def run(args: CompareOptions) -> int:
 
 
 def _compare_model(comparison: Comparison, prompts: list[ComparedPrompt], args: CompareOptions, progress: Any) -> None:
-    from expertly.compare.comparison import compare_model
-    from expertly.compare.folder import TRACE
+    from expertly.lab.compare.comparison import compare_model
+    from expertly.lab.compare.folder import TRACE
 
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)
@@ -131,7 +132,7 @@ def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
     from expertly.cli.trace_geometry import trace_geometry
     from expertly.trace.reader import Trace
 
-    trace = Trace.open(Path(args.source))
+    trace = Trace.open(Path(str(args.source)))
     return trace, trace_geometry(trace, args.geometry)
 
 
@@ -175,8 +176,8 @@ def _check_files(settings: ComparisonSettings) -> None:
 
 
 def _prompts(args: CompareOptions) -> list[ComparedPrompt]:
-    from expertly.compare.comparison import ComparedPrompt
     from expertly.data import demo_prompts
+    from expertly.lab.compare.comparison import ComparedPrompt
 
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     return [ComparedPrompt(one.text, one.category) for one in found]

@@ -8,11 +8,11 @@ from typing import Any, TextIO
 
 from expertly.cli.compare_table import summary, terminal_width
 from expertly.cli.output import message, print_json
-from expertly.compare.comparison import Comparison
-from expertly.compare.folder import REPORT, write_all
-from expertly.compare.page import page
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
+from expertly.lab.compare.comparison import Comparison
+from expertly.lab.compare.folder import REPORT, write_all
+from expertly.lab.compare.page import page
 
 
 class Output:

@@ -1,4 +1,7 @@
-"""`expertly lab configure`: how much of how many experts each layer should keep, from a model or a trace (MoEpic)."""
+"""`expertly lab configure`: MoEpic's plan: what of the experts each layer keeps.
+
+From a model, which is run and measured, or a trace.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def run(args: ConfigureOptions) -> int:
 
         result = result_of(args, seen, found)
         if args.out is not None:
-            _save(args, seen, found[0][0], found[0][2])
+            _save(args.out, seen, found[0][0], found[0][2])
         if args.plot is not None:
             from expertly.cli.configure_plot import draw
 
@@ -133,7 +136,7 @@ def _configured(seen: ConfiguratorInput, budget: Budget, zeta: float) -> tuple[C
     return found, time.perf_counter() - start
 
 
-def _save(args: ConfigureOptions, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
+def _save(path: Path, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
     from expertly.policies.allocation.moepic import save_plan
 
     about: dict[str, str | int | float | None] = {
@@ -145,4 +148,4 @@ def _save(args: ConfigureOptions, seen: ConfiguratorInput, memory: str, found: C
         "command": shlex.join(["expertly", *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    save_plan(args.out, found.plan, about)
+    save_plan(path, found.plan, about)

@@ -60,7 +60,7 @@ def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
 
 def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
     """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
-    trace = Trace.open(Path(args.source))
+    trace = Trace.open(Path(str(args.source)))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)
     layers, dense, _ = trace_geometry(trace, args.geometry)
     if layers is None:

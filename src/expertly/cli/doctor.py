@@ -1,4 +1,4 @@
-"""`expertly doctor`: measure this machine, say what is missing, and write its profile.
+"""`expertly doctor`: measure this machine, and say what is missing.
 
 Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
@@ -20,12 +20,15 @@ from expertly.options import REQUIRED, OptionInfo
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
-def group(help: str, **how: Any) -> typer.Typer:
+def group(help: str, commands: Mapping[str, Callable[..., int]]) -> typer.Typer:
     """Commands under one name."""
-    return typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES, **how)
+    app = typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES)
+    for name, function in commands.items():
+        add_command(app, name, function)
+    return app
 
 
-def add_command(app: typer.Typer, name: str, function: Callable[[Any], int], *, hidden: bool = False) -> None:
+def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hidden: bool = False) -> None:
     """`function` takes the dataclass that its one parameter is annotated with and returns the exit code. The command's
     help is what its docstring says, or that of its module, "`expertly NAME`: what it does".
     """
@@ -57,7 +60,7 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
         return _keyword(one.name, typer.Argument(default, **how), kind)
     flag = f"--{one.name.replace('_', '-')}"
     if told.type is bool:
-        del how["metavar"]
+        how["metavar"] = ""
     how |= {"hidden": told.panel is not None, "rich_help_panel": told.panel}
     if told.choices is not None:
         how["autocompletion"] = lambda incomplete: [name for name in told.known() if name.startswith(incomplete)]

@@ -68,7 +68,12 @@ LEARNED = {"info": learned.info, "build": learned_build.build, "merge": learned.
 
 
 def make_app() -> typer.Typer:
-    app = group("Run Mixture-of-Experts models in the memory you give them.")
+    app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
+    add_command(app, "generate", run.generate, hidden=True)
+    lab = group("For research: routing traces, simulation, comparison, papers.", LAB)
+    lab.add_typer(group("Routing traces: record, import, make up, look at, replay.", TRACE), name="trace")
+    lab.add_typer(group("What systems learn while they run, and keep in files.", LEARNED), name="learned")
+    app.add_typer(lab, name="lab")
 
     @app.callback()
     def about(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
@@ -76,16 +81,6 @@ def make_app() -> typer.Typer:
             typer.echo(f"expertly {__version__}")
             raise typer.Exit
 
-    lab = group("For research: routing traces, simulation, comparison, papers.")
-    trace = group("Routing traces: record, import, make up, look at, replay.")
-    files = group("What systems learn while they run, and keep in files.")
-    for place, commands in ((app, MAIN), (lab, LAB), (trace, TRACE), (files, LEARNED)):
-        for name, function in commands.items():
-            add_command(place, name, function)
-    add_command(app, "generate", run.generate, hidden=True)
-    lab.add_typer(trace, name="trace")
-    lab.add_typer(files, name="learned")
-    app.add_typer(lab, name="lab")
     return app
 
 

@@ -1,4 +1,4 @@
-"""`expertly pack`: write a checkpoint as a packed store, and look after those in the cache."""
+"""`expertly pack`: write a model as a packed store; list, verify and remove stores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def run(args: PackOptions) -> int:
     for name in ("model", "out", "dtype", "codec"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
-    return {"list": _list, "remove": _remove, "verify": _verify}[chosen](args)
+    if args.remove is not None:
+        return _remove(args.remove, args.json)
+    return _list(args.json) if args.verify is None else _verify(args.verify, args.json)
 
 
 def _pack(args: PackOptions) -> int:
@@ -69,9 +71,9 @@ def _pack(args: PackOptions) -> int:
     return 0
 
 
-def _list(args: PackOptions) -> int:
+def _list(is_json: bool) -> int:
     entries = cache.list_entries()
-    if args.json:
+    if is_json:
         print_json({"folder": str(cache.stores_folder()), "stores": [_entry_facts(entry) for entry in entries]})
     elif not entries:
         message(f"expertly: no store in {cache.stores_folder()}")
@@ -86,20 +88,20 @@ def _row(entry: CacheEntry) -> tuple[str, ...]:
     return entry.name, size, entry.dtype or "-", entry.codec or "-", ratio, entry.problem or entry.source
 
 
-def _remove(args: PackOptions) -> int:
-    entry = cache.remove_entry(args.remove)
-    if args.json:
+def _remove(name: str, is_json: bool) -> int:
+    entry = cache.remove_entry(name)
+    if is_json:
         print_json({"removed": _entry_facts(entry)})
     else:
         message(f"expertly: removed {entry.name}, {format_nbytes(entry.nbytes)}")
     return 0
 
 
-def _verify(args: PackOptions) -> int:
-    store = PackedStore.open(args.verify)
+def _verify(folder: Path, is_json: bool) -> int:
+    store = PackedStore.open(folder)
     with progress_bar() as bar:
         store.verify(full=True, progress=None if bar is None else lambda done, total: bar("verifying", done, total))
-    if args.json:
+    if is_json:
         print_json({**_facts(store), "verified": True})
     else:
         message(f"expertly: {store.folder} is whole: {_summary(store)}")

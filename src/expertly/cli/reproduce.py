@@ -1,4 +1,4 @@
-"""`expertly lab reproduce`: the papers' experiments on traces, what they show beside what is found."""
+"""`expertly lab reproduce`: the papers' experiments, and what is found here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class ReproduceOptions:
         "commas between them",
         metavar="PAPER[:FIGURE]",
     )
-    list: bool = option(False, "list the experiments and what they need, and do nothing else")
     trace: list[Path] | None = option(
         None,
         "a trace made by `expertly lab trace record --full`, or imported routing; may be given several times",
@@ -41,6 +40,7 @@ class ReproduceOptions:
         type=Path,
         is_several=True,
     )
+    list: bool = option(False, "list the experiments and what they need, and do nothing else")
     predictor: Path | None = option(None, "trained weights for ProMoE", metavar="FILE", type=Path)
     arrivals: Path | None = option(None, "CSV of arrivals and lengths, for fmoe:10", metavar="FILE", type=Path)
     quick: bool = option(False, "few tokens: under a minute an experiment, and noisier")
@@ -167,7 +167,9 @@ def _write(
     page = args.out if args.out.suffix == ".md" else args.out / f"{RESULTS}.md"
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(_command(args), _about(args, subjects), experiments, results), encoding="utf-8")
+        page.write_text(
+            markdown(_command(args, args.out), _about(args, subjects), experiments, results), encoding="utf-8"
+        )
         if page != args.out:
             text = json.dumps(_facts(settings, experiments, results), indent=1)
             (args.out / f"{RESULTS}.json").write_text(text + "\n", encoding="utf-8")
@@ -175,15 +177,16 @@ def _write(
         raise ConfigError(f"out={str(args.out)!r}: cannot be written ({error.strerror or error})") from None
 
 
-def _command(args: ReproduceOptions) -> str:
+def _command(args: ReproduceOptions, out: Path) -> str:
     """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
-    parts = ["expertly", "reproduce", args.paper]
+    parts = ["expertly", "lab", "reproduce", str(args.paper)]
     if args.trace is not None:
-        parts += ["--trace", *(path.resolve().name for path in args.trace)]
+        for path in args.trace:
+            parts += ["--trace", path.resolve().name]
     for flag, path in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
         parts += [flag, path.name] if path is not None else []
     parts += ["--quick"] * args.quick + (["--seed", str(args.seed)] if args.seed else [])
-    return shlex.join([*parts, "--out", args.out.name if args.out.is_absolute() else str(args.out)])
+    return shlex.join([*parts, "--out", out.name if out.is_absolute() else str(out)])
 
 
 def _about(args: ReproduceOptions, subjects: Sequence[Subject]) -> list[str]:

@@ -59,10 +59,10 @@ def made_up(num: int) -> list[dict[str, str]]:
 
 
 def _record(prompts: Path, out: Path, num_tokens: int) -> None:
-    from expertly.cli.main import build_parser
-    from expertly.cli.trace_record import run
+    from expertly.cli.trace_record import TraceRecordOptions, run
 
-    words = ["trace", "record", "--prompts", str(prompts), "--out", str(out), "--full", "--system", "resident"]
-    sampled = ["--max-new-tokens", str(num_tokens), "--temperature", "0.8", "--seed", "0"]
+    asked = TraceRecordOptions(
+        prompts=str(prompts), out=out, full=True, system="resident", max_new_tokens=num_tokens, temperature=0.8
+    )
     with contextlib.redirect_stdout(sys.stderr):
-        run(build_parser().parse_args([*words, *sampled]))
+        run(asked)

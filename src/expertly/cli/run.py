@@ -1,4 +1,7 @@
-"""`expertly run`: chat with a model whose experts live in the memory you give them, or answer one prompt."""
+"""`expertly run`: chat with a model, or answer one prompt.
+
+Its experts live in the memory you give them. The line after an answer says how many of them were there when needed.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ COMMANDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadOptions):
-    model: str | None = argument(None, MODEL_HELP, metavar="[MODEL]")
-    prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="[PROMPT]")
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
     max_new_tokens: int = option(1024, "of an answer", metavar="N", least=1)
     temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)

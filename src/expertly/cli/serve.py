@@ -26,7 +26,7 @@ NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
-    model: str | None = argument(None, MODEL_HELP, metavar="[MODEL]")
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     total_memory: str | None = option(
         None, 'for dense weights, KV cache and experts together: "6GiB" or "auto"', metavar="SIZE"
     )
@@ -117,7 +117,7 @@ def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
         model=args.model,
         dtype=args.dtype,
         device=args.device,
-        devices=args.devices,
+        devices=None if args.devices is None else str(args.devices),
         system=args.system,
         memory=str(args.memory),
         total_memory=args.total_memory,

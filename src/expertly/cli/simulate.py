@@ -1,4 +1,7 @@
-"""`expertly lab simulate`: what systems would do with a recorded trace on a described machine, beside the best possible."""
+"""`expertly lab simulate`: run systems over a trace, on a described machine.
+
+Beside what would be the best possible.
+"""
 
 from __future__ import annotations
 

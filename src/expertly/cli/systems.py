@@ -1,4 +1,4 @@
-"""`expertly lab systems`: the presets, the parts they are made of, and how to take other parts."""
+"""`expertly lab systems`: the systems, their parts, and how to take other parts."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class _Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRecordOptions(LoadOptions):
-    model: str | None = argument(None, MODEL_HELP, metavar="[MODEL]")
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     prompts: str = option(
         REQUIRED,
         'JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '

@@ -1,4 +1,4 @@
-"""`expertly lab train`: small networks that learn from a recorded trace which experts later layers will need."""
+"""`expertly lab train`: train ProMoE's predictor: which experts later layers need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_EPOCHS = 40
 @dataclass(frozen=True, kw_only=True)
 class TrainPredictorOptions:
     trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
-    out: Path | None = option(None, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
+    out: Path = option(REQUIRED, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
     model: str | None = option(
         None,
         "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"

@@ -1,4 +1,4 @@
-"""`expertly tune`: find the system that runs a model fastest here, for your prompts, and remember it."""
+"""`expertly tune`: choose the fastest system for a model here, and remember it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from expertly.data import demo_prompts
 from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
+    from expertly.lab.tune.tune import Tuned
     from expertly.sim.hardware import Hardware
-    from expertly.tuning.tune import Tuned
 
 DEFAULT_REQUESTS = 16
 DEFAULT_NEW_TOKENS = 64
@@ -72,7 +72,7 @@ def run(args: TuneOptions) -> int:
             raise ConfigError(f"out={str(args.out)!r}: must be a file, in a folder that exists and is writable")
     with reserved_stdout() as stdout:
         from expertly.cli.tune_report import report, result_of
-        from expertly.tuning.tune import Wishes, save, tune
+        from expertly.lab.tune.tune import Wishes, save, tune
 
         wishes = Wishes(
             model=args.model,

@@ -10,11 +10,11 @@ from expertly.cli.output import format_nbytes, format_seconds, format_share, tab
 
 if TYPE_CHECKING:
     from expertly.cli.tune import TuneOptions
-    from expertly.tuning.calibration import Calibration
-    from expertly.tuning.candidates import Candidate
-    from expertly.tuning.search import Scored
-    from expertly.tuning.tune import Tuned
-    from expertly.tuning.verification import Turns
+    from expertly.lab.tune.calibration import Calibration
+    from expertly.lab.tune.candidates import Candidate
+    from expertly.lab.tune.search import Scored
+    from expertly.lab.tune.tune import Tuned
+    from expertly.lab.tune.verification import Turns
 
 SHOWN = 12
 """Of the simulator's ranking."""

@@ -1,3 +1,0 @@
-"""Systems side by side: the engine on this machine's clock, the simulator on its measured speeds, one report. May
-import engine and sim; imported by the command line alone.
-"""

@@ -1,0 +1,346 @@
+"""A comparison from its beginning to its results: with a model on the engine and simulated, with a trace simulated."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import expertly
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.resources import allowed_cpus, cpu_name
+from expertly.engine.memory import available_host_nbytes
+from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together, load_arguments
+from expertly.lab.compare.figures import rows_of
+from expertly.lab.compare.folder import FORMAT, FORMAT_VERSION
+from expertly.lab.compare.headline import headline
+from expertly.lab.compare.machine import MachineWorker
+from expertly.lab.compare.settings import ComparisonSettings
+from expertly.lab.compare.simulated import Ground, Simulated, check_budgets, simulate
+from expertly.lab.compare.worker import Worker
+from expertly.lab.compare.workload import middle_decode_iteration, pick, played_requests, selection_of
+from expertly.policies.allocation.moepic import read_plan
+from expertly.policies.learned import read_learned
+from expertly.policies.predictor.learned import LearnedWeights
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
+from expertly.sim.schedule import Schedule, Selection
+from expertly.sim.study import Memory
+from expertly.trace.reader import Trace
+
+NUM_REQUESTS, NUM_TOKENS = 5, 24
+"""With a model: so many requests, of so many new tokens."""
+
+NUM_TRACE_REQUESTS = 20
+"""With a trace whose requests can be told apart."""
+
+TRACE_HARDWARE = "rtx3090"
+
+Progress = Callable[[str, int, int], None]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPrompt:
+    """One request to be."""
+
+    text: str
+    category: str | None
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What is known so far. `results` may be asked for at any time: what has not run is left out. `keep` is called when
+    there is more that took long to find out.
+    """
+
+    settings: ComparisonSettings
+    command: str
+    source: dict[str, Any]
+    runs: ComparedRuns | None = None  # None: the engine does not run
+    simulated: Simulated | None = None
+    hardware: Hardware | None = None
+    measured_on: str = ""
+    notes: list[str] = field(default_factory=list)
+    failures: list[RunFailure] = field(default_factory=list)  # beside those of systems
+    versions: dict[str, str] | None = None
+    is_whole: bool = False
+    problem: str | None = None  # what ended it before its end
+    keep: Callable[[], None] = lambda: None
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a system has run anything."""
+        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(
+            self.simulated and self.simulated.rows
+        )
+
+    def results(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        settings = self.settings
+        rows = rows_of(settings, self.runs, {} if self.simulated is None else self.simulated.rows)
+        failures = list(self.failures) if self.runs is None else [*self.runs.failures, *self.failures]
+        failures += [] if self.simulated is None else self.simulated.failures
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "command": self.command,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "is_interrupted": not self.is_whole,
+            "problem": self.problem,
+            "versions": {
+                "expertly": expertly.__version__,
+                "python": platform.python_version(),
+                **(self.versions or {}),
+            },
+            "machine": {"cpu": cpu_name(), "num_cpus": allowed_cpus(), "load_average": list(os.getloadavg())},
+            "settings": settings.as_dict(),
+            "source": self.source,
+            "hardware": None if self.hardware is None else self.hardware.as_dict(),
+            "hardware_from": self.measured_on,
+            "headline": headline(rows, self._memories_tried(rows, failures), settings.baseline),
+            "rows": rows,
+            "failures": [asdict(one) | {"measured": self._num_measured(one)} for one in failures],
+            "notes": [*self.notes, *self._notes_on_load(), *([] if self.simulated is None else self.simulated.notes)],
+            "engine": None if self.runs is None else _engine_values(self.runs),
+            "simulator": [] if self.simulated is None else list(self.simulated.rows.values()),
+            "timelines": [] if self.simulated is None else self.simulated.timelines,
+        }
+
+    def _num_measured(self, failure: RunFailure) -> int | None:
+        """Requests before it failed; None where none would have been."""
+        if self.runs is None or failure.where != "engine":
+            return None
+        return self.runs.num_measured(failure.memory, failure.system)
+
+    def _notes_on_load(self) -> list[str]:
+        """Whether others were computing."""
+        load, num = os.getloadavg()[0], allowed_cpus()
+        if self.runs is None or load <= num + 1:
+            return []
+        return [f"{load:.0f} processes were running on {num} CPUs: times wander; ratios are of the same moments"]
+
+    def _memories_tried(self, rows: Sequence[dict[str, Any]], failures: Sequence[RunFailure]) -> list[str]:
+        """All of them, unless the comparison ended before its end."""
+        tried = {row["memory"] for row in rows} | {one.memory for one in failures}
+        return [memory for memory in self.settings.memories if memory in tried or self.is_whole]
+
+
+def compare_trace(
+    comparison: Comparison,
+    trace: Trace,
+    geometry: tuple[Any, Any, str | None],
+    progress: Progress | None,
+) -> None:
+    """Simulate a trace. `geometry`: its layers, its dense shape and where they come from. Raises ExpertlyError for what
+    cannot be asked.
+    """
+    settings = comparison.settings
+    name = settings.hardware or TRACE_HARDWARE
+    comparison.hardware, comparison.measured_on = Hardware.read(name), f"profile {name}"
+    selection = selection_of(settings, trace, NUM_TRACE_REQUESTS)
+    schedule = pick(trace, selection, settings.tokens)
+    learned = None if settings.predictor is None else read_learned(settings.predictor, LearnedWeights).learned
+    ground = _ground(settings, trace, schedule, comparison.hardware, geometry, learned)
+    check_budgets(ground, settings)
+    comparison.source |= _about_trace(trace, schedule)
+    comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
+    iteration = middle_decode_iteration(trace, schedule)
+    comparison.simulated = Simulated()
+    simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+    comparison.is_whole = True
+
+
+def compare_model(
+    comparison: Comparison,
+    model: str | None,
+    prompts: Sequence[ComparedPrompt],
+    folder: Path,
+    progress: Progress | None,
+    tell: Tell,
+) -> None:
+    """Record the prompts' answers into `folder`, run them through the engine under every system, and simulate the same
+    requests. What the comparison holds when this raises is what was done by then.
+    """
+    settings = comparison.settings
+    arguments = _arguments(settings, model)
+    machine = MachineWorker()
+    try:
+        tell("recording what the model routes")
+        facts, trace, schedule = _record(comparison, machine.worker, arguments, prompts, folder)
+        learned = machine.worker.ask("weights", arguments["predictor"], [*settings.systems])
+        settings = comparison.settings = replace(settings, codec=facts["codec"])
+        arguments["codec"] = facts["codec"]
+        hardware = Hardware.read(settings.hardware or "infinite")
+        geometry = (tuple(layer.geometry() for layer in trace.manifest.layers), trace.manifest.dense, "trace")
+        ground = _ground(settings, trace, schedule, hardware, geometry, learned)
+        check_budgets(ground, settings)
+        base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
+        if settings.hardware is None:
+            tell("measuring this machine")
+            machine.measure(arguments, (settings.timeline_memory, "50%"))
+        free_nbytes = available_host_nbytes()
+
+        def fits_together(memory: str) -> bool:
+            held = [_kept_nbytes(ground, memory, name) for name in settings.systems]
+            return can_be_together([base_nbytes + nbytes for nbytes in held], free_nbytes, facts["device"])
+
+        lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
+        requests = played_requests(trace, schedule)
+        in_words = tell if progress is None else None
+
+        def between() -> None:
+            machine.measure_again()
+            comparison.keep()
+
+        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words)
+        comparison.runs = engine.runs
+        engine.run(fits_together)
+        tell("simulating")
+        ground = replace(ground, hardware=_hardware(comparison, machine, hardware))
+        if comparison.hardware is not None:
+            iteration = middle_decode_iteration(trace, schedule)
+            comparison.simulated = Simulated()
+            simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+        comparison.is_whole = True
+    finally:
+        machine.worker.end()
+
+
+def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any]:
+    """Of `expertly.load`, but for the memory and the system."""
+    return {
+        "model": model,
+        "segments": settings.segments,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "codec": settings.codec,
+        "predictor": "auto" if settings.predictor is None else str(settings.predictor),
+        "plan": None if settings.plan is None else str(settings.plan),
+    }
+
+
+def _record(
+    comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[ComparedPrompt], folder: Path
+) -> tuple[dict[str, Any], Trace, Schedule]:
+    """Facts of the loaded model, the trace of its answers, and what of it is played."""
+    settings = comparison.settings
+    num_tokens = settings.tokens or NUM_TOKENS
+    facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.timeline_memory, "lru"))
+    wanted = list(prompts)[: settings.requests or NUM_REQUESTS]
+    tokens = machine.ask("tokens", [prompt.text for prompt in wanted], num_tokens)
+    asked = [(one.category, one.text, ids) for one, ids in zip(wanted, tokens, strict=True) if ids]
+    if not asked:
+        raise ConfigError(
+            f"prompts: none of {len(wanted)} can be given to this model with {num_tokens} tokens of answer"
+        )
+    how = {
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "name": comparison.source["name"],
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": comparison.command,
+    }
+    absent = machine.ask("record", str(folder), asked, num_tokens, how)
+    trace = Trace.open(folder)
+    schedule = pick(trace, Selection(split=settings.split, seed=settings.seed, num_requests=len(asked)), None)
+    comparison.versions = facts["versions"]
+    comparison.source |= _about_trace(trace, schedule)
+    comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "threads")}
+    comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
+    comparison.notes += _fewer(settings, len(wanted))
+    if len(asked) < len(wanted):
+        comparison.notes.append(f"{len(wanted) - len(asked)} prompts were left out: the model cannot take them")
+    return facts, trace, schedule
+
+
+def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -> Hardware:
+    """What is simulated: a profile that was `given`, or this machine; noted as the comparison's, where it is known."""
+    settings = comparison.settings
+    if settings.hardware is not None:
+        comparison.hardware, comparison.measured_on = given, f"profile {settings.hardware}"
+        return given
+    measured = machine.hardware(comparison.source["device"])
+    if measured is None:
+        why = f"this machine's speeds could not be measured ({machine.problem})"
+        comparison.notes.append(f"no simulation: {why}; --hardware NAME simulates another")
+        return given
+    assert machine.memory is not None
+    when = "beside the engine's runs" if machine.problem is None else "before the engine ran"
+    if machine.problem is not None:
+        comparison.failures.append(RunFailure("measuring it again", machine.memory, "this machine", machine.problem))
+    comparison.hardware = measured
+    comparison.measured_on = f"this machine, as measured {when} ({machine.memory} of the experts)"
+    return measured
+
+
+def _ground(
+    settings: ComparisonSettings,
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    geometry: tuple[Any, Any, str | None],
+    learned: LearnedWeights | None,
+) -> Ground:
+    plan = None if settings.plan is None else read_plan(settings.plan)
+    return Ground(trace, schedule, hardware, geometry[0], geometry[1], learned, plan)
+
+
+def _kept_nbytes(ground: Ground, memory: str, name: str) -> int:
+    """What a system holds of the experts."""
+    assert ground.layers is not None
+    geometry = Geometry(ground.layers, 1)
+    return geometry.nbytes if get_system(name).keeps_everything else Memory(memory).budget(geometry).memory_nbytes
+
+
+def _about_trace(trace: Trace, schedule: Schedule) -> dict[str, Any]:
+    layers = trace.manifest.layers
+    sizes = [layer.geometry() for layer in layers]
+    return {
+        "model": trace.manifest.model,
+        "layers": len(layers),
+        "experts": layers[0].num_experts,
+        "top_k": layers[0].top_k,
+        "expert_bytes": sum(one.nbytes for one in sizes if one is not None) or None,
+        "requests": len({span.request for span in schedule.test}),
+        "training_requests": len({span.request for span in schedule.training}),
+        "tokens": sum(span.num_rows for span in schedule.test),
+    }
+
+
+def _notes(trace: Trace, schedule: Schedule, settings: ComparisonSettings) -> list[str]:
+    num, of_all = len({span.request for span in schedule.test}), len(trace.requests)
+    notes = []
+    if settings.split is None:
+        notes.append("caches start empty, and nothing has been learned")
+    else:
+        learned = len({span.request for span in schedule.training})
+        notes.append(f"what learns has learned from {learned} requests, {num} others are compared; caches start empty")
+    if settings.split is None and num < of_all and schedule.test[0].request is not None:
+        notes.append(f"the first {num} of {of_all} requests of the trace")
+    missing = [name for name in settings.systems if get_system(name).takes_weights and settings.predictor is None]
+    if missing:
+        notes.append(f"{', '.join(missing)}: weights that are saved beside the store or ship with the demo model")
+    return notes
+
+
+def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
+    """Where there are not as many requests as were asked for."""
+    is_short = settings.requests is not None and num < settings.requests
+    return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
+
+
+def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
+    """What was measured, request by request."""
+    return {
+        "together": runs.together,
+        "loaded": [{"memory": memory, "asked": name, **facts} for (memory, name), facts in runs.loaded.items()],
+        "runs": [
+            {"memory": memory, "system": name, "rounds": rounds} for (memory, name), rounds in runs.played.items()
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Choosing a system for one model, machine and workload: searched in the simulator, verified on the engine."""

@@ -1,0 +1,335 @@
+"""From a model and prompts to the system that runs them fastest here: record, measure, search, verify, choose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from expertly import api
+from expertly.core.costs import CODECS
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import disk_errors, write_atomic
+from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_codec, save_choice, this_machine
+from expertly.engine.learned import find_weights
+from expertly.lab.tune.calibration import Calibration, calibrate, representatives
+from expertly.lab.tune.candidates import Candidate, Space
+from expertly.lab.tune.deadline import Clock, Deadline
+from expertly.lab.tune.measuring import measure_hardware
+from expertly.lab.tune.player import EnginePlayer, Load
+from expertly.lab.tune.search import SearchResult, finalists, search
+from expertly.lab.tune.simulation import Simulation
+from expertly.lab.tune.verdict import Verdict, decide
+from expertly.lab.tune.verification import CandidatePlayer, Progress
+from expertly.lab.tune.workload import RecordedRequest, TunedWorkload, record_workload
+from expertly.model.packing import pack_cached
+from expertly.policies.predictor.learned import LearnedWeights
+from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
+from expertly.sim.hardware import Hardware
+from expertly.store.cache import learned_beside
+from expertly.store.packed import PackedStore, is_packed_store
+
+FINALISTS, OF_A_PRESET = 4, 2
+
+RECORDING, CALIBRATING, SEARCHING = 0.15, 0.15, 0.4
+"""Of the time that is left, what stages take at most; simulating the presets and running the best of them, each."""
+
+MEASURING, MEASURING_S = 0.08, 20.0
+"""Of all the time, and at most."""
+
+RESERVED_SHARE = 0.06
+"""Of the time, for what comes after the last turn, and for a turn that takes longer than those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """As the command is told. `predictor`: "auto", "off" or a file, as of `expertly.load`."""
+
+    model: str | None = None
+    memory: str = "auto"
+    dtype: str | None = None
+    codec: str = "auto"
+    device: str | None = None
+    predictor: str = "auto"
+    max_new_tokens: int = 64
+    seed: int = 0
+    time_limit_s: float = 300.0
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The workload, and what it runs on."""
+
+    workload: TunedWorkload
+    hardware: Hardware
+    times: str  # where those of the hardware are from
+    machine: TunedOn
+    memory_nbytes: int  # for experts
+    memory_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was chosen, and all that led to it."""
+
+    choice: TunedChoice
+    verdict: Verdict
+    base: Candidate
+    default: Candidate
+    store: PackedStore
+    seen: Observed
+    calibration: Calibration
+    found: SearchResult
+    seconds: dict[str, float]  # of each stage
+
+    @property
+    def gains(self) -> tuple[Gain, ...]:
+        return self.choice.gains
+
+
+MakePlayer = Callable[[EnginePlayer], CandidatePlayer]
+MeasureMachine = Callable[[], Hardware]
+
+
+def tune(
+    wishes: Wishes,
+    prompts: Sequence[str],
+    machine: MeasureMachine,
+    *,
+    clock: Clock = time.monotonic,
+    begin: float | None = None,
+    progress: Progress | None = None,
+    make_player: MakePlayer = lambda player: player,
+) -> Tuned:
+    """Everything but saving the choice. The time limit counts from `begin` on the clock (default: now); what cannot be
+    cut short is packing a model that is not packed, loading it, and one round of measuring. `machine` measures the
+    machine where the model's own times do not do; `make_player` may put something in the place of the engine.
+
+    Raises ExpertlyError subclasses that name what is wrong with the model, the memory or the prompts.
+    """
+    tell = progress or (lambda what, done, total: None)
+    begin = clock() if begin is None else begin
+    deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * wishes.time_limit_s)
+    stages = _Stages(clock, begin)
+    store = pack_cached(wishes.model, wishes.dtype, codec=wishes.codec)
+    stages.end("packing")
+    weights = _weights(wishes.predictor, store)
+    stores = _packed(store, wishes.codec)
+    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device)
+    with TemporaryDirectory(prefix="expertly-tune-") as name:
+        scratch = Path(name)
+        seen = _observed(wishes, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
+        space = Space(
+            store.manifest.layers,
+            seen.memory_nbytes,
+            list(stores),
+            list(seen.workload.trace.manifest.fields),
+            has_weights=weights is not None,
+            is_free=wishes.memory == "auto",
+        )
+        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
+        base = space.named(BASE_SYSTEM)
+        usual, _ = default_system(store.manifest.layers)
+        default = space.named(usual) if space.can_run(get_system(usual)) else base
+        requests = seen.workload.requests
+        with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, wishes.predictor), scratch) as player:
+            calibration = _calibrated(space, simulation, make_player(player), base, requests[0], deadline, tell)
+            stages.end("calibrating")
+            found = _searched(space, simulation, calibration, len(requests), deadline.share(SEARCHING), tell)
+            best = _worth_it(found, base, calibration)
+            stages.end("searching")
+            if found.ranking:
+                verdict = decide(make_player(player), best, base, default, requests, deadline, progress)
+            else:
+                verdict = Verdict(base, "there was no time left to search", is_verified=False)
+        stages.end("verifying")
+        choice = _choice(verdict, simulation, seen, wishes)
+        choice = replace(choice, gains=verdict.gains([default, base]))
+        if verdict.is_verified:
+            keep_learned(player.maps(verdict.chosen), choice.system, store)
+    return Tuned(choice, verdict, base, default, store, seen, calibration, found, stages.seconds)
+
+
+def _observed(
+    wishes: Wishes,
+    prompts: Sequence[str],
+    stores: Mapping[str, PackedStore],
+    load: Load,
+    machine: MeasureMachine,
+    deadline: Deadline,
+    folder: Path,
+    stages: _Stages,
+    tell: Progress,
+) -> Observed:
+    """Loads the model once, in the codec whose loads can be measured by themselves, where there is a choice."""
+    codec = "none" if "none" in stores else next(iter(stores))
+    load_base = partial(load, system=BASE_SYSTEM, maps=None, codec=codec)
+    tell("recording", 0, 1)
+    model, tokenizer = load_base(memory=wishes.memory)
+    try:
+        if tokenizer is None:
+            raise ConfigError(f"model={wishes.model!r}: has no tokenizer, so prompts have no tokens")
+        workload = record_workload(
+            model,
+            tokenizer,
+            prompts,
+            folder,
+            max_new_tokens=wishes.max_new_tokens,
+            seed=wishes.seed,
+            deadline=deadline.share(RECORDING),
+            command=wishes.command,
+        )
+        stages.end("recording")
+        tell("measuring", 0, 1)
+        seconds = min(MEASURING_S, MEASURING * wishes.time_limit_s)
+        hardware, times = measure_hardware(model, lambda: load_base(memory="50%")[0], stores, seconds, machine)
+        memory_nbytes = api.handle(model).engine.scheduler.budget.memory_nbytes
+        here, reason = this_machine(model.device), api.stats(model).memory_reason
+    finally:
+        api.unload(model)
+    stages.end("measuring")
+    return Observed(workload, hardware, times, here, memory_nbytes, reason)
+
+
+class _Stages:
+    """How long each took."""
+
+    def __init__(self, clock: Clock, begin: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._begin = begin
+
+    def end(self, name: str) -> None:
+        now = self._clock()
+        self.seconds[name], self._begin = now - self._begin, now
+
+
+def _packed(store: PackedStore, codec: str) -> dict[str, PackedStore]:
+    """By codec: the store, and where nobody said which, what else the model is packed in."""
+    others = [one for one in CODECS if one != store.codec and codec == "auto"]
+    if store.folder != in_codec(store, store.codec):
+        others = []
+    found = {one: in_codec(store, one) for one in others}
+    there = {one: PackedStore.open(folder) for one, folder in found.items() if is_packed_store(folder)}
+    return {store.codec: store} | there
+
+
+def _weights(predictor: str, store: PackedStore) -> LearnedWeights | None:
+    """Trained ones, as the first system that takes some would find them."""
+    taker = next((system for system in SYSTEMS.values() if system.takes_weights), None)
+    return None if taker is None else find_weights(predictor, taker, store)
+
+
+def _calibrated(
+    space: Space,
+    simulation: Simulation,
+    player: CandidatePlayer,
+    base: Candidate,
+    request: RecordedRequest,
+    deadline: Deadline,
+    tell: Progress,
+) -> Calibration:
+    """By the presets: a request of each is simulated, and the best are run."""
+    scored: dict[Candidate, float] = {}
+    simulating = deadline.share(CALIBRATING)
+    for candidate in dict.fromkeys([base, *space.presets()]):
+        tell(f"simulating {candidate.label}", 0, 1)
+        seconds = None if simulating.is_over else simulation.score(candidate, 1, simulating)
+        if seconds is not None:
+            scored[candidate] = seconds
+    if base not in scored:
+        return Calibration(base)
+    steps = max(1, simulation.num_steps(1))
+    return calibrate(
+        player,
+        base,
+        representatives(scored.items(), base, scored[base]),
+        lambda candidate: scored[candidate] / steps if candidate in scored else None,
+        request,
+        deadline.share(CALIBRATING),
+    )
+
+
+def _searched(
+    space: Space,
+    simulation: Simulation,
+    calibration: Calibration,
+    num_requests: int,
+    deadline: Deadline,
+    tell: Progress,
+) -> SearchResult:
+    num_tried = 0
+
+    def score(candidate: Candidate, num: int, until: Deadline) -> float | None:
+        nonlocal num_tried
+        num_tried += 1
+        tell(f"searching, {num_tried} tried", 0, 1)
+        seconds = simulation.score(candidate, num, until)
+        return None if seconds is None else seconds + calibration.overhead_s(candidate) * simulation.num_steps(num)
+
+    seeds = dict.fromkeys([calibration.base, *space.presets()])
+    return search(list(seeds), space.variations, score, num_requests, deadline)
+
+
+def _worth_it(found: SearchResult, base: Candidate, calibration: Calibration) -> list[Candidate]:
+    """The best few that are expected to be faster than the base, as far as it was scored, and did not fail before."""
+    scores = {one.num_requests: one.seconds for one in found.ranking if one.candidate == base}
+    ran = [one for one in found.ranking if one.candidate not in calibration.failed]
+    faster = [one for one in ran if one.seconds < scores.get(one.num_requests, float("inf"))]
+    return finalists(faster, FINALISTS, OF_A_PRESET, lambda one: not calibration.unmeasured(one))
+
+
+def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **others: Any) -> tuple[Any, Any]:
+    """With the weights, where the system takes some."""
+    weights = predictor if get_system(system).takes_weights else "off"
+    return load(system=system, predictor=weights, **others)
+
+
+def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wishes) -> TunedChoice:
+    chosen = verdict.chosen
+    is_named = chosen.system.takes_weights and wishes.predictor not in ("auto", "off")
+    return TunedChoice(
+        system=chosen.system.name,
+        segments=simulation.segments(chosen),
+        memory_nbytes=seen.memory_nbytes,
+        budget_nbytes=chosen.budget_nbytes,
+        codec=chosen.codec,
+        machine=seen.machine,
+        plan=simulation.plan(chosen),
+        predictor=str(Path(wishes.predictor).expanduser().absolute()) if is_named else None,
+        about={
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": wishes.command[:1000],
+            "memory": wishes.memory,
+            "requests": seen.workload.num_requests,
+            "tokens": seen.workload.trace.num_rows,
+            "times": seen.times[:1000],
+        },
+    )
+
+
+def keep_learned(learned: Path, system: str, store: PackedStore) -> None:
+    """What the system had learned in the file goes to where it looks for it, if there is nothing yet. Raises StoreError
+    where it cannot be written.
+    """
+    kind = get_system(system).learns
+    if kind is not None and learned.exists() and not (there := learned_beside(store.folder, kind)).exists():
+        with disk_errors(there, "saving what was learned", StoreError, ""):
+            write_atomic(there, learned.read_bytes())
+
+
+def save(tuned: Tuned) -> Path | None:
+    """Beside the store, where system `auto` finds it; None, and nothing is written, where nothing was verified. Raises
+    StoreError where it cannot be written.
+    """
+    if not tuned.verdict.is_verified:
+        return None
+    path, manifest = choices_path(tuned.store), tuned.store.manifest
+    save_choice(path, manifest.identity, manifest.dtype, tuned.choice)
+    return path

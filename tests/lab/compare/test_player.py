@@ -1,0 +1,99 @@
+"""What a process of a comparison does with its model: facts, prompts, recording, learning, playing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly.api import handle
+from expertly.core.costs import CodecCosts, Link
+from expertly.core.errors import ConfigError
+from expertly.engine.learned import reuse_models
+from expertly.lab.compare import player as compare_player
+from expertly.lab.compare.player import Player
+from expertly.lab.compare.playing import PlayedRequest
+from expertly.sim.schedule import Selection
+from expertly.trace.reader import Trace
+from tests.families import make_checkpoint
+
+HOW = {"temperature": 0.8, "seed": 0, "name": "tiny", "created": "", "command": ""}
+SPLIT = Selection(split=(1, 1), seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=4, tokenizer=True)
+
+
+@pytest.fixture
+def player() -> Iterator[Player]:
+    made = Player()
+    yield made
+    made.unload()
+
+
+def load(player: Player, model: Path, system: str) -> dict[str, Any]:
+    return player.load({"model": str(model), "memory": "50%", "system": system})
+
+
+def recorded(player: Player, folder: Path) -> Path:
+    """Four answers of six tokens."""
+    asked = [(None, text, ids) for text, ids in zip("abcd", player.tokens(list("abcd"), 6), strict=True)]
+    player.record(str(folder / "trace"), asked, 6, HOW)
+    return folder / "trace"
+
+
+def test_what_is_recorded_is_what_is_played(player: Player, model: Path, tmp_path: Path) -> None:
+    facts = load(player, model, "lru")
+    assert facts["system"] == "lru" and facts["memory_bytes"] > 0 and facts["threads"] >= 1
+    trace = Trace.open(recorded(player, tmp_path))
+    first = trace.requests[0]
+    ids = trace.rows("token", 0, first.num_rows).tolist()
+    played = player.play(PlayedRequest(0, ids, first.num_prompt_tokens))
+    assert played["num_steps"] == first.num_rows - first.num_prompt_tokens == 5, "the last token is not fed"
+    assert played["latency_s"] > played["ttft_s"] > 0 and played["tpot_s"] > 0
+    demands = sum(played["decode"][name] for name in ("hits", "partial_hits", "misses"))
+    assert demands == 5 * sum(layer.top_k for layer in trace.manifest.layers)
+
+
+def test_a_training_part_teaches_what_predicts_and_what_evicts(player: Player, model: Path, tmp_path: Path) -> None:
+    load(player, model, "lru")
+    trace = recorded(player, tmp_path)
+    load(player, model, "fmoe")
+    prediction = expertly.stats(player._model).as_dict()["prediction"]
+    assert prediction["predictor"]["maps"] == 0
+    player.learn(str(trace), SPLIT)
+    prediction = expertly.stats(player._model).as_dict()["prediction"]
+    assert prediction["predictor"]["maps"] == 2 * 6, "an iteration a map, of two of four requests"
+    load(player, model, "expertly")
+    player.learn(str(trace), SPLIT)
+    (reuse,) = reuse_models(handle(player._model).engine.executor)
+    assert reuse.num_learned > 0
+
+
+def test_a_prompt_that_is_too_long_has_no_tokens(player: Player, model: Path) -> None:
+    load(player, model, "lru")
+    short, long = player.tokens(["a", "a b " * 5000], 6)
+    assert short and long == []
+
+
+def test_a_model_without_a_tokenizer_is_refused(player: Player, tmp_path: Path) -> None:
+    load(player, make_checkpoint("qwen3_moe", tmp_path / "bare", seed=6), "lru")
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        player.tokens(["a"], 6)
+
+
+def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(
+    player: Player, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
+    monkeypatch.setattr(compare_player, "store_costs", lambda store: (disk, alone))
+    player.load({"model": str(model), "memory": "50%", "system": "lru", "codec": "planes"})
+    player.measure(True)
+    link, _, costs = player.profile()
+    assert link == disk and costs is not None and costs.ratio == 0.7
+    assert 0 < costs.decode_nbytes_per_s < 0.9e12

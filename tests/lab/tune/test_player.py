@@ -1,0 +1,96 @@
+"""Candidates on the engine: each learns from the training part, and they share the memory that is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from expertly import api
+from expertly.engine import cpu
+from expertly.engine.learned import reuse_models
+from expertly.lab.tune.candidates import Candidate
+from expertly.lab.tune.deadline import Deadline
+from expertly.lab.tune.player import EnginePlayer
+from expertly.lab.tune.workload import TunedWorkload, record_workload
+from expertly.scheduler.presets import get_system
+from tests.families import make_checkpoint
+
+PROMPTS = ["Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,"]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=13, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TunedWorkload:
+    """Two requests to learn from, two to try."""
+    loaded, tokenizer = expertly.load(str(model), memory="50%", maps=None)
+    folder, deadline = tmp_path_factory.mktemp("workload") / "trace", Deadline.after(time.monotonic, 100.0)
+    try:
+        return record_workload(
+            loaded, tokenizer, PROMPTS, folder, max_new_tokens=STEPS, seed=0, deadline=deadline, command=""
+        )
+    finally:
+        expertly.unload(loaded)
+
+
+@pytest.fixture
+def player(model: Path, workload: TunedWorkload, tmp_path: Path) -> Iterator[EnginePlayer]:
+    load = partial(api.load, str(model), predictor="off")
+    with EnginePlayer(workload, lambda _: None, load, tmp_path) as made:
+        yield made
+
+
+def candidate(workload: TunedWorkload, name: str) -> Candidate:
+    nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
+    return Candidate(get_system(name), nbytes, "none")
+
+
+def num_maps(player: EnginePlayer, one: Candidate) -> int:
+    prediction: dict[str, Any] = expertly.stats(player._models[one]).as_dict()["prediction"]
+    return int(prediction["predictor"]["maps"])
+
+
+def test_half_of_the_requests_is_learned_from(workload: TunedWorkload) -> None:
+    assert (workload.num_requests, len(workload.requests), len(workload.schedule.training)) == (4, 2, 2)
+    assert all(len(request.tokens) - request.num_prompt == STEPS for request in workload.requests)
+
+
+def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, workload: TunedWorkload) -> None:
+    fmoe, ours = candidate(workload, "fmoe"), candidate(workload, "expertly")
+    for one in (fmoe, ours):
+        played = player.play(one, workload.requests[0])
+        assert len(played.steps_s) == STEPS and played.ttft_s > 0
+    of_training = sum(span.num_rows for span in workload.schedule.training)
+    assert num_maps(player, fmoe) == of_training + 2 * len(workload.requests[0].tokens), "run to fill the caches, too"
+    (reuse,) = reuse_models(api.handle(player._models[ours]).engine.executor)
+    assert reuse.num_learned > 2 * sum(len(request.tokens) for request in workload.requests[:1]), "beside what it ran"
+
+
+def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learned(
+    player: EnginePlayer, workload: TunedWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: 0)
+    fmoe, lru = candidate(workload, "fmoe"), candidate(workload, "lru")
+    player.play(fmoe, workload.requests[1])
+    learned = num_maps(player, fmoe)
+    player.play(lru, workload.requests[1])
+    assert list(player._models) == [lru], "one at a time"
+    player.play(fmoe, workload.requests[1])
+    assert list(player._models) == [fmoe] and num_maps(player, fmoe) > learned
+
+
+def test_where_it_is_there_they_stay(player: EnginePlayer, workload: TunedWorkload) -> None:
+    lru, lfu = candidate(workload, "lru"), candidate(workload, "lfu")
+    for one in (lru, lfu, lru):
+        player.play(one, workload.requests[0])
+    assert list(player._models) == [lfu, lru]
