@@ -54,11 +54,12 @@ class OptionInfo:
             return text
         if self.type is not int:
             return self.type(text)
+        least = self.least or 0
         try:
-            value = int(text) if len(text) <= 20 else None
+            value = int(text)
         except ValueError:
-            value = None
-        if value is None or value < (least := self.least or 0):
+            value = least - 1
+        if value < least:
             raise ValueError(f"a whole number from {least}")
         return value
 

@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 
@@ -41,7 +41,10 @@ from expertly.cli.frame import add_command, group
 from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-MAIN = {
+COMPLETE = "_EXPERTLY_COMPLETE"
+Command = Callable[..., int]
+
+MAIN: dict[str, Command] = {
     "run": run.run,
     "serve": serve.run,
     "pack": pack.run,
@@ -49,7 +52,7 @@ MAIN = {
     "tune": tune.run,
     "bench": bench.run,
 }
-LAB = {
+LAB: dict[str, Command] = {
     "simulate": simulate.run,
     "compare": compare.run,
     "reproduce": reproduce.run,
@@ -57,14 +60,19 @@ LAB = {
     "configure": configure.run,
     "systems": systems.run,
 }
-TRACE = {
+TRACE: dict[str, Command] = {
     "record": trace_record.run,
     "info": trace_info.run,
     "import": trace_import.run,
     "synth": trace_synth.run,
     "replay": trace_replay.run,
 }
-LEARNED = {"info": learned.info, "build": learned_build.build, "merge": learned.merge, "export": learned.export}
+LEARNED: dict[str, Command] = {
+    "info": learned.info,
+    "build": learned_build.build,
+    "merge": learned.merge,
+    "export": learned.export,
+}
 
 
 def make_app() -> typer.Typer:
@@ -75,11 +83,18 @@ def make_app() -> typer.Typer:
     lab.add_typer(group("What systems learn while they run, and keep in files.", LEARNED), name="learned")
     app.add_typer(lab, name="lab")
 
-    @app.callback()
-    def about(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
-        if version:
+    def show(asked: bool) -> None:
+        if asked:
             typer.echo(f"expertly {__version__}")
             raise typer.Exit
+
+    @app.callback()
+    def about(
+        version: bool = typer.Option(
+            False, "--version", help="Show the version.", metavar="", is_eager=True, callback=show
+        ),
+    ) -> None:
+        """What stands before a command."""
 
     return app
 
@@ -93,11 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(make_app())
     try:
         with _importable_folder():
-            status: int | None = command.main(args=list(argv), prog_name="expertly", standalone_mode=False)
+            if COMPLETE in os.environ:  # the shell asks what may stand here
+                command.main(prog_name="expertly")
+            with command.make_context("expertly", list(argv)) as context:
+                status: int = command.invoke(context)
         sys.stdout.flush()
-        return status or 0
+        return status
+    except typer.Exit as done:
+        return done.exit_code
     except typer.TyperException as error:
-        return _report(_of_usage(error), is_json="--json" in argv)
+        wrong = _of_usage(error)
+        return 2 if wrong is None else _report(wrong, is_json="--json" in argv)
     except ExpertlyError as error:
         return _report(error, is_json="--json" in argv)
     except ModuleNotFoundError as error:
@@ -105,17 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         missing = ConfigError(f"{error.name} is not installed in this Python; `pip install expertly` brings it")
         return _report(missing, is_json="--json" in argv)
+    except KeyboardInterrupt:
+        print("expertly: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # Python flushes stdout once more at exit: let that go nowhere instead of failing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
-def _of_usage(error: typer.TyperException) -> ConfigError:
-    """A command line that is no command."""
+def _of_usage(error: typer.TyperException) -> ConfigError | None:
+    """A command line that is no command; None: there was nothing, and help has been shown."""
     context = getattr(error, "ctx", None)
     path = "expertly" if context is None else context.command_path
     wrong = error.format_message()
+    if not wrong:
+        return None
     moved = next((name for name in (*LAB, "trace", "learned") if f"No such command {name!r}" in wrong), None)
     if path == "expertly" and moved is not None:
         return ConfigError(f"{moved}: is `expertly lab {moved}`")

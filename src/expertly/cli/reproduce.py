@@ -181,8 +181,8 @@ def _command(args: ReproduceOptions, out: Path) -> str:
     """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
     parts = ["expertly", "lab", "reproduce", str(args.paper)]
     if args.trace is not None:
-        for path in args.trace:
-            parts += ["--trace", path.resolve().name]
+        for trace in args.trace:
+            parts += ["--trace", trace.resolve().name]
     for flag, path in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
         parts += [flag, path.name] if path is not None else []
     parts += ["--quick"] * args.quick + (["--seed", str(args.seed)] if args.seed else [])

@@ -74,7 +74,7 @@ def run(args: RunOptions) -> int:
             if prompt is None:
                 _chat(conversation, model, stdout)
             else:
-                _answer_once(conversation, model, prompt, args, stdout)
+                return _answer_once(conversation, model, prompt, args, stdout)
         finally:
             api.unload(model)
     return 0
@@ -94,17 +94,19 @@ def _read_prompt(args: RunOptions) -> str | None:
     return prompt
 
 
-def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> None:
+def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
+    """130 where Ctrl-C stopped it."""
     answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
-        return
+        return 130 if answer.was_stopped else 0
     _write(out, f"\n\n{answer.line()}\n[{_budget(measures)}]\n")
     if args.stats:
         from expertly.cli.stats_report import report
 
         _write(out, f"\n{report(measures)}\n")
+    return 130 if answer.was_stopped else 0
 
 
 def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
