@@ -1,4 +1,6 @@
-"""`expertly compare` with a model: engine and simulator side by side, and a report that says what the results say."""
+"""`expertly lab compare` with a model: engine and simulator side by side, and a report that says what the results
+say.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Done:
     out, printed = tmp_path_factory.mktemp("compare") / "out", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.delenv("COLUMNS", raising=False)  # sentences stay whole
-        patch.setattr(sys, "argv", ["expertly", "compare", *ARGUMENTS])
+        patch.setattr(sys, "argv", ["expertly", "lab", "compare", *ARGUMENTS])
         assert main(["lab", "compare", *ARGUMENTS, "--out", str(out)]) == 0
     results = json.loads((out / "results.json").read_text())
     return Done(out, printed.getvalue(), results, read((out / "report.html").read_text()))

@@ -1,4 +1,4 @@
-"""What `expertly compare` has measured is there whatever happens next, and what happened is said plainly."""
+"""What `expertly lab compare` has measured is there whatever happens next, and what happened is said plainly."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_comparison_that_is_killed_leaves_its_finished_rounds(model: Path, tmp
     out = tmp_path / "out"
     arguments = ["--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "expertly", "compare", str(model), *arguments, "--out", str(out)],
+        [sys.executable, "-m", "expertly", "lab", "compare", str(model), *arguments, "--out", str(out)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

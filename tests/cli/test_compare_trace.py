@@ -1,4 +1,4 @@
-"""`expertly compare` with a trace: the simulator alone, and what is refused."""
+"""`expertly lab compare` with a trace: the simulator alone, and what is refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,6 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
         (["--requests", "0"], "--requests: '0': must be a whole number from 1"),
         (["--hardware", "abacus"], "hardware='abacus': no such profile"),
         (["--codec", "zip"], "codec='zip': unknown"),
-        (["--compressed", "2"], "compressed='2': experts do not stay compressed"),
         (["--split", "9"], "'9': must be two whole numbers"),
         (["--predictor", "nowhere"], "predictor='nowhere': no system of"),
         (["--system", "promoe", "--predictor", "nowhere"], "nowhere"),

@@ -64,7 +64,7 @@ def test_a_trace_is_recorded_over_devices(model: Path, tmp_path: Path, capsys: p
             "--out",
             str(tmp_path / name),
         )
-        result = run(capsys, "trace", "record", str(model), *arguments, *where)
+        result = run(capsys, "lab", "trace", "record", str(model), *arguments, *where)
         found.append((result["iterations"], result["rows"]))
         shards = sorted((tmp_path / name).glob("*.safetensors"))
         found[-1] += (b"".join(shard.read_bytes() for shard in shards),)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`--plan`: what `simulate`, `generate` and `trace record` do with what `expertly configure` saved."""
+"""`--plan`: what `simulate`, `generate` and `trace record` do with what `expertly lab configure` saved."""
 
 from __future__ import annotations
 
@@ -115,16 +115,19 @@ def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: p
             "4",
         ): "says theta, as a plan does of every layer",
     }.items():
-        assert error in error_of(capsys, "simulate", trace, "--plan", plan, *arguments), arguments
+        assert error in error_of(capsys, "lab", "simulate", trace, "--plan", plan, *arguments), arguments
     missing = tmp_path / "missing.json"
-    assert error_of(capsys, "simulate", trace, "--system", "moepic", "--plan", missing) == f"{missing}: no such file"
+    assert (
+        error_of(capsys, "lab", "simulate", trace, "--system", "moepic", "--plan", missing)
+        == f"{missing}: no such file"
+    )
 
 
 def test_a_plan_is_of_sizes(tmp_path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     layers = [TraceLayer(8, 2)] * 3
     bare = make_trace(tmp_path / "bare", random_passes(0, layers, 5), layers, is_full=True).folder
-    assert "give a geometry, too" in error_of(capsys, "simulate", bare, "--system", "moepic", "--plan", plan)
+    assert "give a geometry, too" in error_of(capsys, "lab", "simulate", bare, "--system", "moepic", "--plan", plan)
 
 
 def test_generate_begins_with_the_plan_and_changes_no_token(

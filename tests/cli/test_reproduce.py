@@ -1,4 +1,4 @@
-"""`expertly reproduce`: what it prints and writes, and what it refuses."""
+"""`expertly lab reproduce`: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", "--trace", *traces, "--out", out)
     page, kept = (out / "results.md").read_text("utf-8"), json.loads((out / "results.json").read_text("utf-8"))
     assert kept == first
-    assert "expertly reproduce fmoe:16,moe-infinity:2 --trace bare full --quick" in page
+    assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare full --quick" in page
     assert str(tmp_path) not in page and traces[0] not in page
     assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
     for one in first["results"]:
@@ -89,7 +89,7 @@ def test_a_file_that_is_no_result_is_refused(
 ) -> None:
     (tmp_path / "no.json").write_text("{}", "utf-8")
     assert main(["lab", "reproduce", "fmoe:16", "--trace", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
-    assert "not what `expertly reproduce --out DIR` writes" in capsys.readouterr().err
+    assert "not what `expertly lab reproduce --out DIR` writes" in capsys.readouterr().err
 
 
 def test_results_with_another_file_of_the_same_name_are_not_used_again(

@@ -1,4 +1,4 @@
-"""`expertly simulate --codec` as a user sees it."""
+"""`expertly lab simulate --codec` as a user sees it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
     ("arguments", "message"),
     [
         (["--codec", "zip"], "codec='zip': unknown; accepted: none, planes"),
-        (["--codec", "planes", "--compressed", "30%"], "compressed='30%': experts do not stay compressed in memory"),
         (["--codec", "planes"], "codec='planes': on hardware 'rtx3090' all experts lie decoded in host memory"),
     ],
 )

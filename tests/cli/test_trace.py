@@ -1,4 +1,4 @@
-"""`expertly trace info`, `import` and `synth`: what they print, and what they refuse."""
+"""`expertly lab trace info`, `import` and `synth`: what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expertly.cli.trace import TRACE_COMMANDS
 
 from expertly.cli.main import main
 from expertly.trace.reader import Trace
@@ -40,17 +39,15 @@ def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 def test_help_lists_the_subcommands(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["lab", "trace", "--help"])
-    assert stop.value.code == 0
+    assert main(["lab", "trace", "--help"]) == 0
     out = capsys.readouterr().out
-    for name in TRACE_COMMANDS:
-        assert any(line.split()[:1] == [name] and len(line.split()) > 2 for line in out.splitlines())
+    for name in ("record", "info", "import", "synth", "replay"):
+        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["lab", "trace"], ["lab", "trace", "nonsense"], ["lab", "trace", "info"], ["lab", "trace", "import", "a"]],
+    [["lab", "trace", "nonsense"], ["lab", "trace", "info"], ["lab", "trace", "import", "a"]],
 )
 def test_bad_arguments_are_errors(arguments, capsys):
     error_of(capsys, arguments)
@@ -171,6 +168,7 @@ def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
     # 60 tokens over a loop of 4 groups of 2: 56 after the first round, of which (c - 1) in 3 hit; 2 layers
     assert facts["optimal_hits"] == {"2": 0, "4": 2 * 2 * (18 + 1), "6": 2 * 2 * (36 + 2), "8": 2 * 2 * 56}
     stationary = [
+        "lab",
         "lab",
         "trace",
         "synth",

@@ -1,4 +1,4 @@
-"""`expertly trace synth --lookahead`: what systems do that look ahead by it, and the label of that."""
+"""`expertly lab trace synth --lookahead`: what systems do that look ahead by it, and the label of that."""
 
 from __future__ import annotations
 

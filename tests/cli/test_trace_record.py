@@ -1,4 +1,4 @@
-"""`expertly trace record` from prompts in a file to a trace, on a tiny random model."""
+"""`expertly lab trace record` from prompts in a file to a trace, on a tiny random model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expertly trace replay`: what it prints and how it ends."""
+"""`expertly lab trace replay`: what it prints and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expertly train-predictor`: what it makes, what it says, what it refuses."""
+"""`expertly lab train`: what it makes, what it says, what it refuses."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(
 def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planted_trace(tmp_path / "trace", 3, 12, fields=("probs",))
     error = error_of(capsys, tmp_path / "trace", "--out", tmp_path / "weights")
-    assert "field 'router_inputs'" in error and "`expertly trace record --full` records it" in error
+    assert "field 'router_inputs'" in error and "`expertly lab trace record --full` records it" in error
     assert not (tmp_path / "weights").exists()
 
 
@@ -165,7 +165,7 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
     learned = "lru:prediction=learned:distance=1"
     assert main([*common, f"{learned},lru", "--split", "7:3"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
-    assert "--predictor FILE, which `expertly train-predictor` makes" in rows[0]["skipped"]
+    assert "--predictor FILE, which `expertly lab train` makes" in rows[0]["skipped"]
     assert rows[1]["skipped"] is None
 
     assert main([*common, learned, "--split", "7:3", "--predictor", str(trained)]) == 0
@@ -200,6 +200,7 @@ def test_weights_of_another_model_are_refused_by_simulate(
 
 def test_simulate_reads_a_predictor_without_torch(trace: Path, trained: Path) -> None:
     arguments = [
+        "lab",
         "lab",
         "simulate",
         str(trace),

@@ -61,7 +61,7 @@ def make_trace(path: Path) -> None:
         manifest = json.loads((trace / "manifest.json").read_text())
         manifest["fields"]["lookahead"]["shape"][1] = MAX_DISTANCE
         manifest["shards"][0]["nbytes"] = shard.stat().st_size
-        manifest |= {"created": "", "command": "expertly trace record --full"}
+        manifest |= {"created": "", "command": "expertly lab trace record --full"}
         (trace / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         with tarfile.open(path, "w:xz", preset=9) as archive:
             archive.add(trace, "demo-trace", filter=_nobodys)

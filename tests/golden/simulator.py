@@ -1,4 +1,4 @@
-"""What `expertly simulate` counts, of every preset, memory and P, on two traces.
+"""What `expertly lab simulate` counts, of every preset, memory and P, on two traces.
 
 The demo trace is in this folder: a short `--full` recording of the demo model, so every preset runs on it. Half of its
 requests are learned from, half are simulated, on a made-up machine whose link is slow enough for these small experts

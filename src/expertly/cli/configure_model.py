@@ -1,4 +1,6 @@
-"""A model for `expertly configure`: it answers a few prompts, recorded, and its times are measured where it runs."""
+"""A model for `expertly lab configure`: it answers a few prompts, recorded, and its times are measured where it
+runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of `expertly configure --plot`: of each layer the budget, the split and the expected exposed time."""
+"""The picture of `expertly lab configure --plot`: of each layer the budget, the split and the expected exposed time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `expertly configure` says: a row a layer, what is expected of it, and how to use it."""
+"""What `expertly lab configure` says: a row a layer, what is expected of it, and how to use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `expertly configure` goes by: which experts are needed and predicted, what times things take, and budgets."""
+"""What `expertly lab configure` goes by: which experts are needed and predicted, what times things take, and
+budgets.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
     if trace.is_modelled("lookahead"):
         notes.append(f"lookahead: {trace.manifest.fields['lookahead'].note}")
     elif not trace.is_real("lookahead"):
-        reason = "the trace has no lookahead (`expertly trace record --full` records it)"
+        reason = "the trace has no lookahead (`expertly lab trace record --full` records it)"
         notes.append(f"{reason}: nothing counts as predicted, so that keeping is worth all and splitting little")
     return ConfiguratorInput(trace.manifest.model, geometry, rates, timing, times, budgets, notes)
 

@@ -1,4 +1,4 @@
-"""`expertly doctor --hardware-out`: this machine as a hardware file for `expertly simulate`."""
+"""`expertly doctor --hardware-out`: this machine as a hardware file for `expertly lab simulate`."""
 
 from __future__ import annotations
 

@@ -32,9 +32,14 @@ class PackOptions:
 
 
 def run(args: PackOptions) -> int:
-    chosen = next((name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)), None)
+    chosen, *others = [
+        *(name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)),
+        None,
+    ]
     if chosen is None:
         return _pack(args)
+    if others != [None]:
+        raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
     for name in ("model", "out", "dtype", "codec"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")

@@ -68,7 +68,7 @@ def run(args: ReproduceOptions) -> int:
         _list(list(EXPERIMENTS.values()), args.json)
         return 0
     if args.paper is None:
-        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly reproduce --list` names them")
+        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = select(args.paper)
     _check_out(args.out)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
@@ -134,7 +134,7 @@ def _earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
     except OSError as error:
         raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"reuse={str(path)!r}: not what `expertly reproduce --out DIR` writes") from None
+        raise ConfigError(f"reuse={str(path)!r}: not what `expertly lab reproduce --out DIR` writes") from None
     for key, value in settings.items():
         if found[key] != value:
             raise ConfigError(f"reuse={str(path)!r}: {key} was {found[key]!r:.120}, now it is {value!r:.120}")

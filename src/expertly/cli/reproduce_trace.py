@@ -1,4 +1,6 @@
-"""The trace that `expertly reproduce` runs on where none is given: the demo model's answers to prompts made up here."""
+"""The trace that `expertly lab reproduce` runs on where none is given: the demo model's answers to prompts made up
+here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SECOND = ("the sea", "a garden", "the mountains", "music")
 
 
 def demo_trace(quick: bool) -> Path:
-    """Recorded at the first call, in full; kept in the cache folder. Raises what `expertly trace record` does."""
+    """Recorded at the first call, in full; kept in the cache folder. Raises what `expertly lab trace record` does."""
     folder = cache_folder() / "reproduce" / f"demo-{PROMPTS[quick]}"
     if (folder / "manifest.json").is_file():
         return folder

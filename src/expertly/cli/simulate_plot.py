@@ -1,4 +1,4 @@
-"""The picture of `expertly simulate --plot`: what each budget gives, and how far that is from the best possible."""
+"""The picture of `expertly lab simulate --plot`: what each budget gives, and how far that is from the best possible."""
 
 from __future__ import annotations
 

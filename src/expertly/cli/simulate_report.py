@@ -1,4 +1,4 @@
-"""What `expertly simulate` says: what was simulated and assumed, and a table of the results."""
+"""What `expertly lab simulate` says: what was simulated and assumed, and a table of the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of `expertly trace info`."""
+"""The plot of `expertly lab trace info`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ DEFAULT_EPOCHS = 40
 @dataclass(frozen=True, kw_only=True)
 class TrainPredictorOptions:
     trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
-    out: Path = option(REQUIRED, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
+    out: Path | None = option(None, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
     model: str | None = option(
         None,
         "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"
@@ -60,15 +60,15 @@ def run(args: TrainPredictorOptions) -> int:
     from expertly.trace.reader import Trace
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
-    _check_out(args.out, args.model)
+    out = _checked_out(args.out, args.model)
     trace = Trace.open(args.trace)
     identity = identity_of(args.model, trace)
     start = time.perf_counter()
     with progress_bar(unit="step") as progress:
         found = study(trace, args.split, options, progress)
     seconds = time.perf_counter() - start
-    save_learned(args.out, found.trained.weights, identity, _about(args, trace, options, found))
-    result = _result(args, read_learned(args.out, LearnedWeights, identity=identity), found, seconds)
+    save_learned(out, found.trained.weights, identity, _about(args, trace, options, found))
+    result = _result(args, read_learned(out, LearnedWeights, identity=identity), found, seconds)
     if args.json:
         print_json(result)
     else:
@@ -78,7 +78,7 @@ def run(args: TrainPredictorOptions) -> int:
     return 0
 
 
-def _check_out(out: Path | None, model: str | None) -> None:
+def _checked_out(out: Path | None, model: str | None) -> Path:
     """Now, not when all is trained."""
     if out is None:
         where = _auto_file(model)
@@ -87,6 +87,7 @@ def _check_out(out: Path | None, model: str | None) -> None:
         raise ConfigError(f"out={str(out)!r}: must be a file, in a folder that exists")
     if not os.access(out.absolute().parent, os.W_OK):
         raise ConfigError(f"out={str(out)!r}: its folder is not writable; accepted: another file")
+    return out
 
 
 def _auto_file(model: str | None) -> str:

@@ -85,7 +85,7 @@ def test_other_commands_say_what_they_take(file: Path, tmp_path: Path, capsys: p
     maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), file.read_bytes()
     save_learned(maps, make_store(), IDENTITY)
     accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
-    for arguments in (("trim", str(file), "--capacity", "5"), ("export", str(file), out), ("merge", out, str(file))):
+    for arguments in (("export", str(file), out), ("merge", out, str(file))):
         assert main(["lab", "learned", *arguments]) == 2
         assert accepted in capsys.readouterr().err
     assert main(["lab", "learned", "merge", out, str(maps), str(file)]) == 2
