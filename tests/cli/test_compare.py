@@ -197,7 +197,7 @@ def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, t
         ("engine", "promoe"),
         ("simulator", "promoe"),
     }
-    assert all("train-predictor" in one["cause"] for one in results["failures"])
+    assert all("lab train" in one["cause"] for one in results["failures"])
     assert [row["system"] for row in results["rows"]] == ["lru", *BOUNDS]
     page = read((out / "report.html").read_text())
     assert "Did not come through" in page.headings and "promoe (engine, 50%): " in page.text

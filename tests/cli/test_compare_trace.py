@@ -127,7 +127,7 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
         (["--memory", "1%"], "memory='1%': below the ring"),
         (["--rounds", "2"], "rounds=2: of no use with a trace"),
         (["--prompts", "x.jsonl"], "prompts='x.jsonl': of no use with a trace"),
-        (["--requests", "0"], "--requests: '0': must be a whole number from 1"),
+        (["--requests", "0"], "'--requests': '0': must be a whole number from 1"),
         (["--hardware", "abacus"], "hardware='abacus': no such profile"),
         (["--codec", "zip"], "codec='zip': unknown"),
         (["--split", "9"], "'9': must be two whole numbers"),

@@ -195,9 +195,7 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: pytest
     assert min(*found["timing"]["attention_s"], *found["timing"]["moe_s"], *found["timing"]["load_s"]) > 0
     assert read_plan(plan).geometry.segments_per_expert == 4
     command = found["results"][0]["command"]
-    assert command.startswith(
-        f"expertly generate {model} --prompt 'Once upon a time' --system moepic --memory 60% --plan "
-    )
+    assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
 
 
 def test_a_model_by_the_times_of_a_profile(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

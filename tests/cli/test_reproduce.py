@@ -41,7 +41,7 @@ def test_the_list_names_every_experiment_and_what_it_needs(capsys: pytest.Captur
 def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(
     capsys: pytest.CaptureFixture[str], traces: list[str]
 ) -> None:
-    assert main(["lab", "reproduce", "moe-infinity:2", "--quick", "--trace", *traces]) == 0
+    assert main(["lab", "reproduce", "moe-infinity:2", "--quick", *traces]) == 0
     out = capsys.readouterr().out
     assert EXPERIMENTS["moe-infinity:2"].shows in out
     assert re.search(r"^\[(holds|does not hold)\] .*: .*%", out, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", "--trace", *traces, "--out", out)
+    first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", *traces, "--out", out)
     page, kept = (out / "results.md").read_text("utf-8"), json.loads((out / "results.json").read_text("utf-8"))
     assert kept == first
     assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare full --quick" in page
@@ -60,7 +60,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
     for one in first["results"]:
         assert f"| `{one['name']}` |" in page and one["verdict"] in page
-    again = ["fmoe:16", "--quick", "--trace", *traces, "--reuse", out / "results.json"]
+    again = ["fmoe:16", "--quick", *traces, "--reuse", out / "results.json"]
     (reused,) = reproduce(capsys, *again)["results"]
     assert reused["seconds"] == first["results"][0]["seconds"]
     assert main(["lab", "reproduce", *map(str, again), "--seed", "1"]) == 2
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_result_is_refused(
     capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "no.json").write_text("{}", "utf-8")
-    assert main(["lab", "reproduce", "fmoe:16", "--trace", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
+    assert main(["lab", "reproduce", "fmoe:16", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
     assert "not what `expertly lab reproduce --out DIR` writes" in capsys.readouterr().err
 
 
@@ -99,7 +99,7 @@ def test_results_with_another_file_of_the_same_name_are_not_used_again(
     for folder, tokens in (("a", 6), ("b", 7)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "arrivals.csv").write_text(rows.format(tokens), "utf-8")
-    given = ("fmoe:16", "--quick", "--trace", *traces, "--arrivals")
+    given = ("fmoe:16", "--quick", *traces, "--arrivals")
     reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", "--out", tmp_path / "out")
     known = ["--reuse", str(tmp_path / "out" / "results.json")]
     reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", *known)

@@ -157,7 +157,7 @@ def test_synth_writes_what_was_asked_for(tmp_path, capsys):
     assert (facts["rows"], facts["iterations"], facts["requests"]) == (60, 48, 3)
     assert (facts["workload"], facts["optimal_hits"]) == ("zipf", None)
     assert not any(field["real"] for field in facts["fields"].values())
-    arguments[2] = str(tmp_path / "b")
+    arguments[3] = str(tmp_path / "b")
     assert main([*arguments, "--zipf", "1.5", "--markov", "0.5", "--phases", "2", "--seed", "7"]) == 0
     one, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
     np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
@@ -168,7 +168,6 @@ def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
     # 60 tokens over a loop of 4 groups of 2: 56 after the first round, of which (c - 1) in 3 hit; 2 layers
     assert facts["optimal_hits"] == {"2": 0, "4": 2 * 2 * (18 + 1), "6": 2 * 2 * (36 + 2), "8": 2 * 2 * 56}
     stationary = [
-        "lab",
         "lab",
         "trace",
         "synth",

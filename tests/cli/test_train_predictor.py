@@ -201,7 +201,6 @@ def test_weights_of_another_model_are_refused_by_simulate(
 def test_simulate_reads_a_predictor_without_torch(trace: Path, trained: Path) -> None:
     arguments = [
         "lab",
-        "lab",
         "simulate",
         str(trace),
         "--system",

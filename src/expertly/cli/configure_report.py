@@ -102,9 +102,8 @@ def _seconds(value: Any) -> Any:
 def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
     """What to type to run with the plan."""
     of_trace = is_trace(args.source)
-    words = ["expertly", "simulate" if of_trace else "generate"]
-    words += [args.source] if args.source is not None else []
-    words += [] if of_trace else ["--prompt", "Once upon a time"]
+    words = ["expertly", "lab", "simulate"] if of_trace else ["expertly", "run"]
+    words += [args.source or "demo"] if of_trace else [args.source or "demo", "Once upon a time"]
     words += ["--system", SYSTEM, "--memory", memory, "--plan", "FILE" if args.out is None else str(args.out)]
     if seen.geometry.segments_per_expert != segments_of(seen.geometry.layers, None):
         words += ["--segments", str(seen.geometry.segments_per_expert)]
