@@ -20,7 +20,9 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "results.md"
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("traces")
-    return [str(imported_trace(folder / "bare").folder), str(full_trace(folder / "full").folder)]
+    """As they are typed."""
+    made = (imported_trace(folder / "bare"), full_trace(folder / "full"))
+    return [word for trace in made for word in ("--trace", str(trace.folder))]
 
 
 def reproduce(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import expertly
 from expertly import api
 from expertly.api import handle
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError, EngineClosedError, TransferError
+from expertly.core.errors import ConfigError, EngineClosedError, NanError, TransferError
 from expertly.engine import cpu, transfer
 from expertly.engine import group as groups
 from expertly.engine.group import Workers
@@ -35,7 +36,7 @@ from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.engine.predictors import Everything, Failing
-from tests.families import generate, make_checkpoint
+from tests.families import generate, make_checkpoint, make_prompts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -385,6 +386,37 @@ def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             generate(model, case.prompts)
         assert_works(model, case)
+
+
+# -- NaN -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        ("model.embed_tokens.weight", "the dense part before the experts of MoE layer 0"),
+        ("model.layers.1.self_attn.o_proj.weight", "the dense part before the experts of MoE layer 1"),
+        ("model.layers.2.mlp.experts.down_proj", "the experts of MoE layer 2"),
+        ("model.norm.weight", "the dense part behind the last MoE layer"),
+        ("lm_head.weight", "the model's head"),
+    ],
+)
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_nan_is_told_with_the_layer_that_gave_it_first(
+    tensor: str, told: str, num_prompts: int, cases: Cases, tmp_path: Path
+) -> None:
+    """Of one prompt, and of several of different lengths, whose padding is NaN's own business."""
+    folder = Path(shutil.copytree(cases["qwen3_moe"].folder, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    names = [tensor] if tensor in weights else [name for name in weights if name.startswith("model.layers.2.mlp.exp")]
+    for name in names:
+        weights[name].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with loaded(pack(folder, tmp_path / "store").folder, memory="50%", device="cpu") as model:
+        for _ in range(2):  # a request that failed leaves the next as it was
+            with pytest.raises(NanError, match=f"{told} gave NaN: the checkpoint's weights"):
+                generate(model, make_prompts(num_prompts, length=14))
+        check_nothing_moves(model)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

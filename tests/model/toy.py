@@ -83,6 +83,9 @@ class ToyRuntime:
         assert not self.iterations or self.iterations[-1].ok is not None
         self.iterations.append(Iteration(info))
 
+    def check_output(self, hidden_states: torch.Tensor) -> None:
+        assert hidden_states.dim() == 3
+
     def end_iteration(self, ok: bool) -> None:
         assert self.iterations[-1].ok is None
         self.iterations[-1].ok = ok

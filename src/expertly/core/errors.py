@@ -37,6 +37,13 @@ class TransferError(ExpertlyError):
     """Moving expert bytes failed (a read error, a failed copy). The batch it served has failed."""
 
 
+class NanError(ExpertlyError):
+    """A forward pass gave NaN: weights hold it, or numbers grew beyond the dtype. Says which layer was the first."""
+
+
+NAN_REASONS = "the checkpoint's weights hold NaN, or numbers grow beyond what its dtype holds (try dtype=float32)"
+
+
 class EngineClosedError(ExpertlyError):
     """The model was unloaded, or broken beyond repair; load it again."""
 

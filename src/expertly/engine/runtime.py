@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError, TransferError
+from expertly.core.errors import NAN_REASONS, EngineClosedError, ExpertlyError, ModelUseError, NanError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _COMBINE_NBYTES = 16 << 20
 """The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
+
+_KEPT_NBYTES = 64 << 10
+"""Of hidden states of one layer, until the next pass."""
 
 LEAST_DECODED = 0.25
 """Share of the experts that does not stay in memory: with less, decoding takes too little to leave it anything."""
@@ -78,6 +82,7 @@ class Engine:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self._info: IterationInfo | None = None
+        self._trail = _Trail()
         self._is_closed = False
         self._is_stopped = False
         self._is_broken = False
@@ -122,10 +127,22 @@ class Engine:
                 self._abandon(error)
                 raise
         self._info = info
+        self._trail.clear()
         if self.observer is not None:
             self.observer.begin_iteration(info)
         if self.threads is not None:
             self.threads.begin(len(info.is_prefill))
+
+    def check_output(self, hidden_states: torch.Tensor) -> None:
+        """Raises NanError naming the layer that gave the first NaN, where a row that is no padding has one."""
+        if not math.isnan(hidden_states.sum()):
+            return
+        is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
+        is_pad = None if self._info is None else self._info.is_pad
+        if is_pad is not None:
+            is_nan &= ~torch.tensor(is_pad)
+        if bool(is_nan.any()):
+            raise NanError(f"{self._trail.first_nan(is_nan)}: {NAN_REASONS}")
 
     def end_iteration(self, ok: bool) -> None:
         if self.threads is not None:
@@ -183,6 +200,7 @@ class Engine:
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
             result = _combine(outputs, top_k_weights, hidden_states)
+            self._trail.add(layer, hidden_states, result)
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
         return result
@@ -240,6 +258,37 @@ class Engine:
         if self._must_abandon:
             self._abandon(KeyboardInterrupt())
             self._check_open()
+
+
+class _Trail:
+    """What each MoE layer of a pass was given and gave, to find where NaN began once a pass has ended in it."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def clear(self) -> None:
+        self._layers.clear()
+
+    def add(self, layer: int, hidden: torch.Tensor, result: torch.Tensor) -> None:
+        """[T, H] each: kept as they are where that is little, else a sum a row."""
+        if hidden.nbytes > _KEPT_NBYTES:
+            hidden, result = hidden.sum(dim=-1, keepdim=True), result.sum(dim=-1, keepdim=True)
+        self._layers.append((layer, hidden, result))
+
+    def first_nan(self, rows: torch.Tensor) -> str:
+        """What gave the first NaN of these rows [T], for people."""
+        for layer, hidden, result in self._layers:
+            if _has_nan(hidden, rows):
+                return f"the dense part before the experts of MoE layer {layer} gave NaN"
+            if _has_nan(result, rows):
+                return f"the experts of MoE layer {layer} gave NaN"
+        return "the dense part behind the last MoE layer gave NaN"
+
+
+def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Of a layer that saw other rows than the pass has, any of them."""
+    is_nan = values.isnan().any(dim=-1).cpu()
+    return bool((is_nan & rows if len(is_nan) == len(rows) else is_nan).any())
 
 
 def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:

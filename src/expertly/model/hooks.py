@@ -43,6 +43,9 @@ class Runtime(Protocol):
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins. What it raises is raised by the forward pass."""
 
+    def check_output(self, hidden_states: torch.Tensor) -> None:
+        """What the stack gave, [B, S, H]; the pass fails with what this raises. Called before `end_iteration`."""
+
     def end_iteration(self, ok: bool) -> None:
         """It ended; `ok` is False when it raised. Called once for each `begin_iteration` that returned."""
 
@@ -213,6 +216,7 @@ def _announcing(original: Any, role: Role) -> Any:
             passes.is_running, is_ok = True, False
             try:
                 result = original.forward(self, *args, **kwargs)
+                passes.runtime.check_output(result[0])
                 is_ok = True
                 return result
             finally:

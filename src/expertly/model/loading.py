@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import CheckpointError, ModelUseError, StoreError
+from expertly.core.errors import NAN_REASONS, CheckpointError, ModelUseError, NanError, StoreError
 from expertly.model import hooks
 from expertly.model.batching import bounded_config, refuse_compiled
 from expertly.model.structure import find_experts, model_class_of, read_config
@@ -155,6 +156,19 @@ class GuardedModel:
     """Mixed in before the model's own class."""
 
     _expertly_is_sealed = False  # while it is loaded it may be moved and cast
+
+    # -- what it computes ------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NanError where the head makes NaN of what is none: what comes before it is the runtime's."""
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        logits = getattr(output, "logits", None)
+        # A NaN in the head is one in every row; a single row may be padding.
+        if not isinstance(logits, torch.Tensor) or not math.isnan(logits[..., -1, :].sum()):
+            return output
+        if bool(logits.isnan().any(dim=-1).all()):
+            raise NanError(f"the model's head gave NaN: {NAN_REASONS}")
+        return output
 
     # -- a model without experts must not be written ---------------------------------------------------------
 

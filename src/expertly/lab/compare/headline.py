@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from expertly.lab.compare.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 HARDLY = 0.99
 """Of the baseline's time: what is not below it is no lead."""
