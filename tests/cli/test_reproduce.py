@@ -57,8 +57,8 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", *traces, "--out", out)
     page, kept = (out / "results.md").read_text("utf-8"), json.loads((out / "results.json").read_text("utf-8"))
     assert kept == first
-    assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare full --quick" in page
-    assert str(tmp_path) not in page and traces[0] not in page
+    assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare --trace full --quick" in page
+    assert str(tmp_path) not in page and traces[1] not in page
     assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
     for one in first["results"]:
         assert f"| `{one['name']}` |" in page and one["verdict"] in page
