@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 
 import expertly
@@ -21,9 +20,7 @@ from expertly.cli.output import format_nbytes, format_share
 from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
-
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a chat template may raise over messages that it was not written for."""
+from expertly.lab.prompts import chat_tokens, has_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class Chat:
 
     def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
         self.messages: list[dict[str, str]] = []
-        self.is_raw = is_raw or not getattr(tokenizer, "chat_template", None)
+        self.is_raw = is_raw or not has_template(tokenizer)
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -113,11 +110,7 @@ class Chat:
         if self.is_raw:
             tokens: list[int] = self._tokenizer("".join(one["content"] for one in self.messages))["input_ids"]
         else:
-            try:
-                text = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-            except TEMPLATE_ERRORS as error:
-                raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
-            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens = chat_tokens(self._tokenizer, self.messages)
         if not tokens:
             raise ConfigError("prompt: gives no token; write at least one word")
         return tokens

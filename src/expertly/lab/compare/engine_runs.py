@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertly.lab.compare.playing import PlayedRequest
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.compare.worker import Worker, WorkerError
+from expertly.lab.playing import RecordedRequest
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection
 
@@ -32,7 +32,7 @@ class RunFailure:
 
 @dataclass(slots=True)
 class ComparedRuns:
-    """What was measured so far: `played[memory, system][round][request]`, see playing.play."""
+    """What was measured so far: `played[memory, system][round][request]`, see Player.play."""
 
     played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
     loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class EngineRuns:
         self,
         settings: ComparisonSettings,
         arguments: dict[str, Any],  # of `expertly.load`, without memory and system
-        requests: Sequence[PlayedRequest],
+        requests: Sequence[RecordedRequest],
         lesson: tuple[str, Selection] | None,  # the trace whose training part predictors learn from
         between: Callable[[], None],  # called when nothing runs, about once a round
         progress: Progress | None = None,
@@ -132,7 +132,7 @@ class EngineRuns:
         self.runs.played.setdefault((memory, name), []).append([])
         return not self.runs.has_failed(memory, name)
 
-    def _play(self, memory: str, name: str, request: PlayedRequest) -> None:
+    def _play(self, memory: str, name: str, request: RecordedRequest) -> None:
         played = self._asked(memory, name, "play", request)
         if played is not None:
             self.runs.played[memory, name][-1].append(played)

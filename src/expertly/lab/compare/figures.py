@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from expertly.lab.compare.engine_runs import ComparedRuns
-from expertly.lab.compare.playing import rates_of
 from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
+from expertly.scheduler.counters import PhaseCounters
 from expertly.sim.metrics import percentile
 
 TIMES = ("ttft_s", "tpot_s", "latency_s")
@@ -98,7 +98,10 @@ def engine_figures(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]
     by_request: dict[int, list[float]] = {}
     for one in played:
         by_request.setdefault(one["request"], []).append(one["latency_s"])
-    rates = rates_of(decode)
+    counters = PhaseCounters()
+    for name, value in decode.items():
+        setattr(counters, name, value)
+    rates = counters.rates()  # the shares of docs/conventions.md
     return {
         **{name: spread(one[name] for one in played) for name in TIMES},
         "latencies_s": sorted(map(median, by_request.values())),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from expertly.lab.compare.playing import PlayedRequest
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.workload import RowRange
@@ -40,16 +39,6 @@ def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule
 def num_prompt_rows(trace: Trace, span: RowRange) -> int:
     """Of a request: the rows of its prompt."""
     return int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
-
-
-def played_requests(trace: Trace, schedule: Schedule) -> list[PlayedRequest]:
-    """What the engine is fed: the tokens of each picked request."""
-    found = []
-    for span in schedule.test:
-        assert span.request is not None
-        ids = trace.rows("token", span.first_row, span.first_row + span.num_rows).tolist()
-        found.append(PlayedRequest(span.request, ids, num_prompt_rows(trace, span)))
-    return found
 
 
 def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:

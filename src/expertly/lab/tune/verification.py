@@ -12,11 +12,10 @@ from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
 from expertly.engine.choice import Gain
-from expertly.lab.playing import Played
+from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.deadline import Deadline
 from expertly.lab.tune.interval import median_interval
-from expertly.lab.tune.workload import RecordedRequest
 
 MIN_TURNS = 5
 """Fewer do not say which of two is faster."""
