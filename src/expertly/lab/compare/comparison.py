@@ -15,15 +15,20 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
-from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together, load_arguments
-from expertly.lab.compare.figures import rows_of
+from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together
+from expertly.lab.compare.figures import headline, rows_of
 from expertly.lab.compare.folder import FORMAT, FORMAT_VERSION
-from expertly.lab.compare.headline import headline
-from expertly.lab.compare.machine import MachineWorker
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.simulated import Ground, Simulated, check_budgets, simulate
-from expertly.lab.compare.worker import Worker
-from expertly.lab.compare.workload import middle_decode_iteration, pick, selection_of
+from expertly.lab.compare.simulated import (
+    Ground,
+    Simulated,
+    check_budgets,
+    middle_decode_iteration,
+    pick,
+    selection_of,
+    simulate,
+)
+from expertly.lab.compare.worker import MachineWorker, Worker, load_arguments
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.worker import Worker, WorkerError
+from expertly.lab.compare.worker import Worker, WorkerError, load_arguments
 from expertly.lab.playing import RecordedRequest
-from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection
 
 MOST_OF_FREE = 0.8
@@ -150,17 +149,6 @@ class EngineRuns:
             self.runs.failures.append(RunFailure("engine", memory, name, str(error)))
             self._workers[name].end()
             return None
-
-
-def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[str, Any]:
-    """Those of `expertly.load` for one system: what is of use to others alone is left out."""
-    system = get_system(name)
-    given = arguments | {"memory": None if system.keeps_everything else memory, "system": name}
-    if not system.takes_weights:
-        given["predictor"] = "auto"
-    if not system.takes_plan:
-        given["plan"] = None
-    return given
 
 
 def can_be_together(each_nbytes: Sequence[int], free_nbytes: int, device: str) -> bool:
