@@ -1,5 +1,5 @@
-"""The figures of each system under each budget, engine and simulator in the same terms, and what comes of them in words:
-which system is best, and how far from the baseline and the best possible.
+"""The figures of each system under each budget, engine and simulator in the same terms, and what comes of them in
+words: which system is best, and how far from the baseline and the best possible.
 """
 
 from __future__ import annotations
