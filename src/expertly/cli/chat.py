@@ -60,6 +60,19 @@ class Turn:
         return f"[{' | '.join(parts)}]"
 
 
+def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -> list[int]:
+    """The whole conversation by the tokenizer's chat template, or as mere text, up to where the model is to go on.
+    Raises ConfigError where the template refuses it, or where that is no token.
+    """
+    if is_raw or not has_template(tokenizer):
+        tokens: list[int] = tokenizer("".join(one["content"] for one in messages))["input_ids"]
+    else:
+        tokens = chat_tokens(tokenizer, messages)
+    if not tokens:
+        raise ConfigError("prompt: gives no token; write at least one word")
+    return tokens
+
+
 class Chat:
     """Messages so far, and the KV cache of the tokens that they came to.
 
@@ -81,7 +94,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self._generate(self._tokens(), write)
+            answer = self._generate(tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw), write)
         except BaseException:
             self.messages.pop()
             raise
@@ -104,16 +117,6 @@ class Chat:
             write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
         except OSError as error:
             raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
-
-    def _tokens(self) -> list[int]:
-        """The whole conversation, up to where the model is to go on."""
-        if self.is_raw:
-            tokens: list[int] = self._tokenizer("".join(one["content"] for one in self.messages))["input_ids"]
-        else:
-            tokens = chat_tokens(self._tokenizer, self.messages)
-        if not tokens:
-            raise ConfigError("prompt: gives no token; write at least one word")
-        return tokens
 
     def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling
