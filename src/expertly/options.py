@@ -113,6 +113,12 @@ class LoadOptions:
         "dense part and the KV cache of `context` tokens",
         metavar="SIZE",
     )
+    total_memory: str | int | None = option(
+        None,
+        "instead of memory: everything, that is the process, the dense part, the KV cache of `context` tokens, and "
+        'experts in what is left ("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
+        metavar="SIZE",
+    )
     system: str = option(
         AUTO_SYSTEM,
         "what decides which experts stay: a preset or one with other parts, name:key=value (`expertly lab systems`); "
@@ -147,8 +153,14 @@ class LoadOptions:
         panel=ADVANCED,
         choices=lambda: (AUTO, "none", "planes"),
     )
-    context: int | None = option(
-        None, 'tokens of KV cache that memory="auto" leaves room for', metavar="N", type=int, least=1, panel=ADVANCED
+    context: int | Callable[[Any], int] | None = option(
+        None,
+        "tokens of prompts and answers that there must be room for; experts get what that leaves, unless memory is "
+        "stated (default: 4096, where experts get what is left). Or a function that tells it, given the tokenizer",
+        metavar="N",
+        type=int,
+        least=1,
+        panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
     maps: str | Path | None = option(
@@ -217,9 +229,18 @@ class LoadOptions:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.matcher not in MATCHERS:
             raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+        if self.total_memory is not None and self.memory not in (None, AUTO):
+            raise ConfigError(
+                f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"
+            )
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
-            if told.least is not None and value is not None and (type(value) is not int or value < told.least):
+            if (
+                told.least is not None
+                and value is not None
+                and not callable(value)
+                and (type(value) is not int or value < told.least)
+            ):
                 raise ConfigError(f"{one.name}={value!r}: must be a whole number from {told.least}")
 
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import names, seed, split, temperature
 from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.lab.compare.settings import ComparisonSettings, check_memories, check_systems
+from expertly.lab.prompts import Prompt, read_prompts
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
-    from expertly.lab.compare.comparison import ComparedPrompt, Comparison
+    from expertly.lab.compare.comparison import Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -120,7 +120,7 @@ def run(args: CompareOptions) -> int:
         return output.end(stdout, args.json, is_interrupted)
 
 
-def _compare_model(comparison: Comparison, prompts: list[ComparedPrompt], args: CompareOptions, progress: Any) -> None:
+def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareOptions, progress: Any) -> None:
     from expertly.lab.compare.comparison import compare_model
     from expertly.lab.compare.folder import TRACE
 
@@ -175,9 +175,7 @@ def _check_files(settings: ComparisonSettings) -> None:
     plan_for(settings.systems, settings.plan)
 
 
-def _prompts(args: CompareOptions) -> list[ComparedPrompt]:
+def _prompts(args: CompareOptions) -> list[Prompt]:
     from expertly.data import demo_prompts
-    from expertly.lab.compare.comparison import ComparedPrompt
 
-    found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    return [ComparedPrompt(one.text, one.category) for one in found]
+    return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)

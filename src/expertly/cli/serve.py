@@ -27,9 +27,6 @@ NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    total_memory: str | None = option(
-        None, 'for dense weights, KV cache and experts together: "6GiB" or "auto"', metavar="SIZE"
-    )
     host: str = option("127.0.0.1", "others need --api-key-file", metavar="ADDRESS")
     port: int = option(8000, "0 is any that is free", metavar="N")
     api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
@@ -128,7 +125,7 @@ def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
         codec=args.codec,
     )
     planned = plan(wishes)
-    model, tokenizer = load_model(args.model, args, memory=planned.memory, context=None)
+    model, tokenizer = load_model(args.model, args, memory=planned.memory, total_memory=None, context=None)
     split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
     message(f"expertly: {split.sentence()}")
     return model, tokenizer, planned.room, split

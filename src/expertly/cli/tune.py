@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import duration, seed
 from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
 from expertly.core.errors import ConfigError
 from expertly.data import demo_prompts
+from expertly.lab.prompts import Prompt, read_prompts
 from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def run(args: TuneOptions) -> int:
     return 0
 
 
-def _prompts(args: TuneOptions) -> list[str]:
+def _prompts(args: TuneOptions) -> list[Prompt]:
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     if args.prompts is None:
         message(f"expertly: no --prompts: tuned for {len(found)} texts that ship, not for yours")
-    return [prompt.text for prompt in found]
+    return found
 
 
 def measured_machine() -> Hardware:
