@@ -1,18 +1,22 @@
-"""`expertly doctor`: measures this machine, says what is missing, and writes its profile."""
+"""`expertly doctor`: measure this machine, or say what to expect of a model on it.
+
+With a MODEL: what it needs, what of it fits here and tokens per second, from its config and the headers of its weights,
+of which nothing is downloaded. Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli import doctor_hardware
-from expertly.cli.output import add_json_flag, format_nbytes, message, print_json, reserved_stdout, table
+from expertly.cli.output import format_nbytes, message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.hardware.profile import DiskProfile, MachineProfile
+from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.hardware.machine import Problem
@@ -20,16 +24,22 @@ if TYPE_CHECKING:
 PROFILE_NAME = "machine.json"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="measure this machine", description=__doc__)
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="measure the disk here (default: the cache folder)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {PROFILE_NAME} in the cache folder")
-    doctor_hardware.add_arguments(parser.add_argument)
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    model: str | None = argument(
+        None, "a folder, a packed store, a hub id or a config.json: what to expect of it here", metavar="MODEL"
+    )
+    dir: Path | None = option(None, "measure the disk here", metavar="DIR", type=Path)
+    out: Path | None = option(None, "default: machine.json in the cache folder", metavar="FILE", type=Path)
+    hardware_out: str | None = option(
+        None, "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`", metavar="FILE.toml"
+    )
+    memory: str | None = option(None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE")
+    segments: int | None = option(None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", type=int, least=1)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written."""
+def run(args: DoctorOptions) -> int:
     from expertly.store.cache import cache_folder
 
     start = time.monotonic()
@@ -41,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly.hardware.machine import Effort, Problem, examine
 
+        if args.model is not None and args.hardware_out is None:
+            from expertly.cli import doctor_model
+
+            return doctor_model.expect(args, folder, out, stdout)
         profile, problems = examine(folder, Effort(), _progress if sys.stderr.isatty() else None)
         try:
             profile.write(out)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
@@ -19,10 +21,13 @@ from expertly.core.units import format_nbytes
 from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, BesideExperts, kv_cache_nbytes, pass_nbytes
 from expertly.engine.process import rss_nbytes
 from expertly.hardware.profile import MachineProfile
+from expertly.hardware.simulated import machine_hardware
 from expertly.lab.synth import write_workload, zipf
 from expertly.model.needs import ModelNeeds
+from expertly.model.structure import dense_shape
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
+from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
@@ -55,6 +60,7 @@ UNEVEN = Routing(0.9, 0.4)
 MACHINE_ERROR = 1.25
 """A machine is measured for half a minute without the model: times are taken to be that much longer or shorter."""
 
+_CALIBRATION_TOKENS = 24
 _REQUEST_TOKENS = 64
 _WARM_REQUESTS = 2
 
@@ -92,6 +98,33 @@ class Forecast:
     speeds: tuple[ExpectedSpeed, ...]
     decided_by: str
     command: str
+
+
+def measured_hardware(profile: MachineProfile) -> Hardware:
+    """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds."""
+    hardware = machine_hardware(profile)
+    model, tokenizer = api.load(system="resident", maps="off", codec="none", device=_device_of(profile))
+    try:
+        inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
+        times_ns = []
+        for num_tokens in (_CALIBRATION_TOKENS, 1, 1 + _CALIBRATION_TOKENS, 1, 1 + _CALIBRATION_TOKENS):
+            start_ns = time.perf_counter_ns()
+            model.generate(**inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
+            times_ns.append(time.perf_counter_ns() - start_ns)
+        store, shape = api.handle(model).store, dense_shape(model)
+    finally:
+        api.unload(model)
+    token_ns = min(times_ns[2] - times_ns[1], times_ns[4] - times_ns[3]) / _CALIBRATION_TOKENS
+    geometry = store.geometry(1)
+    compute = compute_model(replace(hardware, layer_ns=0), geometry, shape)
+    layers = range(geometry.num_layers)
+    spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
+    weights_ns = spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
+    return replace(hardware, layer_ns=max(0, round((token_ns - weights_ns) / geometry.num_layers)))
+
+
+def _device_of(profile: MachineProfile) -> str:
+    return profile.devices[0].device if profile.devices else "cpu"
 
 
 def forecast(
@@ -216,7 +249,7 @@ def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
     if best.waiting[1] < 0.2:
         return (
             f"how fast weights are read from memory ({hardware.memory_nbytes_per_s / 1e9:.1f} GB/s measured), and what "
-            f"a layer takes beside ({hardware.layer_ns / 1e6:.1f} ms, assumed)"
+            f"a layer takes beside ({hardware.layer_ns / 1e6:.1f} ms, by the demo model)"
         )
     return (
         f"how often a token's experts are in memory, which nobody knows before the model runs, and reading the others "
