@@ -93,3 +93,17 @@ def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
     assert main(["doctor"]) == 2
     assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err
+
+
+def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "demo", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["experts_nbytes"] == 37_748_736 and printed["command"] == "expertly run demo"
+    assert all(0 < low < high for low, high in (one["tokens_per_s"] for one in printed["speeds"]))
+    profile = tmp_path / "cache" / "machine.json"
+    measured = profile.read_text()
+    assert main(["doctor", "demo"]) == 0
+    out = capsys.readouterr().out
+    for words in ("32 experts, 4 a token, in 12 layers", "36 MiB in bfloat16", "25.0%", "Next: expertly run demo"):
+        assert words in out, out
+    assert profile.read_text() == measured, "a machine is measured once"

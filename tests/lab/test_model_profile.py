@@ -141,7 +141,7 @@ def test_doctor_writes_this_machine(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.usefixtures("quick")
 def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "here.toml"
-    flags = ["--model", str(cases["mixtral"].store), "--memory", "60%", "--segments", "2"]
+    flags = [str(cases["mixtral"].store), "--memory", "60%", "--segments", "2"]
     assert main(["doctor", "--hardware-out", str(path), *flags]) == 0
     assert f"hardware file written to {path}" in capsys.readouterr().err
     hardware = Hardware.read(str(path))
@@ -157,7 +157,7 @@ def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: P
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
     monkeypatch.setattr("expertly.hardware.measure.store_costs", lambda store: (disk, alone))
     path = tmp_path / "here.toml"
-    assert main(["doctor", "--hardware-out", str(path), "--model", str(case.store), "--memory", "60%"]) == 0
+    assert main(["doctor", "--hardware-out", str(path), str(case.store), "--memory", "60%"]) == 0
     hardware = Hardware.read(str(path))
     assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
     assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
@@ -166,9 +166,9 @@ def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "demo"], "model='demo': needs --hardware-out"),
-        (["--hardware-out", "x.toml", "--memory", "25%"], "memory='25%': only with --model"),
-        (["--segments", "2"], "segments=2: only with --model"),
+        (["demo", "--segments", "2"], "segments=2: only with a MODEL that is measured into --hardware-out"),
+        (["--hardware-out", "x.toml", "--memory", "25%"], "memory='25%': only with a MODEL"),
+        (["--segments", "2"], "segments=2: only with a MODEL"),
     ],
 )
 def test_flags_that_would_do_nothing(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):

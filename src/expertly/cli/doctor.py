@@ -1,7 +1,8 @@
 """`expertly doctor`: measure this machine, or say what to expect of a model on it.
 
-With a MODEL: what it needs, what of it fits here and tokens per second, from its config and the headers of its weights,
-of which nothing is downloaded. Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written.
+With a MODEL: what it needs, what of it fits here and tokens per second, from its config and the headers of its
+weights, of which nothing is downloaded. Exit code 2 where something is missing without which nothing runs, or where the
+profile cannot be written.
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ class DoctorOptions:
     dir: Path | None = option(None, "measure the disk here", metavar="DIR", type=Path)
     out: Path | None = option(None, "default: machine.json in the cache folder", metavar="FILE", type=Path)
     hardware_out: str | None = option(
-        None, "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`", metavar="FILE.toml"
+        None,
+        "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`",
+        metavar="FILE.toml",
     )
-    memory: str | None = option(None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE")
-    segments: int | None = option(None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", type=int, least=1)
+    memory: str | None = option(
+        None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE"
+    )
+    segments: int | None = option(
+        None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", type=int, least=1
+    )
     json: bool = json_flag()
 
 

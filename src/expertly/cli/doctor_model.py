@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,8 @@ def expect(args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     else:
         from rich.console import Console
 
-        Console(file=stdout, highlight=False).print(_report(found, profile))
+        width = max(100, min(120, shutil.get_terminal_size().columns))
+        Console(file=stdout, highlight=False, width=width).print(_report(found, profile))
     return 0 if any(one.fits for one in found.speeds) and needs.refused is None else 2
 
 
@@ -65,14 +67,19 @@ def _report(found: Forecast, profile: MachineProfile) -> object:
         kinds = ", ".join(f"{format_nbytes(size)} {name}" for name, size in stored.dtypes.items())
         own = "" if stored.experts_nbytes is None else f"; experts {format_nbytes(stored.experts_nbytes)}"
         sizes.add_row("checkpoint", f"{format_nbytes(stored.nbytes)} ({kinds}{own})")
-    sizes.add_row("experts", f"{format_nbytes(found.experts_nbytes)} in {needs.dtype}; at least "
-                  f"{format_nbytes(found.least_nbytes)} of them in memory")
+    sizes.add_row(
+        "experts",
+        f"{format_nbytes(found.experts_nbytes)} in {needs.dtype}; at least "
+        f"{format_nbytes(found.least_nbytes)} of them in memory",
+    )
     sizes.add_row("the rest", format_nbytes(found.dense_nbytes))
     caches = ", ".join(f"{format_nbytes(size)} for {tokens} tokens" for tokens, size in found.cache_nbytes.items())
     sizes.add_row("KV cache", f"at most {caches}")
     disk = f"{format_nbytes(found.disk_nbytes)} for the packed store"
     if found.download_nbytes:
-        disk += f", {format_nbytes(found.download_nbytes)} to download ({format_nbytes(found.disk_stream_nbytes)} in all"
+        disk += (
+            f", {format_nbytes(found.download_nbytes)} to download ({format_nbytes(found.disk_stream_nbytes)} in all"
+        )
         disk += " with pack --stream)"
     sizes.add_row("disk", f"{disk}; {format_nbytes(found.disk_free_nbytes)} are free")
     fit = f"{format_share(found.fitting_share)} of the experts beside the rest and 4096 tokens"
@@ -80,10 +87,14 @@ def _report(found: Forecast, profile: MachineProfile) -> object:
     speeds = Table("memory for experts", "", "tokens/s", "experts hit", "waiting", "", box=None, pad_edge=False)
     for one in found.speeds:
         speeds.add_row(*_row(one))
-    parts = [
-        Text(f"{needs.name}: {needs.model_type}, {experts}"), sizes, Text(),
-        Text(f"Expected on {profile.cpu}, {counted(profile.num_cpus, 'CPU')} (computed, not measured):"), speeds,
-        Text(f"What decides: {found.decided_by}."), Text(f"Next: {found.command}"),
+    parts: list[Text | Table] = [
+        Text(f"{needs.name}: {needs.model_type}, {experts}"),
+        sizes,
+        Text(),
+        Text(f"Expected on {profile.cpu}, {counted(profile.num_cpus, 'CPU')} (computed, not measured):"),
+        speeds,
+        Text(f"What decides: {found.decided_by}."),
+        Text(f"Next: {found.command}"),
     ]
     return Group(*parts)
 

@@ -109,8 +109,8 @@ def _prompts(args: TuneOptions) -> list[Prompt]:
 
 def measured_machine() -> Hardware:
     """As `expertly doctor --hardware-out`, in less time."""
-    from expertly.hardware.simulated import machine_hardware
     from expertly.hardware.machine import Effort, examine
+    from expertly.hardware.simulated import machine_hardware
     from expertly.store.cache import cache_folder
 
     effort = Effort(scratch_nbytes=256 << 20, write_s=2.0, reads_s=3.0, each_s=0.2, device_s=1.0)

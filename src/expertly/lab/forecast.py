@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from expertly import api
 from expertly.core.errors import ConfigError
@@ -55,7 +56,7 @@ EVEN = Routing(0.5, 0.2)
 texts 45 to 50 and 72 to 73 were measured.
 """
 UNEVEN = Routing(0.9, 0.4)
-"""A quarter of the experts hits 63 to 67 %; of gpt-oss-20b and DeepSeek-V2-Lite on translations 65 and 62 were measured."""
+"""A quarter hits 63 to 67 %; of gpt-oss-20b and DeepSeek-V2-Lite on translations 65 and 62 were measured."""
 
 MACHINE_ERROR = 1.25
 """A machine is measured for half a minute without the model: times are taken to be that much longer or shorter."""
@@ -189,11 +190,11 @@ def _speeds(
 ) -> list[ExpectedSpeed]:
     """Of the base system, which keeps what was used last: what others gain depends on what a model routes."""
     num_runs = 2 * len(budgets)
-    of_routing = []
+    of_routing: list[list[dict[str, Any]]] = []
     for routing in (EVEN, UNEVEN):
         with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
             study = _study(needs, hardware, routing, Path(folder) / "trace")
-            rows = []
+            rows: list[dict[str, Any]] = []
             for nbytes, share in budgets:
                 if progress is not None:
                     progress(len(of_routing) * len(budgets) + len(rows), num_runs)
@@ -223,7 +224,9 @@ def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path
     """Requests of one routing, of which all but the last fill the cache."""
     shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
     if len(shapes) > 1:
-        raise ConfigError(f"model={needs.name!r}: its layers have {len(shapes)} numbers of experts: no routing for that")
+        raise ConfigError(
+            f"model={needs.name!r}: its layers have {len(shapes)} numbers of experts: no routing for that"
+        )
     num_experts, top_k = shapes.pop()
     num_requests = _WARM_REQUESTS + 1
     workload = zipf(

@@ -128,8 +128,8 @@ class HubModel:
         return not path.is_symlink()
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The checkpoint as it would be in `folder`, where the small files are: shapes of all tensors by range requests,
-        no weights. A file's tensors can be read when `arrived` was told of it. Raises CheckpointError.
+        """The checkpoint as it would be in `folder`, where the small files are: shapes of all tensors, by range
+        requests, and no weights. A file's tensors can be read when `arrived` was told of it. Raises CheckpointError.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars

@@ -1,4 +1,4 @@
-"""What a model would need, from its config and the headers of its weights: nothing of the weights is read or downloaded."""
+"""What a model would need, from its config and the headers of its weights: no weight is read or downloaded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
 
 
 def _of_store(name: str, store: PackedStore) -> ModelNeeds:
-    config, model, sites = _bare_model(store.folder, store.manifest.dtype)
+    config, model, _ = _bare_model(store.folder, store.manifest.dtype)
     stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
     layers = store.manifest.layers
     shape = dense_shape(model)

@@ -1,0 +1,99 @@
+"""What a model would need and how fast it would be, from config and headers; the range holds what was simulated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.data import demo_folder
+from expertly.lab import forecast as module
+from expertly.lab.forecast import Forecast, forecast
+from expertly.model.needs import ModelNeeds, needs_of
+from expertly.model.packing import pack
+from expertly.sim.hardware import Hardware
+from tests.hardware.test_profile import PROFILE
+
+GIB = 1 << 30
+LAPTOP = Hardware.read("laptop-nvme")
+
+
+@pytest.fixture(scope="module")
+def needs() -> ModelNeeds:
+    return needs_of(None)
+
+
+def of(needs: ModelNeeds, free: int = 16 * GIB) -> Forecast:
+    return forecast(needs, replace(PROFILE, devices=()), LAPTOP, free)
+
+
+def test_sizes_are_those_of_the_store_that_packing_makes(needs: ModelNeeds, tmp_path: Path) -> None:
+    store = pack(demo_folder(), tmp_path / "store", codec="none")
+    assert (needs.dense_nbytes, needs.experts_nbytes) == (store.dense_nbytes, store.experts_nbytes)
+    assert needs.stored is not None and needs.stored.dtypes == {"BF16": needs.stored.nbytes}
+    of_store = needs_of(str(tmp_path / "store"))
+    assert (of_store.layers, of_store.dense, of_store.dense_nbytes) == (needs.layers, needs.dense, needs.dense_nbytes)
+    assert of_store.is_packed and of(of_store).disk_nbytes == 0
+
+
+def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
+    shutil.copy(demo_folder() / "config.json", tmp_path)
+    for model in (tmp_path, tmp_path / "config.json"):
+        alone = needs_of(str(model))
+        assert (alone.layers, alone.dense, alone.stored) == (needs.layers, needs.dense, None)
+        assert alone.dense_nbytes == needs.dense_nbytes
+    with pytest.raises(CheckpointError, match="no such folder"):
+        needs_of(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="not a Mixture-of-Experts model"):
+        needs_of(str(tmp_path))
+
+
+def test_a_quantisation_that_packing_cannot_undo_is_sized_and_said(tmp_path: Path) -> None:
+    shutil.copytree(demo_folder(), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    found = of(needs_of(str(tmp_path / "model")))
+    assert found.needs.refused is not None and "'gptq': packing cannot undo it" in found.command
+    assert found.own_nbytes == 46_086_144 and found.experts_nbytes == 37_748_736
+
+
+def test_more_memory_hits_more_and_is_faster(needs: ModelNeeds) -> None:
+    found = of(needs)
+    assert [one.share for one in found.speeds] == [0.05, 0.1, 0.25, 0.5, 0.75, 1.0]
+    for less, more in zip(found.speeds, found.speeds[1:], strict=False):
+        assert all(a < b for a, b in zip(less.tokens_per_s, more.tokens_per_s, strict=True))
+        assert all(a < b for a, b in zip(less.hit_rate, more.hit_rate, strict=True))
+    quarter = found.speeds[2]
+    assert 0.40 < quarter.hit_rate[0] < 0.50 < 0.60 < quarter.hit_rate[1] < 0.68, "as real models do"
+    assert found.fitting_share == 1.0 and all(one.fits for one in found.speeds)
+    assert found.command == "expertly run demo"
+
+
+def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "rss_nbytes", lambda: 300 << 20)
+    everything = 300 << 20
+    tight = of(needs, everything + (175 << 20))
+    assert 0.3 < tight.fitting_share < 0.9
+    assert {one.share for one in tight.speeds if one.fits} >= {0.05, tight.fitting_share}
+    assert not tight.speeds[-1].fits and len(tight.speeds) == 7
+    nothing = of(needs, everything)
+    assert nothing.fitting_share == 0 and nothing.command.startswith("none here")
+    assert nothing.decided_by.startswith("nothing fits")
+
+
+@pytest.mark.parametrize(
+    ("free_nbytes", "command"),
+    [(400, "expertly run big"), (250, "expertly pack big --stream"), (100, "make room on the disk")],
+)
+def test_the_next_command_looks_at_the_disk(needs: ModelNeeds, free_nbytes: int, command: str) -> None:
+    assert needs.stored is not None
+    size = needs.dense_nbytes + needs.experts_nbytes
+    stored = replace(needs.stored, nbytes=size * 2, largest_file_nbytes=size // 4, is_here=False)
+    big = replace(needs, name="big", stored=stored)
+    found = module._command(big, size, stored.nbytes, size * free_nbytes // 100, True)
+    assert found.startswith(command)
