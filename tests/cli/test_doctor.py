@@ -95,7 +95,10 @@ def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err
 
 
-def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_model_is_sized_and_its_speed_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(measure, "DEPTHS", (1, 4))
     assert main(["doctor", "demo", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["experts_nbytes"] == 37_748_736 and printed["command"] == "expertly run demo"

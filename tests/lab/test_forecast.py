@@ -12,7 +12,7 @@ import pytest
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.data import demo_folder
 from expertly.lab import forecast as module
-from expertly.lab.forecast import Forecast, forecast
+from expertly.lab.forecast import ModelForecast, forecast
 from expertly.model.needs import ModelNeeds, needs_of
 from expertly.model.packing import pack
 from expertly.sim.hardware import Hardware
@@ -27,7 +27,7 @@ def needs() -> ModelNeeds:
     return needs_of(None)
 
 
-def of(needs: ModelNeeds, free: int = 16 * GIB) -> Forecast:
+def of(needs: ModelNeeds, free: int = 16 * GIB) -> ModelForecast:
     return forecast(needs, replace(PROFILE, devices=()), LAPTOP, free)
 
 

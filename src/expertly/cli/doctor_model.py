@@ -14,7 +14,7 @@ from expertly.core.units import counted, format_nbytes, format_range, format_sha
 if TYPE_CHECKING:
     from expertly.cli.doctor import DoctorOptions
     from expertly.hardware.profile import MachineProfile
-    from expertly.lab.forecast import ExpectedSpeed, Forecast
+    from expertly.lab.forecast import ExpectedSpeed, ModelForecast
 
 
 def expect(args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
@@ -53,7 +53,7 @@ def _measuring(what: str) -> None:
     message(f"measuring {what} ...")
 
 
-def _report(found: Forecast, profile: MachineProfile) -> object:
+def _report(found: ModelForecast, profile: MachineProfile) -> object:
     """For people."""
     from rich.console import Group
     from rich.table import Table

@@ -25,6 +25,9 @@ class PackOptions:
     out: Path | None = option(None, "write the store here", metavar="DIR", type=Path)
     dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
     codec: str | None = option(None, "of the experts: none, planes or auto", metavar="NAME")
+    stream: bool = option(
+        False, "a hub id, shard by shard, each deleted once packed: disk for one model and a shard is needed"
+    )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
     verify: Path | None = option(None, "read a whole store and compare its checksums", metavar="DIR", type=Path)
@@ -40,8 +43,8 @@ def run(args: PackOptions) -> int:
         return _pack(args)
     if others != [None]:
         raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
-    for name in ("model", "out", "dtype", "codec"):
-        if getattr(args, name) is not None:
+    for name in ("model", "out", "dtype", "codec", "stream"):
+        if getattr(args, name) not in (None, False):
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
     if args.remove is not None:
         return _remove(args.remove, args.json)
@@ -62,7 +65,11 @@ def _pack(args: PackOptions) -> int:
 
         with progress_bar() as bar:
             progress = None if bar is None else lambda done, total: bar("packing", done, total)
-            if args.out is None:
+            if args.stream:
+                from expertly.model.streaming import pack_streamed
+
+                store = pack_streamed(args.model, args.out, args.dtype, codec, progress)
+            elif args.out is None:
                 store = pack_cached(args.model, args.dtype, progress=progress, codec=codec)
             else:
                 store = pack(source_folder(args.model), args.out, args.dtype, progress, codec)

@@ -79,7 +79,7 @@ class ExpectedSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ModelForecast:
     """Bytes, and what they come to on one machine. `memory_name`: of the device that computes."""
 
     needs: ModelNeeds
@@ -134,7 +134,7 @@ def forecast(
     hardware: Hardware,
     available_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Forecast:
+) -> ModelForecast:
     """On the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its free memory now
     (default: as the profile says). `progress(runs done, in all)`.
     """
@@ -160,7 +160,7 @@ def forecast(
     download = stored.nbytes if stored is not None and not stored.is_here else 0
     store = 0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes
     folder = existing_parent(stores_folder())
-    return Forecast(
+    return ModelForecast(
         needs=needs,
         own_nbytes=None if stored is None else stored.nbytes,
         dense_nbytes=needs.dense_nbytes,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from expertly.core.errors import CheckpointError
-from expertly.core.files import is_plain_name
+from expertly.core.files import existing_parent, is_plain_name
 from expertly.core.headers import read_safetensors_header
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef
 
@@ -20,12 +22,32 @@ _UNKNOWN_OFFSET = -1
 
 def download(name: str) -> Path:
     """The folder of the hub's model `name`, downloaded, or from the hub's own cache. Raises CheckpointError saying why
-    that could not be.
+    that could not be, before anything is downloaded where the disk has no room for it.
     """
     from huggingface_hub import snapshot_download
 
+    _check_room(name)
     with hub_errors(name):
         return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
+
+
+def _check_room(name: str) -> None:
+    """Where the hub answers: else its cache may have all."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        hub = HubModel.find(name)
+    except CheckpointError:
+        return
+    lacking = [one for one in hub.files if not isinstance(try_to_load_from_cache(name, one, revision=hub.commit), str)]
+    needed = sum(hub.files[one] for one in lacking)
+    folder = existing_parent(Path(constants.HF_HUB_CACHE))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"model={name!r}: {needed} bytes are to be downloaded, and {free} are free in {folder}; make room, set HF_HOME "
+            "to another disk, or pack it shard by shard (expertly pack --stream)"
+        )
 
 
 @contextlib.contextmanager
@@ -100,6 +122,13 @@ class HubModel:
         if SINGLE_NAME in self.files:
             return [SINGLE_NAME]
         return sorted(one for one in self.files if one.endswith(".safetensors"))
+
+    def identity(self, config: bytes) -> str:
+        """Of the weights, by what the hub says of their bytes. Another than that of the same files in a folder."""
+        digest = hashlib.sha256(b"hub" + config)
+        for name in self.weights:
+            digest.update(f"{name} {self.checksums[name]}\n".encode())
+        return digest.hexdigest()
 
     def fetch_small_files(self, folder: Path) -> None:
         """Config, tokenizer, index and the like into `folder`."""

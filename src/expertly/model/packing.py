@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from expertly.data import demo_folder
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
-from expertly.store.cache import entry_folder
+from expertly.store.cache import entry_folder, list_entries
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_choice import (
     CodecChoice,
@@ -28,7 +28,7 @@ from expertly.store.codec_choice import (
     read_sample,
     sampled,
 )
-from expertly.store.manifest import IS_FLOAT, ITEMSIZE, STORE_DTYPES, Manifest, check_store_dtype
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, Manifest, check_store_dtype
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
 
@@ -52,7 +52,7 @@ def pack_cached(
     was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or the folder.
     """
     check_codec(codec)
-    folder = source_folder(model)
+    folder = local_folder(model) or _streamed(str(model), dtype, codec, cache_dir) or download(str(model))
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(_open_store(folder, dtype, codec), why_codec=why)
@@ -84,6 +84,21 @@ def pack(
     checkpoint = Checkpoint.open(Path(source))
     name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
     return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), name, codec, progress)
+
+
+def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:
+    """The store of a hub id that was packed shard by shard, the last one, as its checkpoint is not here; None where
+    there is none.
+    """
+    wanted = [
+        entry.folder
+        for entry in list_entries(cache_dir)
+        if entry.problem is None
+        and entry.source.startswith(f"{name}@")
+        and (dtype is None or entry.dtype == dtype)
+        and codec in ("auto", entry.codec)
+    ]
+    return max(wanted, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
 
 
 def source_folder(model: str | Path | None) -> Path:
@@ -196,9 +211,30 @@ class Packing:
         self.layers = tuple(site.geometry for site in self._sites)
 
     @property
+    def dense(self) -> tuple[TensorSpec, ...]:
+        """The dense tensors of the store, in order."""
+        return tuple(self._dense)
+
+    @property
     def dense_nbytes(self) -> int:
         """Of the store that `write` makes."""
         return sum(spec.nbytes for spec in self._dense)
+
+    def files_of_dense(self, spec: TensorSpec) -> frozenset[str]:
+        """Names of the files that a dense tensor is made of."""
+        group = self._dense[spec]
+        return self._files([spec.name] if group is None else group.names)
+
+    def files_of_layer(self, layer: int) -> frozenset[str]:
+        """And those that a layer's experts are."""
+        return self._files(self._readers[layer].source_names)
+
+    def _files(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(self._checkpoint.tensors[name].path.name for name in names)
+
+    def experts(self, layer: int) -> Iterator[Bytes]:
+        """The bytes of a layer's experts, in order."""
+        return self._readers[layer].experts(self._torch_dtype)
 
     def choose(self, folder: Path) -> CodecChoice:
         """The codec for a store at `folder`."""
@@ -208,11 +244,12 @@ class Packing:
         places = sampled(self.layers)
         return Sample(self.layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
 
-    def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
+    def plan(self, codec: str, identity: str, source: str) -> Manifest:
+        """Of the store, without its files."""
         checkpoint = self._checkpoint
-        plan = Manifest(
-            identity=checkpoint.identity,
-            source=str(checkpoint.folder.absolute()),
+        return Manifest(
+            identity=identity,
+            source=source,
             model_type=str(checkpoint.config.get("model_type")),
             dtype=self._dtype,
             layers=self.layers,
@@ -220,8 +257,13 @@ class Packing:
             files={},
             codec=codec,
         )
+
+    def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
+        """The store at `folder`, of a checkpoint that is whole."""
+        checkpoint = self._checkpoint
+        plan = self.plan(codec, checkpoint.identity, str(checkpoint.folder.absolute()))
         ratio = 1.0 if codec == "none" else self._sample().ratio
-        with StoreWriter(folder, plan, tuple(self._dense), progress, ratio) as writer:
+        with StoreWriter(folder, plan, self.dense, progress, ratio) as writer:
             store = writer.finished_store()
             if store is not None:
                 return store
@@ -229,8 +271,8 @@ class Packing:
                 if not writer.is_layer_done(layer):
                     writer.write_layer(layer, reader.experts(self._torch_dtype))
             if not writer.is_done(DENSE_NAME):
-                writer.write_dense(self._dense_chunks)
-            writer.write_file("config.json", self._config_bytes())
+                writer.write_dense(self.dense_chunks)
+            writer.write_file("config.json", self.config_bytes())
             writer.copy_extras(checkpoint.folder)
             return writer.finish()
 
@@ -262,7 +304,8 @@ class Packing:
                 return name
         raise CheckpointError(f"{self._checkpoint.folder}: {group.target}: cannot be stored without its quantisation")
 
-    def _dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
+    def dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
+        """The bytes of a dense tensor; each chunk is only valid until the next."""
         group = self._dense[spec]
         if group is None:
             yield from self._checkpoint.read_chunks(spec.name)
@@ -282,7 +325,8 @@ class Packing:
                         f"says {site.geometry.num_experts} experts in {site.name}"
                     )
 
-    def _config_bytes(self) -> bytes:
+    def config_bytes(self) -> bytes:
+        """The config of the store: nothing in it is quantised."""
         if not self._checkpoint.config.get("quantization_config"):
             return (self._checkpoint.folder / "config.json").read_bytes()
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}

@@ -133,7 +133,8 @@ def _entry(path: Path) -> CacheEntry:
     nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     if not is_packed_store(path):
         unfinished = "unfinished: packing the model again completes it"
-        return CacheEntry(path.name, path, nbytes, unfinished if path.suffix == ".partial" else "not a whole store")
+        is_unfinished = path.suffix in (".partial", ".download")
+        return CacheEntry(path.name, path, nbytes, unfinished if is_unfinished else "not a whole store")
     try:
         of = Manifest.read(path)
     except StoreError as error:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
@@ -41,6 +43,9 @@ Progress = Callable[[int, int], None]
 
 _JOURNAL_NAME = "progress.json"
 _LOCK_NAME = "lock"
+
+_PART_SUFFIX = ".part"
+_PART_CHUNK_NBYTES = 8 << 20
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
@@ -128,6 +133,39 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def write_dense(self, chunks_of: Callable[[TensorSpec], Iterable[Bytes]]) -> None:
         """Write the dense tensors, each given in chunks that add up to it."""
         self._write_tensors(DENSE_NAME, self._dense, (chunk for spec in self._dense for chunk in chunks_of(spec)))
+
+    def write_dense_part(self, number: int, chunks: Iterable[Bytes]) -> None:
+        """Keep some dense tensors, one after the other, until `write_dense` reads them with `dense_part`."""
+        entry = self._write(
+            _part_name(number), ((chunk.data.cast("B") if chunk.nbytes else b"", 0) for chunk in chunks)
+        )
+        self._mark({_part_name(number): entry})
+
+    def is_part_done(self, number: int) -> bool:
+        return self.is_done(_part_name(number)) or self.is_done(DENSE_NAME)
+
+    def dense_part(self, number: int, begin: int, nbytes: int) -> Iterator[Bytes]:
+        """The bytes of one of its tensors; each chunk is only valid until the next."""
+        with (
+            store_errors(self._partial, "reading what was packed"),
+            (self._partial / _part_name(number)).open("rb") as f,
+        ):
+            f.seek(begin)
+            while nbytes:
+                chunk = np.frombuffer(f.read(min(nbytes, _PART_CHUNK_NBYTES)), np.uint8)
+                if not chunk.nbytes:
+                    raise StoreError(
+                        f"{self._partial / _part_name(number)}: truncated; remove the folder and pack again"
+                    )
+                nbytes -= chunk.nbytes
+                yield chunk
+
+    def drop_dense_parts(self) -> None:
+        """Behind `write_dense`."""
+        for name in [name for name in self._done if name.endswith(_PART_SUFFIX)]:
+            del self._done[name]
+            with store_errors(self._partial, f"removing {name}"):
+                (self._partial / name).unlink(missing_ok=True)
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file: config, tokenizer."""
@@ -277,6 +315,10 @@ def copy_extras(source: Path, folder: Path) -> None:
             target = folder / path.name
             if not target.is_file() or target.read_bytes() != data:
                 write_atomic(target, data)
+
+
+def _part_name(number: int) -> str:
+    return f"dense-{number:05d}{_PART_SUFFIX}"
 
 
 def _check_place(folder: Path, partial: Path) -> None:

@@ -1,0 +1,163 @@
+"""Packs a model of the hub shard by shard, each deleted once packed: disk is needed for one model and a shard."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from expertly.core.costs import CODECS, check_codec
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import existing_parent
+from expertly.core.headers import TensorSpec
+from expertly.model.hub import HubModel, arrived
+from expertly.model.packing import Packing, default_dtype, local_folder
+from expertly.store.cache import entry_folder, store_errors
+from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.manifest import check_store_dtype
+from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
+from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What is packed at once: a layer's experts, or the dense tensors that are made of the same files."""
+
+    files: frozenset[str]
+    layer: int | None
+    number: int = 0  # of a dense part
+    specs: tuple[TensorSpec, ...] = ()
+
+
+def pack_streamed(
+    name: str,
+    folder: Path | None = None,
+    dtype: str | None = None,
+    codec: str = "auto",
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> PackedStore:
+    """The packed store of the hub's model `name`, at `folder` or in the cache folder, where loading `name` finds it.
+
+    What the hub's own cache has is read from there and stays. Goes on where an interrupted one of the same weights
+    ended. `codec` "auto" is that of a store that is there or was begun, else "none": to measure takes weights.
+    Raises CheckpointError for the model, StoreError for the disk, before anything large is downloaded where there is no
+    room.
+    """
+    check_codec(codec)
+    if local_folder(name) is not None:
+        raise ConfigError(f"model={name!r}: is here already; accepted with stream: a hub id")
+    hub = HubModel.find(name)
+    beside = folder or entry_folder("hub", hub.commit, "shards", cache_dir)
+    here = beside.with_name(f"{beside.name}.download")
+    with store_errors(here, "making the folder"):
+        here.mkdir(parents=True, exist_ok=True)
+    hub.fetch_small_files(here)
+    checkpoint = hub.checkpoint(here)
+    runs_in = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    identity = hub.identity((here / "config.json").read_bytes())
+    model_type = str(checkpoint.config.get("model_type"))
+    folders = {one: folder or entry_folder(model_type, identity, runs_in, cache_dir, one) for one in CODECS}
+    if codec == "auto":
+        there = [one for one, path in folders.items() if is_packed_store(path)]
+        begun = [one for one in map(begun_codec, folders.values()) if one is not None]
+        codec = [*there, *begun, "none"][0]
+    target = folders[codec]
+    if not is_packed_store(target):
+        _Stream(hub, checkpoint, Packing(checkpoint, runs_in), here).write(target, codec, identity, progress)
+    store = PackedStore.open(target, identity)
+    shutil.rmtree(here, ignore_errors=True)
+    return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
+
+
+class _Stream:
+    """One model on its way from the hub into a store."""
+
+    def __init__(self, hub: HubModel, checkpoint: Checkpoint, packing: Packing, here: Path) -> None:
+        self._hub = hub
+        self._checkpoint = checkpoint
+        self._packing = packing
+        self._here = here
+        self._units = self._plan_units()
+        self._place = {
+            spec: (unit.number, sum(before.nbytes for before in unit.specs[:index]))
+            for unit in self._units
+            for index, spec in enumerate(unit.specs)
+        }
+
+    def _plan_units(self) -> list[_Unit]:
+        """In the order in which they can be packed as files come in by name."""
+        packing = self._packing
+        units = [_Unit(packing.files_of_layer(layer), layer) for layer in range(len(packing.layers))]
+        by_files: dict[frozenset[str], list[TensorSpec]] = {}
+        for spec in packing.dense:
+            by_files.setdefault(packing.files_of_dense(spec), []).append(spec)
+        units += [_Unit(files, None, number, tuple(specs)) for number, (files, specs) in enumerate(by_files.items())]
+        return sorted(units, key=lambda unit: max(unit.files))
+
+    def write(self, folder: Path, codec: str, identity: str, progress: Progress | None) -> None:
+        packing = self._packing
+        plan = packing.plan(codec, identity, self._hub.source)
+        self._check_space(folder)
+        with StoreWriter(folder, plan, packing.dense, progress) as writer:
+            if writer.finished_store() is not None:
+                return
+            left = [unit for unit in self._units if not self._is_done(writer, unit)]
+            self._delete_unneeded(left)  # of an earlier one that was interrupted
+            for unit in list(left):
+                for name in sorted(unit.files):
+                    self._fetch(name)
+                if unit.layer is not None:
+                    writer.write_layer(unit.layer, packing.experts(unit.layer))
+                else:
+                    chunks = (chunk for spec in unit.specs for chunk in packing.dense_chunks(spec))
+                    writer.write_dense_part(unit.number, chunks)
+                left.remove(unit)
+                self._delete_unneeded(left)
+            if not writer.is_done(DENSE_NAME):
+                writer.write_dense(lambda spec: self._dense_chunks(writer, spec))
+            writer.drop_dense_parts()
+            writer.write_file("config.json", packing.config_bytes())
+            writer.copy_extras(self._here)
+            writer.finish()
+
+    def _is_done(self, writer: StoreWriter, unit: _Unit) -> bool:
+        return writer.is_part_done(unit.number) if unit.layer is None else writer.is_layer_done(unit.layer)
+
+    def _dense_chunks(self, writer: StoreWriter, spec: TensorSpec) -> Iterator[Bytes]:
+        number, begin = self._place[spec]
+        return writer.dense_part(number, begin, spec.nbytes)
+
+    def _fetch(self, name: str) -> None:
+        self._hub.fetch(name, self._here)
+        arrived(self._checkpoint, self._here / name)
+
+    def _delete_unneeded(self, left: Sequence[_Unit]) -> None:
+        """Shards of which everything is packed; what the hub's cache has loses its link alone."""
+        needed = frozenset().union(*(unit.files for unit in left))
+        for name in self._hub.weights:
+            if name not in needed:
+                (self._here / name).unlink(missing_ok=True)
+
+    def _check_space(self, folder: Path) -> None:
+        """Before a shard is downloaded: is there room for the store, and for the shards that lie beside it?"""
+        packing, files = self._packing, self._hub.files
+        left, held, most = list(self._units), set[str](), 0
+        for unit in self._units:
+            held |= unit.files
+            most = max(most, sum(files[name] for name in held))
+            left.remove(unit)
+            held &= frozenset().union(*(one.files for one in left))
+        store_nbytes = sum(layer.nbytes for layer in packing.layers) + 2 * packing.dense_nbytes
+        partial, there = partial_folder(folder), 0
+        for where in (partial, self._here):
+            there += sum(path.lstat().st_size for path in where.glob("*") if path.is_file()) if where.is_dir() else 0
+        needed = store_nbytes + most - there
+        with store_errors(folder, "asking for free space"):
+            free = shutil.disk_usage(existing_parent(folder)).free
+        if needed > free:
+            raise StoreError(
+                f"{folder}: the disk is full: {needed} more bytes are needed, of which {most} for shards while they "
+                f"are packed, and {free} are free; make room or choose another folder with --out or EXPERTLY_CACHE"
+            )
