@@ -112,7 +112,8 @@ def test_what_cannot_be_streamed(hub: FakeHub, checkpoint: Path) -> None:
 
 def test_room_is_looked_at_before_anything_is_downloaded(hub: FakeHub) -> None:
     script = (
-        "import shutil, sys; from types import SimpleNamespace; shutil.disk_usage = lambda path: SimpleNamespace(free=1000)\n"
+        "import shutil, sys; from types import SimpleNamespace as Space\n"
+        "shutil.disk_usage = lambda path: Space(free=1000)\n"
         "from expertly.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.watched / "hf"), "HF_HUB_OFFLINE": "0"}

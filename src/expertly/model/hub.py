@@ -45,8 +45,8 @@ def _check_room(name: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"model={name!r}: {needed} bytes are to be downloaded, and {free} are free in {folder}; make room, set HF_HOME "
-            "to another disk, or pack it shard by shard (expertly pack --stream)"
+            f"model={name!r}: {needed} bytes are to be downloaded, and {free} are free in {folder}; make room, set "
+            "HF_HOME to another disk, or pack it shard by shard (expertly pack --stream)"
         )
 
 
