@@ -115,14 +115,14 @@ class LoadOptions:
     )
     total_memory: str | int | None = option(
         None,
-        "instead of memory: everything, that is the process, the dense part, the KV cache of `context` tokens, and "
-        'experts in what is left ("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
+        "instead of memory: for everything, with the process, the dense part and the KV cache of `context` tokens "
+        '("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
         metavar="SIZE",
     )
     system: str = option(
         AUTO_SYSTEM,
-        "what decides which experts stay: a preset or one with other parts, name:key=value (`expertly lab systems`); "
-        "auto: what `expertly tune` chose at the nearest memory, else expertly, or lru where experts are tiny",
+        "what decides which experts stay, as `expertly lab systems` lists; auto: what `expertly tune` chose at the "
+        "nearest memory, else expertly, or lru where experts are tiny",
         metavar="NAME",
         choices=lambda: [AUTO_SYSTEM, *systems_that_run()],
     )
@@ -235,12 +235,9 @@ class LoadOptions:
             )
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
-            if (
-                told.least is not None
-                and value is not None
-                and not callable(value)
-                and (type(value) is not int or value < told.least)
-            ):
+            if told.least is None or value is None or callable(value):
+                continue
+            if type(value) is not int or value < told.least:
                 raise ConfigError(f"{one.name}={value!r}: must be a whole number from {told.least}")
 
 

@@ -117,7 +117,7 @@ def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
         devices=None if args.devices is None else str(args.devices),
         system=args.system,
         memory=str(args.memory),
-        total_memory=args.total_memory,
+        total_memory=None if args.total_memory is None else str(args.total_memory),
         context=args.context,
         max_running=args.max_running,
         max_queue=args.max_queue,
