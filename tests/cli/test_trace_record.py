@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -49,8 +48,7 @@ def tokens_of(text: str) -> list[int]:
 
 def test_chats_are_recorded_by_the_models_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A plain prompt is a user's message; with --raw it is the text that it is, and a chat is refused."""
-    chatty = tmp_path / "chatty"
-    shutil.copytree(model, chatty)
+    chatty = make_checkpoint("qwen3_moe", tmp_path / "chatty", seed=31, tokenizer=True)
     template = "{% for one in messages %}[{{ one.role }}] {{ one.content }} {% endfor %}[assistant]"
     (chatty / "chat_template.jinja").write_text(template)
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
