@@ -32,14 +32,13 @@ ROOMS = (
     "api",
     "serve",
     "lab",
-    "reproduce",
     "cli",
     "__main__",
 )
 """From the lowest to the highest: a room imports only rooms below it (docs/architecture.md)."""
 APART = {"engine": {"sim"}, "store": {"scheduler", "trace"}, "model": {"scheduler", "trace"}, "sim": {"store", "model"}}
 """Rooms below that a room does without: engine and simulator are two drivers of one scheduler."""
-PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim", "reproduce")
+PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim")
 """Importable, and all of it usable, without torch."""
 
 
@@ -196,7 +195,9 @@ def test_sim_and_below_import_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["systems"], ["systems", "--json"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["lab", "systems"], ["lab", "systems", "--json"], ["generate", "--help"]]
+)
 def test_command_line_answers_without_torch(arguments: list[str]):
     done = run_without_torch(f"from expertly.cli.main import main\nsys.exit(main({arguments!r}))")
     assert done.returncode == 0, done.stderr

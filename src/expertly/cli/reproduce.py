@@ -1,58 +1,57 @@
-"""`expertly reproduce`: the papers' experiments on traces, what they show beside what is found."""
+"""`expertly lab reproduce`: the papers' experiments, and what is found here."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import seed
-from expertly.cli.output import add_json_flag, message, print_json, progress_bar, table
+from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
+from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.papers.findings import Result
     from expertly.lab.papers.runner import Session
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("reproduce", help="run the papers' experiments", description=__doc__)
-    add = parser.add_argument
-    add(
-        "paper",
-        nargs="?",
-        metavar="PAPER[:FIGURE]",
-        help="fmoe, moe-infinity, promoe, moepic, one figure or table of one (moepic:table-1), or all; several with "
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    paper: str | None = argument(
+        None,
+        "fmoe, moe-infinity, promoe, moepic, one figure or table of one (moepic:table-1), or all; several with "
         "commas between them",
+        metavar="PAPER[:FIGURE]",
     )
-    add("--list", action="store_true", help="list the experiments and what they need, and do nothing else")
-    add(
-        "--trace",
-        nargs="+",
-        action="extend",
-        type=Path,
+    trace: list[Path] | None = option(
+        None,
+        "a trace made by `expertly lab trace record --full`, or imported routing; may be given several times",
         metavar="DIR",
-        help="traces made by `expertly trace record --full`, or imported routing (default: the demo model answers some "
-        "prompts now, kept in the cache folder)",
-    )
-    add("--predictor", type=Path, metavar="FILE", help="trained weights for ProMoE (default: the demo model's)")
-    add("--arrivals", type=Path, metavar="FILE", help="CSV of arrivals and lengths, for fmoe:10 (default: made up)")
-    add("--quick", action="store_true", help="few tokens: under a minute an experiment, and noisier")
-    add("--seed", type=seed, default=0, metavar="N", help="of which requests are learned from (default: 0)")
-    add("--out", type=Path, metavar="FILE", help="FILE.md: the page of results; else a folder for it and results.json")
-    add(
-        "--reuse",
         type=Path,
-        metavar="FILE",
-        help="results.json of an earlier run with the same traces and settings: what is in it is not run again",
+        is_several=True,
     )
-    add_json_flag(parser)
+    list: bool = option(False, "list the experiments and what they need, and do nothing else")
+    predictor: Path | None = option(None, "trained weights for ProMoE", metavar="FILE", type=Path)
+    arrivals: Path | None = option(None, "CSV of arrivals and lengths, for fmoe:10", metavar="FILE", type=Path)
+    quick: bool = option(False, "few tokens: under a minute an experiment, and noisier")
+    seed: Any = option(0, "of which requests are learned from", metavar="N", type=seed)
+    out: Path | None = option(
+        None, "FILE.md: the page of results; else a folder for it and results.json", metavar="FILE", type=Path
+    )
+    reuse: Path | None = option(
+        None,
+        "results.json of an earlier run with the same traces and settings: what is in it is not run again",
+        metavar="FILE",
+        type=Path,
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ReproduceOptions) -> int:
     from expertly.lab.papers import runner
 
     if args.list:
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         _list(args.json)
         return 0
     if args.paper is None:
-        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly reproduce --list` names them")
+        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = runner.select(args.paper)
     _check_out(args.out)
     results: list[Result] = []
@@ -98,7 +97,7 @@ def _check_out(out: Path | None) -> None:
         raise ConfigError(f"out={str(out)!r}: must be a folder, or a file that ends in .md")
 
 
-def _write(args: argparse.Namespace, session: Session, results: list[Result]) -> None:
+def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> None:
     """What there is so far: an interrupted run leaves it."""
     from expertly.lab.papers.runner import markdown
 
@@ -115,13 +114,14 @@ def _write(args: argparse.Namespace, session: Session, results: list[Result]) ->
         raise ConfigError(f"out={str(args.out)!r}: cannot be written ({error.strerror or error})") from None
 
 
-def _command(args: argparse.Namespace) -> str:
+def _command(args: ReproduceOptions) -> str:
     """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
-    parts = ["expertly", "reproduce", args.paper]
-    if args.trace is not None:
-        parts += ["--trace", *(path.resolve().name for path in args.trace)]
-    for flag, path in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
-        parts += [flag, path.name] if path is not None else []
+    assert args.out is not None
+    parts = ["expertly", "lab", "reproduce", str(args.paper)]
+    for path in args.trace or []:
+        parts += ["--trace", path.resolve().name]
+    for flag, file in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
+        parts += [flag, file.name] if file is not None else []
     parts += ["--quick"] * args.quick + (["--seed", str(args.seed)] if args.seed else [])
     return shlex.join([*parts, "--out", args.out.name if args.out.is_absolute() else str(args.out)])
 

@@ -30,10 +30,10 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 ALL = "all"
 COMMANDS = {
-    "prompts": "`expertly trace record` records them; imported routing has none",
-    "weights": "`expertly train-predictor TRACE --out FILE` makes them, --predictor FILE takes them",
+    "prompts": "`expertly lab trace record` records them; imported routing has none",
+    "weights": "`expertly lab train TRACE --out FILE` makes them, --predictor FILE takes them",
 }
-RECORD = "`expertly trace record --full` records it"
+RECORD = "`expertly lab trace record --full` records it"
 
 
 def select(names: str) -> list[Experiment]:
@@ -140,7 +140,7 @@ class Session:
         except OSError as error:
             raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"reuse={str(path)!r}: not what `expertly reproduce --out DIR` writes") from None
+            raise ConfigError(f"reuse={str(path)!r}: not what `expertly lab reproduce --out DIR` writes") from None
         for key, value in self.settings.items():
             if found[key] != value:
                 raise ConfigError(f"reuse={str(path)!r}: {key} was {found[key]!r:.120}, now it is {value!r:.120}")
@@ -198,7 +198,7 @@ them, what is found here, and whether that "{HOLDS}", "{FAILS}" or "{UNTOLD}": b
 applied to our numbers. It cannot be told where the 95 % interval of a difference, requests drawn anew, has equality in
 it. Where a claim does not hold, the reason follows, worked out from the same runs. Simulated results are of a virtual
 clock and the machine named; the policies are those that the engine runs ([simulator](simulator.md)). Results that read
-a real clock say so. `expertly reproduce --list` names the experiments and what each needs.
+a real clock say so. `expertly lab reproduce --list` names the experiments and what each needs.
 """
 
 Grid = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
@@ -215,8 +215,8 @@ def markdown(command: str, about: Sequence[str], results: Sequence[Result]) -> s
             experiment = EXPERIMENTS[result.name]
             parts += [f"### {experiment.name}: {experiment.title}", ""]
             parts += [f"**The paper** ({experiment.where}): {experiment.shows}", ""]
-            command = f"expertly reproduce {experiment.name} --trace TRACE"
-            parts += [f"**Here:** {result.verdict}. `{command}`, {result.seconds:.0f} s.", ""]
+            again = f"expertly lab reproduce {experiment.name} --trace TRACE"
+            parts += [f"**Here:** {result.verdict}. `{again}`, {result.seconds:.0f} s.", ""]
             for finding in result.findings:
                 parts += [*_page_of(finding), ""]
             parts += [f"Not run on {reason}." for reason in result.left_out] + [""] * bool(result.left_out)

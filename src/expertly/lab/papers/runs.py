@@ -71,7 +71,8 @@ class Subject:
         layers = tuple(layer for layer in known if layer is not None)
         if len(layers) != len(known):
             raise ExpertlyError(
-                f"trace={str(path)!r}: does not know its experts' sizes; `expertly trace import --geometry` gives them"
+                f"trace={str(path)!r}: does not know its experts' sizes; `expertly lab trace import --geometry` gives "
+                "them"
             )
         sizes = "its own sizes"
         if layers[0].expert_nbytes < SMALL_NBYTES:
@@ -176,7 +177,7 @@ class LastRun:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system on one budget: the row of `expertly simulate`, and the times of its passes."""
+    """One system on one budget: the row of `expertly lab simulate`, and the times of its passes."""
 
     system: str  # as asked for
     is_modelled: bool
