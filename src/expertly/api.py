@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -142,6 +143,7 @@ def _choose(
     geometries = [share.geometry for share in placement.shares]
     division = divide(store, geometries, parts, MemoryRequest(asked.memory, asked.ring, asked.context), targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
+    store = _checked(store, asked.verify)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
 
@@ -194,6 +196,20 @@ def handle(model: Any) -> Handle:
     if not isinstance(found, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
     return found
+
+
+def _checked(store: PackedStore, verify: str) -> PackedStore:
+    """What `verify` says of it. Raises StoreError where the dense part is damaged."""
+    if verify == "never":
+        return store.unchecked()
+    store.check_dense()
+    if store.codec == "none" and not store.sums:
+        logging.getLogger("expertly").warning(
+            "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of it "
+            "reads it once and adds them (verify=never: this is not said)",
+            store.folder,
+        )
+    return store
 
 
 def _known_of(

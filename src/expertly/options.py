@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MATCHERS = ("auto", "thread", "inline")
+VERIFY = ("first", "never")
 
 
 def option(default: Any, help: str, *, metavar: str | None = None, least: int | None = None) -> Any:
@@ -92,6 +93,12 @@ class LoadOptions:
         "exactly) or auto, inline where the system waits for its predictions, else thread",
         metavar="NAME",
     )
+    verify: Literal["first", "never"] = option(
+        "first",
+        "when bytes of the store are compared with their checksums: first (config and dense part while loading, each "
+        "part of an expert when it is first read) or never; compressed experts are compared at every read",
+        metavar="WHEN",
+    )
     compressed: Any = option(None, "has gone: any value is refused")
     ring: int | None = option(
         None,
@@ -112,6 +119,8 @@ class LoadOptions:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.matcher not in MATCHERS:
             raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         for one in fields(self):
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):
