@@ -199,10 +199,12 @@ def handle(model: Any) -> Handle:
 
 
 def _checked(store: PackedStore, verify: str) -> PackedStore:
-    """What `verify` says of it. Raises StoreError where the dense part is damaged."""
+    """What `verify` says of it. Raises StoreError where the dense part is damaged, or the config claims too much."""
     if verify == "never":
+        store.check_claims()
         return store.unchecked()
     store.check_dense()
+    store.check_claims()
     if store.codec == "none" and not store.sums:
         logging.getLogger("expertly").warning(
             "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of it "

@@ -18,7 +18,7 @@ from expertly.core.errors import CheckpointError, StoreError
 from expertly.core.files import disk_errors, read_json_object, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, read_safetensors_header
-from expertly.store.checkpoint import INDEX_NAME
+from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
 from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
 from expertly.store.sums import BlockSummer, Sums, open_sums, sums_name
@@ -167,6 +167,12 @@ class PackedStore:
     def nbytes(self) -> int:
         """Bytes on disk."""
         return sum(entry.nbytes for entry in self.manifest.files.values())
+
+    def check_claims(self) -> None:
+        """Raises StoreError where the config has far more layers or experts than the store."""
+        shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in self.dense.items()}
+        shapes |= {f"experts.{i}": experts_shape(layer) for i, layer in enumerate(self.manifest.layers)}
+        check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
     def check_dense(self) -> None:
         """Compare config, index and dense part with the manifest. Raises StoreError naming the one that is damaged."""

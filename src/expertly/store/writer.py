@@ -279,12 +279,16 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
 def copy_extras(source: Path, folder: Path) -> None:
     """Bring the small files beside a checkpoint's weights (tokenizer, generation config, chat template, licence) up to
-    date in its store; what has not changed is not written.
+    date in its store. What has not changed is not written; what transformers would read and the checkpoint has no more
+    is removed.
     """
+    for path in sorted(folder.iterdir()):
+        is_read = path.suffix not in (".md", ".txt") or path.name in ("vocab.txt", "merges.txt")
+        if is_read and path.name not in _EXTRA_NAMES and _is_extra(path) and not _is_extra(source / path.name):
+            with store_errors(folder, f"removing {path.name}"):
+                path.unlink(missing_ok=True)
     for path in sorted(source.iterdir()):
-        is_extra = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
-        is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
-        if not is_extra or is_other or not path.is_file() or path.stat().st_size > _MAX_EXTRA_NBYTES:
+        if not _is_extra(path):
             continue
         try:
             data = path.read_bytes()
@@ -294,6 +298,12 @@ def copy_extras(source: Path, folder: Path) -> None:
             target = folder / path.name
             if not target.is_file() or target.read_bytes() != data:
                 write_atomic(target, data)
+
+
+def _is_extra(path: Path) -> bool:
+    has_name = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
+    is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
+    return has_name and not is_other and path.is_file() and path.stat().st_size <= _MAX_EXTRA_NBYTES
 
 
 def _check_place(folder: Path, partial: Path) -> None:
