@@ -42,6 +42,7 @@ def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
     ("options", "says"),
     [
         ({"matcher": "soon"}, "matcher='soon'.*auto, thread, inline"),
+        ({"memory": "25%", "total_memory": "8GiB"}, "memory='25%' and total_memory='8GiB'.*one of the two"),
         ({"segments": 0}, "segments=0.*from 1"),
         ({"segments": True}, "segments=True.*from 1"),
         *(({"compressed": value}, "compressed=.*codec='planes'.*memory=") for value in ("30%", 0.3, "device", "")),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +39,12 @@ class LoadOptions:
         AUTO,
         'all expert slots on the device: a share of the experts ("25%"), an amount ("1.5GiB", bytes) or "auto", what '
         "is free after the dense part and the KV cache of `context` tokens",
+        metavar="SIZE",
+    )
+    total_memory: str | int | None = option(
+        None,
+        "instead of memory: everything, that is the process, the dense part, the KV cache of `context` tokens, and "
+        'experts in what is left ("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
         metavar="SIZE",
     )
     system: str = option(
@@ -108,7 +114,11 @@ class LoadOptions:
     order: str | None = option(
         None, "instead of the system's: resident computes what is here first, id by rising number"
     )
-    context: int | None = option(None, 'tokens of KV cache that memory="auto" leaves room for')
+    context: int | Callable[[Any], int] | None = option(
+        None,
+        "tokens of prompts and answers that there must be room for; experts get what that leaves, unless memory is "
+        "stated (default: 4096, where experts get what is left). Or a function that tells it, given the tokenizer",
+    )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator")
     decisions: str | Path | None = option(
         None, "a file that takes every observation and decision of the scheduler, for `expertly trace replay`"
@@ -121,6 +131,10 @@ class LoadOptions:
             raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
+        if self.total_memory is not None and self.memory not in (None, AUTO):
+            raise ConfigError(
+                f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"
+            )
         for one in fields(self):
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):

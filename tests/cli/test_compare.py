@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
+from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.lab.compare import engine_runs
-from expertly.lab.compare.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.trace.reader import Trace
 from tests.lab.compare.html import Found, read
 from tests.serve.browser import browser, find_browser

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.cli.prompts import read_prompts
 from expertly.cli.tune import time_limit
 from expertly.data import demo_prompts
+from expertly.lab.prompts import read_prompts
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 
 import expertly
@@ -21,9 +20,7 @@ from expertly.cli.output import format_nbytes, format_share
 from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
-
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a chat template may raise over messages that it was not written for."""
+from expertly.lab.prompts import chat_tokens, has_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +60,19 @@ class Turn:
         return f"[{' | '.join(parts)}]"
 
 
+def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -> list[int]:
+    """The whole conversation by the tokenizer's chat template, or as mere text, up to where the model is to go on.
+    Raises ConfigError where the template refuses it, or where that is no token.
+    """
+    if is_raw or not has_template(tokenizer):
+        tokens: list[int] = tokenizer("".join(one["content"] for one in messages))["input_ids"]
+    else:
+        tokens = chat_tokens(tokenizer, messages)
+    if not tokens:
+        raise ConfigError("prompt: gives no token; write at least one word")
+    return tokens
+
+
 class Chat:
     """Messages so far, and the KV cache of the tokens that they came to.
 
@@ -71,7 +81,7 @@ class Chat:
 
     def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
         self.messages: list[dict[str, str]] = []
-        self.is_raw = is_raw or not getattr(tokenizer, "chat_template", None)
+        self.is_raw = is_raw or not has_template(tokenizer)
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -84,7 +94,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self._generate(self._tokens(), write)
+            answer = self._generate(tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw), write)
         except BaseException:
             self.messages.pop()
             raise
@@ -107,20 +117,6 @@ class Chat:
             write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
         except OSError as error:
             raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
-
-    def _tokens(self) -> list[int]:
-        """The whole conversation, up to where the model is to go on."""
-        if self.is_raw:
-            tokens: list[int] = self._tokenizer("".join(one["content"] for one in self.messages))["input_ids"]
-        else:
-            try:
-                text = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-            except TEMPLATE_ERRORS as error:
-                raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
-            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not tokens:
-            raise ConfigError("prompt: gives no token; write at least one word")
-        return tokens
 
     def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling

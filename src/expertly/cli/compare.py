@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import names, positive_int, seed, split, temperature
 from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import add_json_flag, message, printable, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ExpertlyError
@@ -24,9 +23,10 @@ from expertly.lab.compare.settings import (
     check_systems,
     default_systems,
 )
+from expertly.lab.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
-    from expertly.lab.compare.comparison import ComparedPrompt, Comparison
+    from expertly.lab.compare.comparison import Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -135,9 +135,7 @@ def run(args: argparse.Namespace) -> int:
         return output.end(stdout, args.json, is_interrupted)
 
 
-def _compare_model(
-    comparison: Comparison, prompts: list[ComparedPrompt], args: argparse.Namespace, progress: Any
-) -> None:
+def _compare_model(comparison: Comparison, prompts: list[Prompt], args: argparse.Namespace, progress: Any) -> None:
     from expertly.lab.compare.comparison import compare_model
     from expertly.lab.compare.folder import TRACE
 
@@ -193,9 +191,7 @@ def _check_files(settings: ComparisonSettings) -> None:
     plan_for(settings.systems, settings.plan)
 
 
-def _prompts(args: argparse.Namespace) -> list[ComparedPrompt]:
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
     from expertly.data import demo_prompts
-    from expertly.lab.compare.comparison import ComparedPrompt
 
-    found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    return [ComparedPrompt(one.text, one.category) for one in found]
+    return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)

@@ -13,12 +13,14 @@ from expertly.core.files import finite
 from expertly.lab.compare.comparison import Comparison
 from expertly.lab.compare.folder import REPORT, write_all
 from expertly.lab.compare.page import page
+from expertly.lab.plots import check_plot
 
 
 class Output:
     """Of one comparison, to one folder. Its time counts from here."""
 
     def __init__(self, comparison: Comparison, folder: Path) -> None:
+        check_plot()  # before anything that takes long
         self._comparison = comparison
         self._folder = folder
         self._begin = time.monotonic()

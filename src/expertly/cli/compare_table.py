@@ -8,9 +8,9 @@ import textwrap
 from typing import Any, TextIO
 
 from expertly.cli.output import table
-from expertly.lab.compare.headline import failures_in_words, tpot_of
-from expertly.lab.compare.tables import GROUPS
-from expertly.lab.compare.units import counted, format_nbytes, format_ratio, format_seconds, format_share
+from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
+from expertly.lab.compare.figures import failures_in_words, tpot_of
+from expertly.lab.compare.page import GROUPS
 
 _COLUMNS = {
     "hit rate": ("hit_rate", format_share),

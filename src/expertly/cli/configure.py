@@ -82,13 +82,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from expertly.cli.configure_sources import is_trace, observed_in
-    from expertly.cli.figures import check_figure, save_figure
+    from expertly.lab.plots import check_plot
 
     memories = _memories(args)
     of_trace = is_trace(args.source)
     _check_arguments(args, of_trace)
     if args.plot is not None:
-        check_figure(args.plot)
+        check_plot(args.plot)
     with reserved_stdout() as stdout:
         if of_trace:
             seen = observed_in(args, memories)
@@ -103,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
         if args.out is not None:
             _save(args, seen, found[0][0], found[0][2])
         if args.plot is not None:
-            from expertly.cli.configure_plot import draw
+            from expertly.lab.drawings import plot_configuration
 
-            save_figure(draw(result), args.plot)
+            plot_configuration(result, args.plot)
             message(f"plot written to {args.plot}")
         if args.json:
             print_json(result, stdout)

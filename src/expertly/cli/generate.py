@@ -59,11 +59,17 @@ def run(args: argparse.Namespace) -> int:
     with reserved_stdout() as stdout:
         from expertly import api
 
-        model, tokenizer = load_model(args, **{name: getattr(args, name) for name in RARE})
+        def context(tokenizer: Any) -> int:
+            """Tokens of the prompt and of what continues it."""
+            num_prompt = 0 if tokenizer is None else len(tokenizer(prompt)["input_ids"])
+            return num_prompt + int(args.max_new_tokens)
+
+        rare = {name: getattr(args, name) for name in RARE}
+        model, tokenizer = load_model(args, **{**rare, "context": args.context or context})
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to generate from")
-            if args.memory == "auto":
+            if args.memory == "auto" or args.total_memory is not None:
                 message(f"expertly: {api.stats(model).memory_reason}")
 
             def write(text: str) -> None:

@@ -26,7 +26,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser, *, maps: str = "auto"
         if one.name == "system":  # None: nobody asked, see `load_model`
             default, text = None, f"{', '.join(systems_that_run())}: {text}"
         parser.add_argument(
-            f"--{one.name}",
+            f"--{one.name.replace('_', '-')}",
             type=positive_int if one.name == "segments" else str,
             default=default,
             metavar=one.metadata["metavar"],

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from expertly.core.files import finite
+from expertly.core.units import format_nbytes as format_nbytes
+from expertly.core.units import format_seconds as format_seconds
+from expertly.core.units import format_share as format_share
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -90,25 +92,3 @@ def printable(value: object) -> str:
     """What a file says, so that a terminal shows it and does not obey it."""
     text = str(value)
     return text if text.isprintable() else repr(text)
-
-
-def format_nbytes(nbytes: float) -> str:
-    """`1.50 GiB`; binary units, as --memory takes them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes == int(nbytes) else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
-
-
-def format_seconds(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
-        if seconds < limit:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.2f} s"
-
-
-def format_share(share: float | None) -> str:
-    return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"

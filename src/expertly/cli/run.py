@@ -45,13 +45,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
         from expertly import api
-        from expertly.cli.chat import Chat, ChatSampling
+        from expertly.cli.chat import Chat, ChatSampling, tokens_of
 
-        model, tokenizer = load_model(args)
+        def context(tokenizer: Any) -> int:
+            """Tokens of the one answer and what it answers."""
+            asked = [{"role": "user", "content": prompt or ""}]
+            num_prompt = 0 if tokenizer is None else len(tokens_of(tokenizer, asked, is_raw=args.raw))
+            return num_prompt + int(args.max_new_tokens)
+
+        model, tokenizer = load_model(args, context=None if prompt is None else context)
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to answer")
-            if args.memory == "auto":
+            if args.memory == "auto" or args.total_memory is not None:
                 message(f"expertly: {api.stats(model).memory_reason}")
             sampling = ChatSampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
             conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)

@@ -30,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over HTTP, as OpenAI does", description=__doc__)
     add = parser.add_argument
     add_loading_arguments(parser)
-    add("--total-memory", metavar="SIZE", help='for dense weights, KV cache and experts together: "6GiB" or "auto"')
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1; others need --api-key-file")
     add("--port", type=count, default=8000, metavar="N", help="default: 8000; 0 is any that is free")
     add("--api-key-file", metavar="FILE", help="the keys that clients may have, one a line")
@@ -119,7 +118,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, MemorySplit]:
         codec=args.codec,
     )
     planned = plan(wishes)
-    args.memory = planned.memory
+    args.memory, args.total_memory = planned.memory, None
     model, tokenizer = load_model(args, host_memory=args.host_memory)
     split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
     message(f"expertly: {split.sentence()}")

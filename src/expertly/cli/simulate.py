@@ -70,9 +70,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from expertly.cli.figures import check_figure, save_figure
     from expertly.cli.simulate_report import about, report
     from expertly.cli.trace_geometry import trace_geometry
+    from expertly.lab.plots import check_plot
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule, read_arrivals
     from expertly.sim.study import MATCHERS, Study
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.matcher not in MATCHERS:
         raise ConfigError(f"matcher={args.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     if args.plot is not None:
-        check_figure(args.plot)
+        check_plot(args.plot)
     selection = Selection(args.requests, args.tokens, args.split, args.seed)
     hardware = Hardware.read(args.hardware)
     trace = Trace.open(args.trace)
@@ -117,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
         results = list(study.results(systems, memories))
     facts = about(args, study, systems, geometry_name, predictor)
     if args.plot is not None:
-        from expertly.cli.simulate_plot import draw
+        from expertly.lab.drawings import plot_simulation
 
-        save_figure(draw(facts, results), args.plot)
+        plot_simulation(facts, results, args.plot)
         message(f"plot written to {args.plot}")
     if args.chrome_trace is not None:
         message(f"timeline written to {args.chrome_trace}")

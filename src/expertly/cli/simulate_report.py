@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, format_seconds, format_share, printable, table
+from expertly.cli.output import printable, table
+from expertly.core.units import format_nbytes, format_rate, format_seconds, format_share
 from expertly.scheduler.presets import get_system
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _notes_on_codec(study: Study) -> list[str]:
     source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
     return [
         f"codec {study.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
-        f"decode {costs.all_nbytes_per_s / 1e9:.2f} GB/s of weights ({source})"
+        f"decode {format_rate(costs.all_nbytes_per_s)} of weights ({source})"
     ]
 
 

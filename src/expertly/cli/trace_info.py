@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.figures import check_figure, save_figure
 from expertly.cli.output import add_json_flag, format_share, message, print_json, progress_bar, table
 from expertly.cli.trace_summary import fields_table, headline, trace_facts
 
@@ -26,18 +25,19 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from expertly.lab.plots import check_plot
     from expertly.lab.trace_analysis import analyse
     from expertly.trace.reader import Trace
 
     if args.plot is not None:
-        check_figure(args.plot)
+        check_plot(args.plot)
     trace = Trace.open(args.trace)
     with progress_bar("tokens") as progress:
         analysis = analyse(trace, None if progress is None else lambda done, total: progress("reading", done, total))
     if args.plot is not None:
-        from expertly.cli.trace_figure import draw
+        from expertly.lab.drawings import plot_trace
 
-        save_figure(draw(trace, analysis), args.plot)
+        plot_trace(trace, analysis, args.plot)
     if args.json:
         print_json({**trace_facts(trace), **_facts(analysis), "plot": None if args.plot is None else str(args.plot)})
         return 0

@@ -12,9 +12,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from expertly.cli.arguments import positive_int, seed, temperature
 from expertly.cli.generation import generation_config
 from expertly.cli.loading import add_loading_arguments, load_model
@@ -27,17 +24,11 @@ from expertly.cli.output import (
     progress_bar,
     reserved_stdout,
 )
-from expertly.cli.prompts import Prompt, read_prompts
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
+from expertly.lab.prompts import AskedPrompt, Prompt, asked, read_prompts
 
 if TYPE_CHECKING:
     from expertly.lab.recording import Recording
-
-
-@dataclass(frozen=True, slots=True)
-class _TraceRequest:
-    prompt: Prompt
-    token_ids: npt.NDArray[np.int64]
 
 
 @dataclass
@@ -105,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
         model, tokenizer = load_model(args, decisions=args.decisions)
         try:
-            if tokenizer is None:
-                raise ConfigError(f"model={args.model!r}: has no tokenizer, so prompts have no tokens")
             requests = _tokenised(prompts, model, tokenizer)
             result = _record(model, requests, args)
             result["skipped"] = len(prompts) - len(requests)
@@ -119,29 +108,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_TraceRequest]:
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[AskedPrompt]:
     """The prompts that the model can be given; each of the others is named in a message."""
     from expertly.lab.playing import max_positions
 
-    limit = max_positions(model)
-    requests = []
-    for prompt in prompts:
-        token_ids = tokenizer(prompt.text, return_tensors="np", return_token_type_ids=False)["input_ids"][0]
-        if len(token_ids) == 0:
-            message(f"expertly: skipped: the prompt in line {prompt.line} gives no token")
-        elif limit is not None and len(token_ids) > limit:
-            message(
-                f"expertly: skipped: the prompt in line {prompt.line} has {len(token_ids)} tokens; the model takes "
-                f"at most {limit}"
-            )
-        else:
-            requests.append(_TraceRequest(prompt, token_ids.astype(np.int64)))
-    if not requests:
+    found, left_out = asked(prompts, tokenizer, most=max_positions(model))
+    for why in left_out:
+        message(f"expertly: skipped: {why}")
+    if not found:
         raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
-    return requests
+    return found
 
 
-def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namespace) -> dict[str, Any]:
+def _record(model: Any, requests: Sequence[AskedPrompt], args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from expertly import api
@@ -163,9 +142,9 @@ def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namesp
             for request in requests:
                 if progress is not None:
                     progress("recording", done.num_requests, len(requests))
-                prompt, num_tokens = request.prompt, len(request.token_ids)
+                prompt, num_tokens = request.prompt, len(request.tokens)
                 recording.begin_request(prompt.category, prompt.text, num_tokens)
-                done.add(_generate(model, request.token_ids, args.max_new_tokens, args.temperature))
+                done.add(_generate(model, request.tokens, args.max_new_tokens, args.temperature))
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
@@ -191,7 +170,7 @@ def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namesp
     }
 
 
-def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int, temperature: float) -> _Clock:
+def _generate(model: Any, token_ids: Sequence[int], max_new_tokens: int, temperature: float) -> _Clock:
     """Alone in its batch; no further than the model has positions."""
     import torch
 
@@ -202,7 +181,7 @@ def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int,
         max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
     config = generation_config(model, max_new_tokens, temperature)
     clock = _Clock()
-    ids = torch.from_numpy(token_ids).unsqueeze(0).to(model.device)
+    ids = torch.tensor([list(token_ids)], device=model.device)
     model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config)
     return clock
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import positive_int, seed
 from expertly.cli.output import add_json_flag, message, print_json, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
 from expertly.core.errors import ConfigError
 from expertly.data import demo_prompts
+from expertly.lab.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from expertly.lab.tune.tune import Tuned
@@ -115,11 +115,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     if args.prompts is None:
         message(f"expertly: no --prompts: tuned for {len(found)} texts that ship, not for yours")
-    return [prompt.text for prompt in found]
+    return found
 
 
 def measured_machine() -> Hardware:

@@ -19,6 +19,7 @@ from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.core.files import disk_errors, from_json, json_bytes, read_json_object, write_atomic
 from expertly.core.resources import allowed_cpus, cpu_name
+from expertly.core.units import format_nbytes, format_share
 from expertly.engine.device import kind_of
 from expertly.engine.learned import AUTO, find_weights
 from expertly.engine.memory import MemoryRequest, divide
@@ -262,16 +263,16 @@ def _predictor(choice: TunedChoice, asked: str | Path | None) -> str | Path | No
 def _found(
     choice: TunedChoice, store: PackedStore, asked: LoadSettings, request: MemoryRequest, nbytes: int, here: TunedOn
 ) -> FoundChoice:
-    said = [f"system auto: {choice.system}, P = {choice.segments}, tuned for {_mib(choice.memory_nbytes, store)}"]
+    said = [f"system auto: {choice.system}, P = {choice.segments}, tuned for {_amount(choice.memory_nbytes, store)}"]
     if choice.memory_nbytes != nbytes:
-        said.append(f"the nearest to {_mib(nbytes, store)}")
+        said.append(f"the nearest to {_amount(nbytes, store)}")
     said += [f"there {gain.ratio:.2f}x the time of {gain.over}" for gain in choice.gains]
     if differences := choice.machine.differences(here):
         said.append(f"on another machine: {', '.join(differences)}")
     memory = asked.memory
     if choice.budget_nbytes < choice.memory_nbytes and memory in (None, "auto"):
         memory = min(nbytes, choice.budget_nbytes)
-        said.append(f"of which {_mib(memory, store)} are used, as more brought nothing")
+        said.append(f"of which {_amount(memory, store)} are used, as more brought nothing")
     segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
     if plan is None and choice.plan is not None:
         if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.ring):
@@ -303,5 +304,5 @@ def in_codec(store: PackedStore, codec: str) -> Path:
     return entry_folder(manifest.model_type, manifest.identity, manifest.dtype, cache, codec)
 
 
-def _mib(nbytes: int, store: PackedStore) -> str:
-    return f"{nbytes / (1 << 20):.1f} MiB ({nbytes / store.experts_nbytes:.1%} of the experts)"
+def _amount(nbytes: int, store: PackedStore) -> str:
+    return f"{format_nbytes(nbytes)} ({format_share(nbytes / store.experts_nbytes)} of the experts)"

@@ -20,6 +20,7 @@ from expertly.core.errors import ConfigError, StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.resources import allowed_cpus, decoding_threads
+from expertly.core.units import format_rate
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
 from expertly.store.frames import (
@@ -96,7 +97,7 @@ def choose_codec(rates: CodecRates) -> CodecChoice:
     return CodecChoice(
         codec,
         f"weights take {rates.ratio:.2f} of their size in planes, the disk reads "
-        f"{rates.disk_nbytes_per_s / 1e9:.2f} GB/s, {threads} {decode_rate / 1e9:.2f} GB/s of weights: "
+        f"{format_rate(rates.disk_nbytes_per_s)}, {threads} {format_rate(decode_rate)} of weights: "
         f"loads {'with planes ' * (codec == 'none')}take {1 / gain:.2f} of the time{verdict}",
     )
 

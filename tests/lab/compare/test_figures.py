@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.lab.compare.charts import distribution
+from expertly.core.units import format_range, format_seconds, format_share
 from expertly.lab.compare.engine_runs import ComparedRuns, RunFailure
-from expertly.lab.compare.figures import RATES, engine_figures, ratio_to, rows_of, spread
-from expertly.lab.compare.headline import best_row, headline
+from expertly.lab.compare.figures import RATES, best_row, engine_figures, headline, ratio_to, rows_of, spread
 from expertly.lab.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems
-from expertly.lab.compare.svg import element, round_ticks
-from expertly.lab.compare.units import format_range, format_seconds, format_share
+from expertly.lab.plots import round_ticks
 from expertly.sim import study
 
 COUNTS = {"hits": 6, "misses": 2, "loaded_nbytes": 300, "stall_ns": 4_000_000}
@@ -81,9 +79,9 @@ def test_the_headline_says_who_is_fastest_and_how_far_from_baseline_and_bounds()
     ]
     (said,) = headline(rows, ["25%"], "lru")
     assert said == (
-        "With 25% of the experts (3.00 MiB): lcp is fastest on the engine, 8.00 ms a token, 0.80x the time of lru; "
+        "With 25% of the experts (3 MiB): lcp is fastest on the engine, 8.00 ms a token, 0.80x the time of lru; "
         "quartiles 0.75 to 0.85. Best possible: in the simulator lcp takes 9.00 ms and oracle, which knows the future, "
-        "6.00 ms (1.50x). lcp loads 2.00 MiB for each token of an answer there, the least possible is 1.00 MiB "
+        "6.00 ms (1.50x). lcp loads 2 MiB for each token of an answer there, the least possible is 1 MiB "
         "(belady-global)."
     )
 
@@ -103,7 +101,7 @@ def test_who_failed_is_not_the_best_however_fast_until_then() -> None:
     (said,) = headline(rows, ["25%"], "lru")
     assert "lru is fastest on the engine" in said and said.endswith("lcp did not come through.")
     assert headline(rows[1:], ["25%"], "lru") == [
-        "With 25% of the experts (3.00 MiB): no system came through. lcp did not come through."
+        "With 25% of the experts (3 MiB): no system came through. lcp did not come through."
     ]
 
 
@@ -154,12 +152,6 @@ def test_bounds_are_of_the_parts_with_which_they_are_best() -> None:
     assert rows == {"belady": 4, "belady-global": 4, "oracle": 1, "resident": 1}
 
 
-def test_a_distribution_rises_from_0_to_1() -> None:
-    corners = distribution([1.0, 2.0, 2.0, 5.0])
-    assert corners[0] == (1.0, 0.0) and corners[-1] == (5.0, 1.0)
-    assert corners == sorted(corners)
-
-
 @pytest.mark.parametrize(
     ("high", "base", "last", "step"),
     [
@@ -178,10 +170,6 @@ def test_a_range_names_its_unit_once() -> None:
     assert format_range(format_seconds, 0.0398, 0.0791) == "39.8 to 79.1 ms"
     assert format_range(format_seconds, 0.5, 1.5) == "500 ms to 1.50 s"
     assert format_range(format_share, 0.5, 0.75) == "50.0% to 75.0%"
-
-
-def test_markup_is_escaped() -> None:
-    assert element("a", b_c='"<&') == '<a b-c="&quot;&lt;&amp;"/>'
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Numbers as people read them: three digits that count, and a unit."""
+"""Numbers as people read them, in every command, report and page: three digits that count, and a unit. What is not
+known, or not finite, is "-".
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ def format_seconds(seconds: float | None) -> str:
         return "-"
     if seconds == 0:
         return "0 s"
-    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (math.inf, 1.0, "s")):
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{_digits(seconds * scale)} {unit}"
-    return "-"
+    return f"{_digits(seconds)} s"
 
 
 def format_nbytes(nbytes: float | None) -> str:
-    """`1.50 MiB`."""
+    """`1.50 GiB`, `2 GiB`: binary units, as --memory takes them."""
     if nbytes is None or not math.isfinite(nbytes):
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
-            return f"{_digits(nbytes)} {unit}"
+            return f"{int(nbytes) if nbytes == int(nbytes) else _digits(nbytes)} {unit}"
         nbytes /= 1024
     return f"{_digits(nbytes)} TiB"
+
+
+def format_rate(nbytes_per_s: float | None) -> str:
+    """`3.21 GB/s`: decimal, as makers of disks and links write it."""
+    return "-" if nbytes_per_s is None or not math.isfinite(nbytes_per_s) else f"{nbytes_per_s / 1e9:.2f} GB/s"
 
 
 def format_share(share: float | None) -> str:

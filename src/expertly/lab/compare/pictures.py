@@ -1,0 +1,241 @@
+"""The pictures of a report: figures against budgets, how long requests take, and one decoded token in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from expertly.core.units import format_nbytes, format_range, format_seconds, format_share
+from expertly.lab.plots import (
+    COLOUR,
+    Mark,
+    Picture,
+    draw_shares,
+    memory_places,
+    round_ticks,
+    set_ticks,
+)
+
+PLACES = {"engine": "engine", "simulated": "simulator"}
+"""Where figures of a row come from, and how that is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of a row, and how its values and the numbers of its axis are written."""
+
+    key: str
+    name: str
+    write: Callable[[float | None], str]
+    is_share: bool = False
+    base: int = 1000  # of the unit's multiples
+
+
+MEASURES = (
+    Measure("hit_rate", "hit rate", format_share, True),
+    Measure("ttft_s", "TTFT", format_seconds),
+    Measure("tpot_s", "TPOT, time a token", format_seconds),
+    Measure("stall_s", "stall a token", format_seconds),
+    Measure("bytes_loaded", "loaded a token", format_nbytes, base=1024),
+)
+"""Against the budget."""
+
+PREFETCH = (
+    Measure("coverage", "coverage", format_share, True),
+    Measure("accuracy", "accuracy", format_share, True),
+    Measure("timeliness", "timeliness", format_share, True),
+)
+"""Of loading ahead."""
+
+KINDS = {
+    "dense": ("dense", "attention, router, head"),
+    "expert": ("s0", "an expert"),
+    "control": ("s6", "asking for loads, taking them"),
+    "wait": ("wait", "waiting for loads"),
+    "demand": ("s1", "loaded when needed"),
+    "ahead": ("s2", "loaded ahead"),
+    "predict": ("s4", "predicting"),
+}
+"""What a token's bars stand for: colour and words."""
+
+_SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
+_SIZE = (360.0, 232.0)
+_FRAME = {"left": 54.0, "right": 12.0, "top": 26.0, "bottom": 42.0}
+_LANES = {"device": "computing", "link": "link", "disk": "disk", "predictor": "predicting"}
+_LANE, _GAP = 30.0, 8.0
+_TOKEN_FRAME = {"left": 84.0, "right": 12.0, "top": 6.0, "bottom": 40.0}
+_TOKEN_WIDTH = 960.0
+_LEAST_WIDTH = 0.8  # of a bar in points, so that it is seen
+_LEAST_WAIT_NS = 1000
+
+
+def spread_of(value: Any) -> dict[str, Any] | None:
+    """A value that repeats itself exactly has no spread."""
+    if value is None:
+        return None
+    return value if isinstance(value, dict) else {"median": value, "q1": value, "q3": value}
+
+
+def sample(mark: Mark) -> str:
+    """A piece of its line, for a legend."""
+    picture = Picture(32, 14)
+    axes = picture.axes(0, 0, 0, 0)
+    axes.set_axis_off()
+    axes.set_xlim(0, 32)
+    axes.set_ylim(0, 14)
+    axes.plot([1, 31], [7, 7], **mark.line)
+    axes.plot([16], [7], **mark.point)
+    return picture.svg()
+
+
+def against_budget(
+    measure: Measure, where: str, rows: Sequence[dict[str, Any]], memories: Sequence[str], marks: Mapping[str, Mark]
+) -> str | None:
+    """A line a system over the budgets, of the engine's or the simulator's figures. None where nothing is known."""
+    lines: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for row in rows:
+        value = None if row[where] is None else spread_of(row[where][measure.key])
+        if value is not None:
+            lines.setdefault(row["system"], []).append((row["memory"], value))
+    if not lines:
+        return None
+    name = f"{measure.name}, {PLACES[where]}"
+    picture, axes = _panel(name, "memory for experts")
+    sizes = {row["memory"]: float(row["memory_bytes"]) for row in rows if row["memory_bytes"] and not row["is_bound"]}
+    places = memory_places(memories, sizes)
+    space = (max(places.values()) - min(places.values())) * 0.06 or 0.5
+    axes.set_xlim(min(places.values()) - space, max(places.values()) + space)
+    most = max(value["q3"] for line in lines.values() for _, value in line)
+    ticks = _SHARES if measure.is_share else round_ticks(most, base=measure.base)
+    set_ticks(axes, {place: label for label, place in places.items()}, ticks, measure.write)
+    for system, line in lines.items():
+        mark = marks[system]
+        points = sorted((places[memory], value["median"]) for memory, value in line)
+        axes.plot(*zip(*points, strict=True), **mark.line)
+        for memory, value in line:
+            place, said = places[memory], f"{system}, {memory}: {measure.write(value['median'])}"
+            if value["q1"] < value["q3"]:
+                axes.plot([place] * 2, [value["q1"], value["q3"]], color=mark.colour, linewidth=4, alpha=0.35)
+                said += f" (quartiles {format_range(measure.write, value['q1'], value['q3'])})"
+            axes.plot([place], [value["median"]], **mark.point, **picture.tip(said))
+    return picture.svg(name, f"{name} against the memory for experts, a line for each of {', '.join(lines)}")
+
+
+def latencies(where: str, memory: str, rows: Sequence[dict[str, Any]], marks: Mapping[str, Mark]) -> str | None:
+    """The share of requests that took at most so long, under one budget; a line a system that ends at 1."""
+    lines = {
+        row["system"]: row[where]["latencies_s"]
+        for row in rows
+        if row["memory"] == memory and row[where] is not None and row[where]["latencies_s"]
+    }
+    if not lines:
+        return None
+    name = f"request latency, {memory}, {PLACES[where]}"
+    picture, axes = _panel(name, "seconds from a request's begin to its last token")
+    ticks = round_ticks(max(values[-1] for values in lines.values()))
+    axes.set_xlim(0, ticks[-1])
+    set_ticks(axes, {tick: f"{tick:g}" for tick in ticks}, _SHARES, format_share)
+    for system, values in lines.items():
+        middle = format_seconds(values[(len(values) - 1) // 2])
+        said = f"{system}, {memory}: half within {middle}, all within {format_seconds(values[-1])}"
+        draw_shares(axes, values, marks[system], **picture.tip(said))
+        axes.plot([values[-1]], [1.0], clip_on=False, **marks[system].point)
+    return picture.svg(
+        name, f"share of requests that were answered within a time, a line for each of {', '.join(lines)}"
+    )
+
+
+def _panel(name: str, x_label: str) -> tuple[Picture, Any]:
+    picture = Picture(*_SIZE)
+    axes = picture.axes(**_FRAME)
+    picture.figure.text(0, 1 - 13 / _SIZE[1], name, fontsize=12.5, fontweight="bold", color=COLOUR["ink"])
+    axes.set_xlabel(x_label)
+    return picture, axes
+
+
+def token_in_time(timeline: Mapping[str, Any], length_ns: int) -> str:
+    """One decoded token under one system: what computed, what was loaded, and where the device waited. `timeline` as
+    TokenTimeline has it; the axis is so long, which makes several comparable.
+    """
+    bars = token_bars(timeline)
+    lanes = [lane for lane in _LANES if any(bar["lane"] == lane for bar in bars)]
+    frame = _TOKEN_FRAME
+    picture = Picture(_TOKEN_WIDTH, frame["top"] + len(lanes) * (_LANE + _GAP) + frame["bottom"])
+    axes = picture.axes(**frame)
+    axes.set_xlim(0, length_ns)
+    axes.set_ylim(len(lanes) * (_LANE + _GAP), 0)  # in points, downwards
+    for lane in lanes:
+        for bar in bars:
+            if bar["lane"] == lane:
+                _draw_bar(picture, axes, bar, lanes.index(lane) * (_LANE + _GAP), timeline["length_ns"])
+    axes.axvline(timeline["length_ns"], color=COLOUR["soft"], linewidth=1)
+    ticks = [tick for tick in round_ticks(length_ns / 1e6, 8) if tick * 1e6 <= length_ns]
+    axes.set_xticks([tick * 1e6 for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_yticks([index * (_LANE + _GAP) + _LANE / 2 for index in range(len(lanes))], [_LANES[one] for one in lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("ms since the token before")
+    num_loads = sum(bar["kind"] in ("demand", "ahead") for bar in bars)
+    name = f"{timeline['system']}, {timeline['memory']}: one token, {format_seconds(timeline['length_ns'] / 1e9)}"
+    return picture.svg(name, f"computing and {num_loads} loads over time", "wide")
+
+
+def _draw_bar(picture: Picture, axes: Any, bar: Mapping[str, Any], y: float, length_ns: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    begin, end = max(0, bar["begin_ns"]), min(length_ns, bar["end_ns"])
+    a_point = (axes.get_xlim()[1]) / (_TOKEN_WIDTH - _TOKEN_FRAME["left"] - _TOKEN_FRAME["right"])  # in ns
+    is_load = bar["kind"] in ("demand", "ahead")
+    edge = {"edgecolor": COLOUR["paper"], "linewidth": 0.5} if is_load else {"linewidth": 0}
+    tip = picture.tip(f"{bar['said']}: {bar['begin_ns'] / 1e6:.3f} to {bar['end_ns'] / 1e6:.3f} ms")
+    width = max(_LEAST_WIDTH * a_point, end - begin)
+    axes.add_artist(Rectangle((begin, y), width, _LANE, facecolor=COLOUR[KINDS[bar["kind"]][0]], **edge, **tip))
+    text = f"{bar['layer']}.{bar['expert']}" if is_load else ""
+    if text and end - begin > 6 * len(text) * a_point:
+        middle = (begin + end) / 2
+        axes.text(middle, y + _LANE / 2, text, ha="center", va="center", fontsize=10, color=COLOUR["paper"])
+
+
+def token_bars(timeline: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Events as what is drawn, of KINDS: loads are told apart by whether their layer's router had spoken when they
+    began; gaps of the device in which something is on its way to it are waits.
+    """
+    events = timeline["events"]
+    spoke: dict[int, int] = {}
+    done: dict[int, int] = {}
+    device = [event for event in events if event["lane"] == "device"]
+    bars, now = [], 0
+    for event in device:
+        if event["kind"] in ("dense", "expert"):
+            (spoke if event["kind"] == "dense" else done)[event["layer"]] = event["end_ns"]
+        if event["begin_ns"] - now > _LEAST_WAIT_NS:
+            wait = {"lane": "device", "kind": "wait", "said": "waiting for loads"}
+            bars.append(wait | {"begin_ns": now, "end_ns": event["begin_ns"]})
+        now = max(now, event["end_ns"])
+    for event in events:
+        kind, layer = event["kind"], event["layer"]
+        if kind == "load":
+            is_needed = spoke.get(layer, event["end_ns"]) <= event["begin_ns"] <= done.get(layer, event["begin_ns"])
+            kind = "demand" if is_needed else "ahead"
+        elif event["lane"] == "predictor":
+            kind = "predict"
+        elif kind == "head":
+            kind = "dense"
+        elif kind not in KINDS:
+            kind = "control"
+        bars.append({**event, "kind": kind, "said": _said(event)})
+    return bars
+
+
+def _said(event: Mapping[str, Any]) -> str:
+    layer = "" if event["layer"] < 0 else f", layer {event['layer']}"
+    if event["kind"] == "load":
+        first, last = event["segment"], event["segment"] + event["num_segments"] - 1
+        parts = f"segment {first}" if first == last else f"segments {first} to {last}"
+        return f"load layer {event['layer']}, expert {event['expert']}, {parts}"
+    if event["kind"] == "expert":
+        return f"expert {event['expert']}{layer}"
+    said = {"dense": "attention and router", "ask": "asking for loads", "take": "taking what came"}
+    return f"{said.get(event['kind'], event['kind'])}{layer}"
