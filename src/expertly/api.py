@@ -115,7 +115,8 @@ def _choose(
     """Look at everything that can be refused before anything is opened; packs the model at its first use."""
 
     def pack(codec: str) -> PackedStore:
-        return pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
+        store = pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
+        return _checked(store, asked.verify)
 
     why_system = store = request = None
     if asked.system == AUTO_SYSTEM:
@@ -149,7 +150,6 @@ def _choose(
     request = request or _memory_request(asked, store)
     division = divide(store, geometries, parts, request, targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
-    store = _checked(store, asked.verify)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
 

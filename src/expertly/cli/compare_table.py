@@ -1,4 +1,6 @@
-"""What `expertly compare` prints: the outcome in words, and tables of engine and simulator that fit the terminal."""
+"""What `expertly lab compare` prints: the outcome in words, and tables of engine and simulator that fit the
+terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`expertly trace record`: what a model routes while it answers prompts, as a trace."""
+"""`expertly lab trace record`: what a model routes while it answers prompts, as a trace."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -12,20 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, seed, temperature
+from expertly.cli.arguments import seed, temperature
 from expertly.cli.generation import generation_config
-from expertly.cli.loading import add_loading_arguments, load_model
-from expertly.cli.output import (
-    add_json_flag,
-    format_nbytes,
-    format_seconds,
-    message,
-    print_json,
-    progress_bar,
-    reserved_stdout,
-)
+from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.output import format_nbytes, format_seconds, message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 from expertly.lab.prompts import AskedPrompt, Prompt, asked, read_prompts
+from expertly.options import REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.recording import Recording
@@ -66,35 +58,38 @@ class _Progress:
         return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("record", help="record what a model routes", description=__doc__)
-    add = parser.add_argument
-    add_loading_arguments(parser, maps="off", why="so that what is counted does not depend on what ran before")
-    add(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help='JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
+@dataclass(frozen=True, kw_only=True)
+class TraceRecordOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    prompts: str = option(
+        REQUIRED,
+        'JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
         "stdin; each is a request, run alone",
+        metavar="FILE",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="where the trace goes: a new or an empty folder")
-    add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="a request; default: 100")
-    add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
-    add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
-    add("--requests", type=positive_int, metavar="N", help="only the first N prompts")
-    add("--full", action="store_true", help="add routing scores, lookahead, router inputs and embeddings")
-    add("--decisions", type=Path, metavar="FILE", help="write down every decision taken, for `expertly trace replay`")
-    add_json_flag(parser)
+    out: Path = option(REQUIRED, "where the trace goes: a new or an empty folder", metavar="DIR", type=Path)
+    max_new_tokens: int = option(100, "of a request", metavar="N", least=1)
+    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
+    seed: int = option(0, "with a temperature", metavar="N", type=seed)
+    requests: int | None = option(None, "only the first N prompts", metavar="N", type=int, least=1)
+    full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
+    maps: str | Path | None = option(
+        "off",
+        "what a system has learned, as of `run`; off: a trace is of this run alone",
+        metavar="FILE",
+        panel=RESEARCH,
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceRecordOptions) -> int:
     prompts = read_prompts(args.prompts, args.requests)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
     with reserved_stdout() as stdout:
         from expertly import api
 
-        model, tokenizer = load_model(args, decisions=args.decisions)
+        model, tokenizer = load_model(args.model, args)
         try:
             requests = _tokenised(prompts, model, tokenizer)
             result = _record(model, requests, args)
@@ -120,7 +115,7 @@ def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[As
     return found
 
 
-def _record(model: Any, requests: Sequence[AskedPrompt], args: argparse.Namespace) -> dict[str, Any]:
+def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOptions) -> dict[str, Any]:
     import torch
 
     from expertly import api
