@@ -16,10 +16,10 @@ import torch
 
 import expertly
 from expertly.cli.generation import generation_config
-from expertly.cli.output import format_nbytes, format_seconds, format_share
 from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
+from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import chat_tokens, has_template
 
 
