@@ -163,7 +163,7 @@ def check_claims(
             raise failure(f"{path}: {field}={value}: there are tensors for {most} at most")
 
 
-def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, int]]:
+def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _counts(value, f"{outer}{key}.")
