@@ -15,8 +15,9 @@ from rich.cells import cell_len
 from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
-from expertly.cli.output import format_nbytes, print_json, reserved_stdout, table
+from expertly.cli.output import print_json, reserved_stdout, table
 from expertly.core.errors import BudgetError
+from expertly.core.units import format_nbytes
 from expertly.options import RESEARCH, argument, json_flag, option
 
 

@@ -30,9 +30,6 @@ from rich.table import Table
 from rich.text import Text
 
 from expertly.core.files import finite
-from expertly.core.units import format_nbytes as format_nbytes
-from expertly.core.units import format_seconds as format_seconds
-from expertly.core.units import format_share as format_share
 
 
 def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
