@@ -47,6 +47,7 @@ class Prompts:
             raise ConfigError("the model has no tokenizer, so there is no text to serve")
         self._reader = tokenizer
         self._reader_lock = threading.Lock()
+        self.tokenizer = tokenizer
         self._writer = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "expertly-serve-prompts")
         self.vocabulary = vocabulary

@@ -245,7 +245,7 @@ class RequestScheduler:
     def _begin(self, text: Text) -> None:
         """Or go on: what it has written is a part of its prompt then."""
         assert self._stepper is not None
-        self.sampler.add(text.name, text.sampling)
+        self.sampler.add(text.name, text.sampling, text.prompt)
         left = text.max_tokens - len(text.tokens)
         self._stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -10,16 +11,20 @@ from typing import Any
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
+from expertly.serve.grammar import Grammars
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import ServedRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation
+from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
 from expertly.serve.settings import ServerSettings
 from expertly.serve.tools import ToolReader
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat answer may fill what is left of the context."""
+
+MAX_IGNORED_NAMED = 100
+"""Fields without effect that the log names."""
 
 log = logging.getLogger("expertly.serve")
 
@@ -61,16 +66,22 @@ class Service:
         self.prompts = prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
+        self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
+        self._ignored: set[str] = set()
 
     async def chat(self, asked: ChatRequest) -> tuple[ServedRequest, ChatAnswer]:
         """Raises ApiError."""
-        self._check_model(asked.model)
+        self._check(asked)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered)
         limit = asked.limit
         if limit is None:
             limit = self._rest_of_context(len(prompt), "messages")
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        request = self._request(asked, [prompt], limit, asked.sampling(num_top), "messages")
+        sampling = asked.sampling(num_top)
+        if asked.grammar is not None:
+            grammar = await asyncio.to_thread(self._grammars.of_schema, asked.grammar, "response_format")
+            sampling = replace(sampling, grammar=grammar)
+        request = self._request(asked, [prompt], limit, sampling, "messages")
         readers = {}
         if asked.offered:
             readers = {text.index: ToolReader(self.prompts, asked.offered, prompt) for text in request.texts}
@@ -79,7 +90,7 @@ class Service:
 
     async def complete(self, asked: CompletionRequest) -> tuple[ServedRequest, CompletionAnswer]:
         """Raises ApiError."""
-        self._check_model(asked.model)
+        self._check(asked)
         if len(asked.prompts) * (asked.n or 1) > MAX_CHOICES:
             raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
         prompts: list[list[int]] = []
@@ -111,14 +122,19 @@ class Service:
             for text in request.texts:
                 log.info("request %d: prompt %r", request.number, self.prompts.text(text.prompt, special=True))
 
-    def _check_model(self, name: str) -> None:
-        if name != self.about.name:
+    def _check(self, asked: Generation) -> None:
+        """Its model is here; fields that nobody reads are named in the log, each once."""
+        if asked.model != self.about.name:
             raise ApiError(
                 404,
-                f"the model {name!r} is not here; accepted: {self.about.name!r}",
+                f"the model {asked.model!r} is not here; accepted: {self.about.name!r}",
                 param="model",
                 code="model_not_found",
             )
+        for name in unknown_fields(asked):
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
+                self._ignored.add(name)
+                log.info("field %r: has no effect here", name[:100])
 
     def _rest_of_context(self, prompt: int, param: str) -> int:
         if prompt >= self.scheduler.room.context:
