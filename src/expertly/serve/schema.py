@@ -71,7 +71,8 @@ class Generation(Strict):
         default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 is all"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="not OpenAI's: tokens below this share of the likeliest one's probability are left out"
+        default=None,
+        description="not OpenAI's: tokens below this share of the likeliest one's probability are left out",
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None, description="not OpenAI's: of tokens of the prompt and the text, beside the model's own"
@@ -242,7 +243,9 @@ class ChatRequest(Generation):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same thing; accepted: one of them")
         if self.forced is not None and not self.forced:
-            raise ValueError(f"tool_choice: accepted: a name among tools: {[one.function.name for one in self.offered]}")
+            raise ValueError(
+                f"tool_choice: accepted: a name among tools: {[one.function.name for one in self.offered]}"
+            )
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
         if "audio" in ((self.model_extra or {}).get("modalities") or ()):
