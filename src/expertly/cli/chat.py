@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 
 import expertly
 from expertly.cli.generation import generation_config
 from expertly.cli.output import format_nbytes, format_share
-from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
-
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a chat template may raise over messages that it was not written for."""
+from expertly.model.text import TEMPLATE_ERRORS, TextStreamer
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ RARE = ("ring", "order", "context", "host_memory")
 """Options of `expertly.load` that only this command has."""
 
 if TYPE_CHECKING:
-    from expertly.cli.streaming import TextStreamer
+    from expertly.model.text import TextStreamer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -109,7 +109,7 @@ def _generate(model: Any, tokenizer: Any, prompt: str, args: argparse.Namespace,
     """Run `generate` and time it."""
     import torch
 
-    from expertly.cli.streaming import TextStreamer
+    from expertly.model.text import TextStreamer
 
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     num_prompt_tokens = inputs["input_ids"].shape[1]

@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1; others need --api-key-file")
     add("--port", type=count, default=8000, metavar="N", help="default: 8000; 0 is any that is free")
     add("--api-key-file", metavar="FILE", help="the keys that clients may have, one a line")
+    add("--cors", action="append", default=[], metavar="ORIGIN", help="a web site whose pages may ask; * is any")
     add("--name", metavar="NAME", help="of the model, as clients ask for it (default: that of MODEL)")
     add("--context", type=positive_int, metavar="N", help="most tokens of one text, prompt included (default: 4096)")
     add("--max-running", type=positive_int, default=16, metavar="N", help="texts written at a time (default: 16)")
@@ -50,10 +51,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_installed()
     from expertly.serve.server import ApiServer, assemble, bind
-    from expertly.serve.settings import ServerSettings, check_exposure, read_keys
+    from expertly.serve.settings import ServerSettings, check_exposure, check_origins, read_keys
 
     keys = read_keys(args.api_key_file)
     check_exposure(args.host, keys)
+    check_origins(tuple(args.cors), keys)
     template = _read_template(args.chat_template)
     settings = ServerSettings(
         name=args.name or _name_of(args.model),
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         keys=keys,
         max_body_nbytes=args.max_body,
         log_prompts=args.log_prompts,
+        cors=tuple(args.cors),
         drain_s=float(args.drain_seconds),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

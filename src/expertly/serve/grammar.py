@@ -16,7 +16,7 @@ MAX_SCHEMA = 256 << 10
 
 
 class Grammars:
-    """Of one tokenizer. Making the first takes it a moment; used in the thread that writes prompts."""
+    """Of one tokenizer. Making the first takes it a moment; used in any thread."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from expertly.model.text import Decoder
 from expertly.serve.sampling import SampledToken, Sampling
-from expertly.serve.text import Decoder, StopStrings
+from expertly.serve.text import StopStrings
 
 Reason = Literal["stop", "length"]
 
@@ -62,7 +63,7 @@ class Text:
         """The model has written a token."""
         self.tokens.append(choice.token)
         is_end = choice.token in self.ends
-        came = "" if is_end else self._decoder.add(choice.token)
+        came = "" if is_end else self._decoder.add([choice.token])
         is_last = is_end or len(self.tokens) >= self.max_tokens
         if is_last:
             came += self._decoder.end()

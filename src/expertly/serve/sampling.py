@@ -27,8 +27,8 @@ _FIRST_LOOK = 256
 class Sampling:
     """A request's settings. `temperature` 0 is greedy; `top_k` 0 is all tokens; `seed` None draws one.
 
-    `logprobs`: how many alternatives to tell with each token; None: nothing is told. `min_p`: tokens below this share of
-    the likeliest one's probability are left out. `grammar`: what the text must follow.
+    `logprobs`: how many alternatives to tell with each token; None: nothing is told. `min_p`: tokens below this share
+    of the likeliest one's probability are left out. `grammar`: what the text must follow.
     """
 
     temperature: float = 1.0

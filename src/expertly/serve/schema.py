@@ -44,7 +44,7 @@ class Strict(BaseModel):
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The names of what a checked request has and nobody reads: `messages.audio` and the like, without places in lists."""
+    """The names of what a checked request has and nobody reads, as `messages.audio`: without places in lists."""
     if isinstance(value, list):
         for one in value:
             yield from unknown_fields(one, path)
@@ -58,10 +58,13 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Generation(Strict):
+class Named(Strict):
+    model: str = Field(max_length=512)
+
+
+class Generation(Named):
     """What both ways of asking have."""
 
-    model: str = Field(max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -72,7 +75,7 @@ class Generation(Strict):
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
-        description="not OpenAI's: tokens below this share of the likeliest one's probability are left out",
+        description="not OpenAI's: leaves out tokens below this share of the likeliest one's probability",
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None, description="not OpenAI's: of tokens of the prompt and the text, beside the model's own"

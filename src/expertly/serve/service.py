@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from expertly.model.answers import CALL_MARKS, AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
-from expertly.serve.prompts import Prompts
+from expertly.serve.memory import MemorySplit
+from expertly.serve.prompts import Prompts, as_told
+from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.sampling import Sampling
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.sampling import Grammar, Sampling
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
 from expertly.serve.settings import ServerSettings
-from expertly.serve.tools import ToolReader
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat answer may fill what is left of the context."""
@@ -41,6 +44,8 @@ class About:
     batching: str
     why: str | None
     chat_template: str
+    expert_nbytes: int
+    split: MemorySplit
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object, and what it has no field for under `expertly`."""
@@ -51,6 +56,8 @@ class About:
             "batching": self.batching,
             "batching_reason": self.why,
             "chat_template": self.chat_template,
+            "size_bytes": self.split.dense + self.expert_nbytes,
+            "memory": self.split.as_dict(),
         }
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "expertly", "expertly": told}
 
@@ -71,22 +78,48 @@ class Service:
 
     async def chat(self, asked: ChatRequest) -> tuple[ServedRequest, ChatAnswer]:
         """Raises ApiError."""
+        request, readers = await self.conversation(asked)
+        has_logprobs = bool(asked.logprobs)
+        return request, ChatAnswer(self.about.name, self.prompts, request, has_logprobs, readers, asked.includes_usage)
+
+    async def respond(self, asked: ResponsesRequest) -> tuple[ServedRequest, ResponsesAnswer]:
+        """Raises ApiError."""
+        chat = check(ChatRequest, asked.as_chat())
+        request, readers = await self.conversation(chat)
+        self._note_ignored(name for name in unknown_fields(asked) if name not in chat.model_fields_set)
+        return request, ResponsesAnswer(asked, request, readers)
+
+    async def conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
+        """A request for the next message, and who parts each of its texts. Raises ApiError."""
         self._check(asked)
-        prompt = await self.prompts.of_messages(asked.messages, asked.offered)
+        prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit
         if limit is None:
             limit = self._rest_of_context(len(prompt), "messages")
-        num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        sampling = asked.sampling(num_top)
-        if asked.grammar is not None:
-            grammar = await asyncio.to_thread(self._grammars.of_schema, asked.grammar, "response_format")
-            sampling = replace(sampling, grammar=grammar)
-        request = self._request(asked, [prompt], limit, sampling, "messages")
-        readers = {}
-        if asked.offered:
-            readers = {text.index: ToolReader(self.prompts, asked.offered, prompt) for text in request.texts}
-        answer = ChatAnswer(self.about.name, self.prompts, request, num_top is not None, readers, asked.includes_usage)
-        return request, answer
+        sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
+        is_forced, answers = asked.forced is not None, self.prompts.answers
+        begun = self.prompts.text(prompt, special=True)
+        if asked.grammar is not None or is_forced:
+            param = "tool_choice" if is_forced else "response_format"
+            if answers.begins_thinking(begun):
+                raise invalid(
+                    f"{param}: the prompt begins what the model thinks, which follows no schema; accepted: a "
+                    "reasoning_effort of none, where the chat template heeds it",
+                    param,
+                )
+            sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammar, asked))
+        special = answers.fits(begun) and not is_forced
+        request = self._request(asked, [prompt], limit, sampling, "messages", special)
+        tools, is_single = as_told(asked.offered), asked.parallel_tool_calls is False
+        found = {
+            text.index: answers.reader(begun, tools, is_forced=is_forced, is_single=is_single) for text in request.texts
+        }
+        return request, {index: reader for index, reader in found.items() if reader is not None}
+
+    def _grammar(self, asked: ChatRequest) -> Grammar:
+        if asked.forced is not None:
+            return self._grammars.of_call(asked.forced, CALL_MARKS)
+        return self._grammars.of_schema(asked.grammar or {}, "response_format")
 
     async def complete(self, asked: CompletionRequest) -> tuple[ServedRequest, CompletionAnswer]:
         """Raises ApiError."""
@@ -124,14 +157,21 @@ class Service:
 
     def _check(self, asked: Generation) -> None:
         """Its model is here; fields that nobody reads are named in the log, each once."""
-        if asked.model != self.about.name:
+        self.check_model(asked.model)
+        self._note_ignored(unknown_fields(asked))
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError where it is another."""
+        if name != self.about.name:
             raise ApiError(
                 404,
-                f"the model {asked.model!r} is not here; accepted: {self.about.name!r}",
+                f"the model {name!r} is not here; accepted: {self.about.name!r}",
                 param="model",
                 code="model_not_found",
             )
-        for name in unknown_fields(asked):
+
+    def _note_ignored(self, names: Iterable[str]) -> None:
+        for name in names:
             if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
@@ -142,12 +182,18 @@ class Service:
         return self.scheduler.room.context - prompt
 
     def _request(
-        self, asked: Generation, prompts: Sequence[Sequence[int]], limit: int, sampling: Sampling, param: str
+        self,
+        asked: Generation,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        sampling: Sampling,
+        param: str,
+        special: bool = False,
     ) -> ServedRequest:
         for token in sampling.bias:
             if token >= self.prompts.vocabulary:
                 raise invalid(f"logit_bias: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", "logit_bias")
-        request = ServedRequest(self.prompts.text, time.perf_counter)
+        request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
         for prompt in prompts:
             for number in range(asked.n or 1):
                 request.add(prompt, limit, self._ends, seeded(sampling, number), asked.stops)
