@@ -25,6 +25,8 @@ def test_models(serving: Serving) -> None:
     assert [model.id for model in models] == ["demo"]
     told: Any = models[0].model_extra
     assert told["expertly"]["batching"] == "continuous"
+    memory = told["expertly"]["memory"]
+    assert told["expertly"]["size_bytes"] > memory["dense_bytes"] > 0 and memory["kv_cache_bytes"] > 0
     assert serving.client().models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError) as error:
         serving.client().models.retrieve("other")

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from expertly.serve.settings import is_known
+from expertly.core.errors import ConfigError
+from expertly.serve.settings import check_origins, is_known
 from tests.serve.conftest import KEY, Serving, served
 
 JSON = {"content-type": "application/json"}
@@ -44,6 +45,31 @@ def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Servi
     assert simple.status_code == 415
     preflight = httpx.options(f"{serving.url}/v1/completions", headers={"Origin": "https://attacker.example"})
     assert "access-control-allow-origin" not in preflight.headers
+
+
+def test_pages_of_sites_that_were_named_may_ask(demo: tuple[Any, Any]) -> None:
+    with served(*demo, cors=("https://example.org",), keys=(KEY,)) as serving, serving.http() as client:
+        for origin, allowed in (("https://example.org", "https://example.org"), ("https://attacker.example", None)):
+            asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            preflight = client.options(
+                "/v1/completions", headers=asks | {"Access-Control-Request-Headers": "authorization"}
+            )
+            assert preflight.headers.get("access-control-allow-origin") == allowed
+            got = client.get("/v1/models", headers={"Origin": origin, "Authorization": f"Bearer {KEY}"})
+            assert (got.status_code, got.headers.get("access-control-allow-origin")) == (200, allowed)
+            assert client.get("/v1/models", headers={"Origin": origin}).status_code == 401
+
+
+@pytest.mark.parametrize("origin", ["*", "example.org", "https://example.org/path", "https://*.org"])
+def test_what_may_not_be_an_origin_is_named(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors"):
+        check_origins((origin,), ())
+
+
+def test_no_model_is_loaded_for_who_asks(serving: Serving) -> None:
+    with serving.http() as client:
+        assert '"status":"ready"' in client.post("/load_model", json={"model": "demo"}).text
+        assert client.post("/load_model", json={"model": "other/model"}).status_code == 404
 
 
 def bodies() -> Iterator[tuple[str, bytes, int]]:
@@ -97,7 +123,7 @@ def test_a_body_without_an_end_is_cut_off(guarded: Serving) -> None:
 
 def test_unknown_paths_and_methods_have_the_same_shape(guarded: Serving) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    for method, path in (("GET", "/v1/nothing"), ("DELETE", "/v1/models"), ("POST", "/load_model"), ("POST", "/reset")):
+    for method, path in (("GET", "/v1/nothing"), ("DELETE", "/v1/models"), ("POST", "/reset")):
         got = httpx.request(method, guarded.url + path, headers=headers)
         assert got.status_code in (404, 405)
         assert set(got.json()["error"]) == {"message", "type", "param", "code"}

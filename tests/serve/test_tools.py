@@ -12,12 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from expertly.serve.memory import MemorySplit
 from expertly.serve.prompts import Prompts
 from expertly.serve.schema import Message
-from expertly.serve.server import assemble
-from expertly.serve.settings import ServerSettings
-from tests.serve.conftest import Serving, room_for, running, served
+from tests.serve.conftest import Serving, assembled_for, running, served
 from tests.serve.scripted import scripted
 
 TEMPLATE = (
@@ -40,8 +37,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 @contextmanager
 def saying(demo: tuple[Any, Any], text: str, template: str = TEMPLATE) -> Iterator[Serving]:
-    settings, room = ServerSettings(name="demo"), room_for()
-    assembled = assemble(*demo, settings, room, MemorySplit(1, 1, 1, 1, room.num_pages), template)
+    settings, assembled = assembled_for(*demo, template=template)
     with running(scripted(assembled, text, demo[1]), settings) as serving:
         yield serving
 
