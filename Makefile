@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml $(wildcard src/expertly/*/*.[ch])
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/expertly generate --memory 25% --temperature 0.7 --top-p 0.9 --max-new-tokens 100 --prompt "The old man looked at the sea and said"
+	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --temperature 0.7 --top-p 0.9 --max-new-tokens 100
 
 test: lint types unit
 

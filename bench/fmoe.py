@@ -3,7 +3,7 @@
     python bench/fmoe.py TRACE [--study distance,tracking,eviction,capacity,online,link] [--memory 25%]
                          [--hardware rtx3090] [--geometry NAME] [--seed 0] [--out FILE]
 
-A trace with routing scores and embeddings (`expertly trace record --full`) shows everything; with imported routing
+A trace with routing scores and embeddings (`expertly lab trace record --full`) shows everything; with imported routing
 maps hold the chosen weights, and lookahead is left out. Stores, profiles and counts are filled from 70 % of the
 requests, the rest is simulated from an empty cache; `online` starts with an empty store. Hit rates are of decode.
 

@@ -2,7 +2,7 @@
 
     python bench/promoe.py TRACE [--study accuracy] [--distances 1,2,4,8] [--hidden 96] [--seed 0] [--out FILE]
 
-The trace must be full (`expertly trace record --full`). 70 % of the requests are learned from, the rest judges.
+The trace must be full (`expertly lab trace record --full`). 70 % of the requests are learned from, the rest judges.
 
 accuracy  the share of the experts named that decode needed, by layer and distance: learned, lookahead, token id (the
           figures 8 and 9); its last rows are means, with the number of layers in which the learned one is at least as

@@ -1,9 +1,9 @@
 """The prompts of the recorded benchmarks: of five public sets, by category; 240, unless said.
 
     python bench/prompts.py FOLDER prompts.jsonl [--counts 60,60,40,40,40]
-    expertly trace record --prompts prompts.jsonl --out TRACE --full --max-new-tokens 64 --temperature 0.8
+    expertly lab trace record --prompts prompts.jsonl --out TRACE --full --max-new-tokens 64 --temperature 0.8
     python bench/prompts.py FOLDER long.jsonl --counts 10,10,8,8,8
-    expertly trace record --prompts long.jsonl --out LONG --full --max-new-tokens 256 --temperature 0.8
+    expertly lab trace record --prompts long.jsonl --out LONG --full --max-new-tokens 256 --temperature 0.8
 
 FOLDER holds the sets as gzipped JSON Lines with a "prompt" each, under the names below; the first of each are taken,
 and 600 characters of each count.

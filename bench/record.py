@@ -1,4 +1,4 @@
-"""What recording costs: decode steps of the demo model with and without `expertly trace record`'s recorder.
+"""What recording costs: decode steps of the demo model with and without `expertly lab trace record`'s recorder.
 
     python bench/record.py [--rounds 15] [--decode 64]
 

@@ -93,7 +93,7 @@ class Bench:
         expertly.unload(self.model)
 
     def generate(self, prompt: str) -> float:
-        """TPOT as `expertly generate` measures it."""
+        """TPOT as `expertly run` measures it."""
         from expertly.cli.streaming import TextStreamer
 
         streamer = TextStreamer(lambda tokens: self.tokenizer.decode(tokens), lambda text: None)

@@ -196,7 +196,9 @@ def test_sim_and_below_import_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["systems"], ["systems", "--json"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["lab", "systems"], ["lab", "systems", "--json"], ["generate", "--help"]]
+)
 def test_command_line_answers_without_torch(arguments: list[str]):
     done = run_without_torch(f"from expertly.cli.main import main\nsys.exit(main({arguments!r}))")
     assert done.returncode == 0, done.stderr

@@ -94,7 +94,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]
 
 
 def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [command[1] for command in commands()] == ["simulate", "generate", "simulate", "generate", "-m"]
+    assert [command[1] for command in commands()] == ["lab", "run", "lab", "run", "-m"]
     *ours, checks = commands()
     for _, *command in ours:
         assert main(command) == 0, command
@@ -110,7 +110,7 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
     (folder / "random.py").write_text('raise RuntimeError("stands in for a library")', encoding="utf-8")
     systems = ["lru", "lru:eviction=my_policies.Fading", again, f"{again}:width=1"]
     found = rows(
-        call(folder, "expertly", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
+        call(folder, "expertly", "lab", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
     )
     hits = [found[system]["hit_rate"] for system in systems]
     assert hits[0] != hits[1]
@@ -120,10 +120,10 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
 def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: Path, here: None) -> None:
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon"}\n', encoding="utf-8")
-    record = "trace record --prompts prompts.jsonl --out recorded --max-new-tokens 4 --memory 25%"
+    record = "lab trace record --prompts prompts.jsonl --out recorded --max-new-tokens 4 --memory 25%"
     system = "lru:eviction=my_policies.Fading:prediction=my_predictor.Again"
     assert main([*record.split(), "--system", system, "--decisions", "decisions.jsonl"]) == 0
-    replay = ("trace", "replay", "--allow-imports")
+    replay = ("lab", "trace", "replay", "--allow-imports")
     assert main([*replay, "decisions.jsonl"]) == 0
     (folder / "elsewhere").mkdir()
     done = call(folder / "elsewhere", "expertly", *replay, "../decisions.jsonl")
@@ -136,10 +136,10 @@ def test_an_installed_package_brings_names(folder: Path, installed: Path) -> Non
         done = call(folder, *command, path=installed)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         assert "fading-again" in done.stdout
-    listed = json.loads(call(folder, "expertly", "systems", "--json", path=installed).stdout)
+    listed = json.loads(call(folder, "expertly", "lab", "systems", "--json", path=installed).stdout)
     assert listed["parts"]["eviction"][-1] == "fading" and listed["parts"]["prediction"][-1] == "again"
     assert listed["systems"][-1]["name"] == "fading-again" and listed["options"]["prediction=again"] == ["width"]
-    generate = "expertly generate --prompt Once --memory 25% --max-new-tokens 3 --json --system fading-again:width=2"
+    generate = "expertly run demo Once --memory 25% --max-new-tokens 3 --json --system fading-again:width=2"
     done = call(folder, *generate.split(), path=installed)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -153,7 +153,7 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:Again"}).items())
     install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:Fading"})
     install(installed, "zeta", {"expertly.evictions": "fading = my_policies:Fading"})
-    done = call(folder, "expertly", "systems", path=installed)
+    done = call(folder, "expertly", "lab", "systems", path=installed)
     assert done.returncode == 0 and "fading-again" in done.stdout and "eviction: lru, lfu" in done.stdout
     notes = done.stderr.splitlines()
     for expected in (
@@ -168,9 +168,9 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     ):
         assert sum(expected in note for note in notes) == 1, expected
     assert len(notes) == 7
-    done = call(folder, "expertly", "simulate", "TRACE", "--system", "lfu:eviction=out", path=installed)
+    done = call(folder, "expertly", "lab", "simulate", "TRACE", "--system", "lfu:eviction=out", path=installed)
     assert done.returncode == 2 and "(broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.stderr
-    simulate = ("expertly", "simulate", "TRACE", "--memory", "40%", "--json", "--system")
+    simulate = ("expertly", "lab", "simulate", "TRACE", "--memory", "40%", "--json", "--system")
     assert "lfu:eviction=fading" in rows(call(folder, *simulate, "lfu:eviction=fading", path=installed))
 
 
@@ -178,10 +178,10 @@ def test_nothing_outside_is_read_before_it_is_asked_for(folder: Path, installed:
     (installed / "loud.py").write_text('print("loud was read")\n', encoding="utf-8")
     groups = ("evictions", "predictors", "prefetches", "allocations", "systems")
     install(installed, "loud", {f"expertly.{group}": "loud = loud:X" for group in groups})
-    assert "loud was read" not in call(folder, "expertly", "simulate", "--help", path=installed).stdout
-    simulate = ("expertly", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
+    assert "loud was read" not in call(folder, "expertly", "lab", "simulate", "--help", path=installed).stdout
+    simulate = ("expertly", "lab", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
     done = call(folder, *simulate, path=installed)
     assert done.returncode == 0 and "loud was read" not in done.stdout
     code = "import expertly, expertly.scheduler.presets, expertly.sim.study, expertly.testing"
     assert call(folder, "python", "-c", code, path=installed).stdout == ""
-    assert call(folder, "expertly", "systems", path=installed).stdout.startswith("loud was read\n")
+    assert call(folder, "expertly", "lab", "systems", path=installed).stdout.startswith("loud was read\n")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 
 import pytest
 import torch
 
 import expertly
-from expertly.cli.loading import add_loading_arguments
 from expertly.core.errors import ConfigError
 from expertly.options import LOAD_OPTIONS, LoadOptions
+from tests.command_lines import parse
 
 
 def test_load_shows_every_option_with_its_default():
@@ -21,13 +20,10 @@ def test_load_shows_every_option_with_its_default():
 
 
 def test_the_command_line_has_the_same_names_and_defaults():
-    parser = argparse.ArgumentParser()
-    add_loading_arguments(parser)
-    given = vars(parser.parse_args([]))
-    for name, default in given.items():
-        if name != "model":
-            assert name in LOAD_OPTIONS
-            assert default == LOAD_OPTIONS[name].default or (name, default) == ("system", None)  # nobody asked
+    for command in ("run", "serve", "lab trace record"):
+        given = parse(command.split() + ["--prompts", "x", "--out", "y"] * ("record" in command))
+        for name, one in LOAD_OPTIONS.items():
+            assert given[name] == one.default or (command, name) == ("lab trace record", "maps")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +38,7 @@ def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
     ("options", "says"),
     [
         ({"matcher": "soon"}, "matcher='soon'.*auto, thread, inline"),
+        ({"memory": "25%", "total_memory": "8GiB"}, "memory='25%' and total_memory='8GiB'.*one of the two"),
         ({"segments": 0}, "segments=0.*from 1"),
         ({"segments": True}, "segments=True.*from 1"),
         *(({"compressed": value}, "compressed=.*codec='planes'.*memory=") for value in ("30%", 0.3, "device", "")),

@@ -24,7 +24,7 @@ from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
 from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
 from expertly.engine.runtime import ComputeThreads, Engine, Executor
 from expertly.engine.stats import Stats
-from expertly.model.hooks import between_passes, experts_modules, use_kernels
+from expertly.model.hooks import between_passes, check_passes, experts_modules, use_kernels
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
@@ -73,6 +73,8 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
         loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
         executor.bind(experts_modules(loaded))
         use_kernels(loaded, home.kernels)
+        if chosen.division.room is not None:
+            check_passes(loaded, chosen.division.room.check)
         engine.prefetching = make_prefetching(
             parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
         )
@@ -114,15 +116,18 @@ def _choose(
     def pack(codec: str) -> PackedStore:
         return pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
 
-    why_system = store = None
+    why_system = store = request = None
     if asked.system == AUTO_SYSTEM:
         store = pack(asked.codec)
+        request = _memory_request(asked, store)
         settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
-        request = MemoryRequest(asked.memory, asked.ring, asked.context)
         system, settled, why_system = find_choice(store, settled, request, targets)
         if settled.codec != asked.codec:
             store = None
-        asked = replace(asked, system=system, **settled._asdict())
+        if settled.memory != asked.memory:
+            assert isinstance(settled.memory, int)
+            request = replace(request, at_most=settled.memory)
+        asked = replace(asked, system=system, **{**settled._asdict(), "memory": asked.memory})
     parts = get_runnable(asked.system)
     order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.matcher)
     if len(targets) > 1 and asked.decisions is not None:
@@ -140,10 +145,18 @@ def _choose(
     fitting = fitting_segments(store.manifest.layers, parts.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
     geometries = [share.geometry for share in placement.shares]
-    division = divide(store, geometries, parts, MemoryRequest(asked.memory, asked.ring, asked.context), targets)
+    request = request or _memory_request(asked, store)
+    division = divide(store, geometries, parts, request, targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
+
+
+def _memory_request(asked: LoadOptions, store: PackedStore) -> MemoryRequest:
+    context = asked.context
+    if callable(context):
+        context = context(load_tokenizer(store.folder))
+    return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory)
 
 
 def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:

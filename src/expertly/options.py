@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +21,84 @@ AUTO = "auto"
 MATCHERS = ("auto", "thread", "inline")
 
 
-def option(default: Any, help: str, *, metavar: str | None = None, least: int | None = None) -> Any:
-    """A field of LoadOptions. `help` is a sentence without its end; with a `metavar` the command line has the option,
-    too. `least`: of a whole number.
+ADVANCED, RESEARCH = "Advanced", "Research"
+"""Panels of options that --help leaves to --help-all."""
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """What a field tells of itself as an option, or an argument, of a command."""
+
+    help: str
+    metavar: str | None
+    type: Any  # bool, int, float, str, Path, or a function of the text whose ValueError says what is accepted
+    least: int | None
+    panel: str | None
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None  # all there are, or those that are known of
+    is_argument: bool
+    is_several: bool
+
+    @property
+    def is_parsed(self) -> bool:
+        return self.type not in (bool, str, Path) or (self.choices is not None and not callable(self.choices))
+
+    def known(self) -> Sequence[str]:
+        """What the shell completes."""
+        return self.choices() if callable(self.choices) else self.choices or ()
+
+    def parse(self, text: str) -> Any:
+        """Raises ValueError with what is accepted."""
+        if self.choices is not None and not callable(self.choices):
+            if text not in self.choices:
+                raise ValueError(" or ".join(self.choices))
+            return text
+        if self.type is not int:
+            return self.type(text)
+        least = self.least or 0
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ValueError(f"a whole number from {least}")
+        return value
+
+
+REQUIRED = MISSING
+"""As a default: there is none, and the command line must say it."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    metavar: str | None = None,
+    type: Any = None,
+    least: int | None = None,
+    panel: str | None = None,
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
+    is_argument: bool = False,
+    is_several: bool = False,
+) -> Any:
+    """A field of a dataclass of options: an option of the command line, --name-of-the-field.
+
+    `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: of a
+    whole number. `panel`: where --help-all shows it. `choices`: all that is accepted; or a function of what the
+    shell completes, where more is.
     """
-    return field(default=default, metadata={"help": help, "metavar": metavar, "least": least})
+    kind = type or (str if default is None or default is REQUIRED else default.__class__)
+    told = OptionInfo(help, metavar, kind, least, panel, choices, is_argument, is_several)
+    return field(default=default, metadata={"option": told})
+
+
+def argument(default: Any, help: str, *, metavar: str, type: Any = None, is_several: bool = False) -> Any:
+    """A field that the command line takes by its place; `is_several`: one or more, as a list."""
+    return option(default, help, metavar=metavar, type=type, is_argument=True, is_several=is_several)
+
+
+def json_flag() -> Any:
+    """The field `json` of a command's options."""
+    return option(False, "print one JSON object on stdout, messages on stderr")
 
 
 @dataclass(frozen=True)
@@ -36,86 +109,136 @@ class LoadOptions:
 
     memory: str | int | None = option(
         AUTO,
-        'all expert slots on the device: a share of the experts ("25%"), an amount ("1.5GiB", bytes) or "auto", what '
-        "is free after the dense part and the KV cache of `context` tokens",
+        'for experts on the device: a share of them ("25%"), an amount ("1.5GiB") or "auto", what is free after the '
+        "dense part and the KV cache of `context` tokens",
+        metavar="SIZE",
+    )
+    total_memory: str | int | None = option(
+        None,
+        "instead of memory: for everything, with the process, the dense part and the KV cache of `context` tokens "
+        '("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
         metavar="SIZE",
     )
     system: str = option(
         AUTO_SYSTEM,
-        "a preset, what is installed, or one of them with other parts, name:key=value (see `expertly systems`); auto: "
-        "what `expertly tune` chose for this model at the nearest memory, else expertly, or lru where experts are tiny",
+        "what decides which experts stay, as `expertly lab systems` lists; auto: what `expertly tune` chose at the "
+        "nearest memory, else expertly, or lru where experts are tiny",
         metavar="NAME",
-    )
-    segments: int | None = option(
-        None, "P, the parts an expert is cut into (default: the system's)", metavar="P", least=1
-    )
-    dtype: Any = option(
-        None, "bfloat16, float16 or float32, or torch's name for it (default: the checkpoint's)", metavar="NAME"
-    )
-    codec: str = option(
-        AUTO,
-        "how experts are stored on disk: none (as they are computed with), planes (compressed, bit for bit the same) "
-        "or auto, as they are stored already, else what is faster by measuring",
-        metavar="NAME",
+        choices=lambda: [AUTO_SYSTEM, *systems_that_run()],
     )
     device: str | None = option(
-        None, "where the model runs: cpu or cuda:N (default: the accelerator, where there is one)", metavar="NAME"
+        None,
+        "where the model runs: cpu or cuda:N (default: the accelerator, where there is one)",
+        metavar="NAME",
+        panel=ADVANCED,
     )
     devices: str | Sequence[str] | None = option(
         None,
         "experts over several devices, cuda:0,cuda:1, or logical ones, cpu:0,cpu:1; `memory` is their sum then, "
         "`ring` that of each",
         metavar="A,B",
+        panel=ADVANCED,
     )
+    dtype: Any = option(
+        None,
+        "bfloat16, float16 or float32, or torch's name for it (default: the checkpoint's)",
+        metavar="NAME",
+        panel=ADVANCED,
+    )
+    codec: str = option(
+        AUTO,
+        "how experts are stored on disk: none (as they are computed with), planes (compressed, bit for bit the same) "
+        "or auto, as they are stored already, else what is faster by measuring",
+        metavar="NAME",
+        panel=ADVANCED,
+        choices=lambda: (AUTO, "none", "planes"),
+    )
+    context: int | Callable[[Any], int] | None = option(
+        None,
+        "tokens of prompts and answers that there must be room for; experts get what that leaves, unless memory is "
+        "stated (default: 4096, where experts get what is left). Or a function that tells it, given the tokenizer",
+        metavar="N",
+        type=int,
+        least=1,
+        panel=ADVANCED,
+    )
+    host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
     maps: str | Path | None = option(
         AUTO,
         "what a system learns while it runs (expert maps, activation matrices, reuse), which it starts from and adds "
         'to about every minute and at the end: a file, "auto" (beside the packed store) or "off"; reuse is kept of '
         "one device, and not with `decisions`",
         metavar="FILE",
+        panel=ADVANCED,
     )
     predictor: str | Path | None = option(
         AUTO,
-        'weights that a system with a learned predictor takes: a file made by `expertly train-predictor`, "auto" '
+        'weights that a system with a learned predictor takes: a file made by `expertly lab train`, "auto" '
         '(beside the packed store, or those of the demo model) or "off"',
         metavar="FILE",
+        panel=ADVANCED,
+    )
+    segments: int | None = option(
+        None,
+        "P, the parts an expert is cut into (default: the system's)",
+        metavar="P",
+        type=int,
+        least=1,
+        panel=RESEARCH,
     )
     plan: str | Path | SplitPlan | None = option(
         None,
-        "splits that a system with split caching begins with, of this model, this P and no more memory: `expertly "
+        "splits that a system with split caching begins with, of this model, this P and no more memory: `expertly lab "
         "configure` makes the file",
         metavar="FILE",
+        panel=RESEARCH,
     )
     matcher: Literal["auto", "thread", "inline"] = option(
         AUTO,
         "where a system predicts: thread (beside the forward pass), inline (within it, so that a run can be repeated "
         "exactly) or auto, inline where the system waits for its predictions, else thread",
         metavar="NAME",
+        panel=RESEARCH,
+        choices=lambda: MATCHERS,
     )
-    compressed: Any = option(None, "has gone: any value is refused")
     ring: int | None = option(
         None,
         "staging slots, through which a layer streams what it does not keep (default: one token's experts, and all "
         "where the system keeps none)",
+        metavar="N",
+        type=int,
+        panel=RESEARCH,
     )
     order: str | None = option(
-        None, "instead of the system's: resident computes what is here first, id by rising number"
+        None,
+        "instead of the system's: resident computes what is here first, id by rising number",
+        metavar="NAME",
+        panel=RESEARCH,
+        choices=lambda: ("resident", "id"),
     )
-    context: int | None = option(None, 'tokens of KV cache that memory="auto" leaves room for')
-    host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator")
     decisions: str | Path | None = option(
-        None, "a file that takes every observation and decision of the scheduler, for `expertly trace replay`"
+        None,
+        "a file that takes every observation and decision of the scheduler, for `expertly lab trace replay`",
+        metavar="FILE",
+        panel=RESEARCH,
     )
+    compressed: Any = field(default=None, metadata={"help": "has gone: any value is refused"})
 
     def __post_init__(self) -> None:
         refuse_compressed(self.compressed)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.matcher not in MATCHERS:
             raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
-        for one in fields(self):
-            value, least = getattr(self, one.name), one.metadata["least"]
-            if least is not None and value is not None and (type(value) is not int or value < least):
-                raise ConfigError(f"{one.name}={value!r}: must be a whole number from {least}")
+        if self.total_memory is not None and self.memory not in (None, AUTO):
+            raise ConfigError(
+                f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"
+            )
+        for one in LOAD_OPTIONS.values():
+            value, told = getattr(self, one.name), one.metadata["option"]
+            if told.least is None or value is None or callable(value):
+                continue
+            if type(value) is not int or value < told.least:
+                raise ConfigError(f"{one.name}={value!r}: must be a whole number from {told.least}")
 
 
 def dtype_name(dtype: Any) -> str | None:
@@ -126,12 +249,12 @@ def dtype_name(dtype: Any) -> str | None:
     return name.removeprefix("torch.")
 
 
-LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions)}
+LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
 
 
-def command_line_options() -> list[Field[Any]]:
-    """Those that the commands which run a model have."""
-    return [one for one in fields(LoadOptions) if one.metadata["metavar"] is not None]
+def load_arguments(options: LoadOptions) -> dict[str, Any]:
+    """What a command's options say to `expertly.load`."""
+    return {name: getattr(options, name) for name in LOAD_OPTIONS}
 
 
 def systems_that_run() -> list[str]:
@@ -141,4 +264,4 @@ def systems_that_run() -> list[str]:
 
 def described() -> str:
     """The options as a docstring has them."""
-    return "\n".join(f"    {one.name}: {one.metadata['help']}." for one in fields(LoadOptions))
+    return "\n".join(f"    {name}: {one.metadata['option'].help}." for name, one in LOAD_OPTIONS.items())

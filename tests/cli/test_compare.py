@@ -1,4 +1,6 @@
-"""`expertly compare` with a model: engine and simulator side by side, and a report that says what the results say."""
+"""`expertly lab compare` with a model: engine and simulator side by side, and a report that says what the results
+say.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Done:
     out, printed = tmp_path_factory.mktemp("compare") / "out", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.delenv("COLUMNS", raising=False)  # sentences stay whole
-        patch.setattr(sys, "argv", ["expertly", "compare", *ARGUMENTS])
-        assert main(["compare", *ARGUMENTS, "--out", str(out)]) == 0
+        patch.setattr(sys, "argv", ["expertly", "lab", "compare", *ARGUMENTS])
+        assert main(["lab", "compare", *ARGUMENTS, "--out", str(out)]) == 0
     results = json.loads((out / "results.json").read_text())
     return Done(out, printed.getvalue(), results, read((out / "report.html").read_text()))
 
@@ -187,7 +189,7 @@ def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, t
     """promoe has no trained weights for a model of random ones. Who asked for it is told by the exit code, too."""
     out = tmp_path / "out"
     arguments = ["--system", "lru,promoe", "--memory", "50%", "--requests", "1", "--tokens", "3", "--rounds", "1"]
-    assert main(["compare", str(model), *arguments, "--out", str(out), "--json"]) == 2
+    assert main(["lab", "compare", str(model), *arguments, "--out", str(out), "--json"]) == 2
     printed, said = capsys.readouterr()
     assert said.splitlines()[-1] == "expertly: error: did not come through: promoe (engine, 50%)"
     results = json.loads(printed)
@@ -195,7 +197,7 @@ def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, t
         ("engine", "promoe"),
         ("simulator", "promoe"),
     }
-    assert all("train-predictor" in one["cause"] for one in results["failures"])
+    assert all("lab train" in one["cause"] for one in results["failures"])
     assert [row["system"] for row in results["rows"]] == ["lru", *BOUNDS]
     page = read((out / "report.html").read_text())
     assert "Did not come through" in page.headings and "promoe (engine, 50%): " in page.text
@@ -217,7 +219,7 @@ def test_what_was_done_by_an_interrupt_is_written(model: Path, tmp_path: Path, m
     out, said = tmp_path / "out", Interrupting()
     arguments = ["--system", "lru", "--memory", "50%,60%", "--requests", "2", "--tokens", "9", "--rounds", "200"]
     monkeypatch.setattr(sys, "stderr", said)
-    assert main(["compare", str(model), *arguments, "--out", str(out)]) == 130, said.getvalue()
+    assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 130, said.getvalue()
     assert "what was done by then is in the report" in said.getvalue()
     results = json.loads((out / "results.json").read_text())
     assert results["is_interrupted"] and [row["memory"] for row in results["rows"]] == ["50%"]
@@ -232,7 +234,7 @@ def test_where_memory_is_short_one_model_at_a_time_is_held(
     monkeypatch.setattr(engine_runs, "MOST_OF_FREE", 0.0)
     out = tmp_path / "out"
     arguments = ["--system", "lru,fmoe", "--memory", "50%", "--requests", "4", "--tokens", "6", "--rounds", "1"]
-    assert main(["compare", str(model), *arguments, "--split", "1:1", "--out", str(out), "--json"]) == 0
+    assert main(["lab", "compare", str(model), *arguments, "--split", "1:1", "--out", str(out), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert results["engine"]["together"] == {"50%": False} and results["failures"] == []
     assert (results["source"]["training_requests"], results["source"]["requests"]) == (2, 2)

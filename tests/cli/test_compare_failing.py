@@ -1,4 +1,4 @@
-"""What `expertly compare` has measured is there whatever happens next, and what happened is said plainly."""
+"""What `expertly lab compare` has measured is there whatever happens next, and what happened is said plainly."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_process_that_dies_in_the_second_round(
     monkeypatch.setattr(Worker, "ask", killing)
     out = tmp_path / "out"
     arguments = ["--system", "lru,lfu", "--memory", "50%", "--requests", "2", "--tokens", "4", "--rounds", "2"]
-    assert main(["compare", str(model), *arguments, "--out", str(out)]) == 2
+    assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 2
     printed, said = capsys.readouterr()
     results = results_in(out)
     (failure,) = results["failures"]
@@ -103,7 +103,7 @@ def test_the_process_that_measures_the_machine_dies_between_rounds(
     monkeypatch.setattr(Worker, "ask", killing)
     out = tmp_path / "out"
     arguments = ["--system", "lru", "--memory", "50%", "--requests", "1", "--tokens", "3", "--rounds", "2"]
-    assert main(["compare", str(model), *arguments, "--out", str(out)]) == 2
+    assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 2
     results = results_in(out)
     (failure,) = results["failures"]
     assert failure["system"] == "this machine" and "its process ended (SIGKILL" in failure["cause"]
@@ -119,7 +119,7 @@ def test_a_comparison_that_is_killed_leaves_its_finished_rounds(model: Path, tmp
     out = tmp_path / "out"
     arguments = ["--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "expertly", "compare", str(model), *arguments, "--out", str(out)],
+        [sys.executable, "-m", "expertly", "lab", "compare", str(model), *arguments, "--out", str(out)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -140,7 +140,7 @@ def test_an_interrupt_leaves_the_budgets_that_were_simulated(
 ) -> None:
     failing_at(monkeypatch, "70%", KeyboardInterrupt())
     out = tmp_path / "out"
-    assert main(["compare", str(trace), "--system", "lru,lfu", "--memory", "40%,70%", "--out", str(out)]) == 130
+    assert main(["lab", "compare", str(trace), "--system", "lru,lfu", "--memory", "40%,70%", "--out", str(out)]) == 130
     printed, said = capsys.readouterr()
     results = results_in(out)
     assert results["is_interrupted"] and memories_of(results) == {"40%"} and len(results["headline"]) == 1
@@ -156,7 +156,7 @@ def test_an_error_leaves_the_budgets_that_were_simulated(
     """
     failing_at(monkeypatch, "70%", error)
     out = tmp_path / "out"
-    command = ["compare", str(trace), "--system", "lru,lfu", "--memory", "40%,70%", "--out", str(out)]
+    command = ["lab", "compare", str(trace), "--system", "lru,lfu", "--memory", "40%,70%", "--out", str(out)]
     if isinstance(error, ConfigError):
         assert main(command) == 2
     else:
@@ -187,7 +187,7 @@ def test_what_ends_a_comparison_is_in_its_report(
 
     monkeypatch.setattr(comparison, "simulate", failing)
     out = tmp_path / "out"
-    command = ["compare", str(trace), "--system", "lru", "--memory", "40%", "--out", str(out), "--json"]
+    command = ["lab", "compare", str(trace), "--system", "lru", "--memory", "40%", "--out", str(out), "--json"]
     assert main(command) == 2
     printed, said = capsys.readouterr()
     results = json.loads(printed)
@@ -209,7 +209,7 @@ def test_what_cannot_be_written_is_printed(
 
     monkeypatch.setattr(folder, "write_atomic", full)
     out = tmp_path / "out"
-    assert main(["compare", str(trace), "--system", "lru", "--memory", "40%", "--out", str(out)]) == 2
+    assert main(["lab", "compare", str(trace), "--system", "lru", "--memory", "40%", "--out", str(out)]) == 2
     printed, said = capsys.readouterr()
     assert "lru is fastest in the simulator" in printed and "belady-global" in printed
     assert "the disk is full" in said.splitlines()[-1] and "report written" not in said
@@ -217,6 +217,6 @@ def test_what_cannot_be_written_is_printed(
 
 def test_where_nothing_was_done_there_is_no_report(trace: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    assert main(["compare", str(trace), "--system", "lru", "--memory", "1%", "--out", str(out)]) == 2
+    assert main(["lab", "compare", str(trace), "--system", "lru", "--memory", "1%", "--out", str(out)]) == 2
     assert "memory='1%': below the ring" in capsys.readouterr().err
     assert not (out / "results.json").exists()

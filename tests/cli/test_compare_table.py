@@ -1,4 +1,4 @@
-"""What `expertly compare` prints fits the terminal that it is printed on, with all of its numbers."""
+"""What `expertly lab compare` prints fits the terminal that it is printed on, with all of its numbers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_on_a_terminal(trace: Path, tmp_path: Path, columns: int) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "expertly", "compare", trace.name, "--memory", "40%,70%", "--out", "out"]
+    command = [sys.executable, "-m", "expertly", "lab", "compare", trace.name, "--memory", "40%,70%", "--out", "out"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, env=env) as process:
         os.close(theirs)
         printed = b""

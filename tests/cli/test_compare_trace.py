@@ -1,4 +1,4 @@
-"""`expertly compare` with a trace: the simulator alone, and what is refused."""
+"""`expertly lab compare` with a trace: the simulator alone, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def bare(tmp_path: Path) -> Path:
 
 
 def compare(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    assert main(["compare", *map(str, arguments), "--json"]) == code
+    assert main(["lab", "compare", *map(str, arguments), "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["compare", *map(str, arguments)]) == 2
+    assert main(["lab", "compare", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()[-1].removeprefix("expertly: error: ")
@@ -83,7 +83,7 @@ def test_requests_answers_and_a_training_part_can_be_chosen(
 
 def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["compare", str(bare), "--system", "lru,lfu", "--memory", "40%", "--out", str(out)]) == 0
+    assert main(["lab", "compare", str(bare), "--system", "lru,lfu", "--memory", "40%", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "has the most hits" in printed and "rates only" in printed
     found = json.loads((out / "results.json").read_text())
@@ -127,10 +127,9 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
         (["--memory", "1%"], "memory='1%': below the ring"),
         (["--rounds", "2"], "rounds=2: of no use with a trace"),
         (["--prompts", "x.jsonl"], "prompts='x.jsonl': of no use with a trace"),
-        (["--requests", "0"], "--requests: '0': must be a whole number from 1"),
+        (["--requests", "0"], "'--requests': '0': must be a whole number from 1"),
         (["--hardware", "abacus"], "hardware='abacus': no such profile"),
         (["--codec", "zip"], "codec='zip': unknown"),
-        (["--compressed", "2"], "compressed='2': experts do not stay compressed"),
         (["--split", "9"], "'9': must be two whole numbers"),
         (["--predictor", "nowhere"], "predictor='nowhere': no system of"),
         (["--system", "promoe", "--predictor", "nowhere"], "nowhere"),

@@ -1,4 +1,6 @@
-"""`expertly configure`: what it plans, what it prints and draws, what it refuses; and what `--plan` does with it."""
+"""`expertly lab configure`: what it plans, what it prints and draws, what it refuses; and what `--plan` does with
+it.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["configure", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "configure", *map(str, arguments), "--json"]) == 0
     out, _ = capsys.readouterr()
     found: dict[str, Any] = json.loads(out)
     return found
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["configure", *map(str, arguments)]) == 0
+    assert main(["lab", "configure", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -116,7 +118,7 @@ def test_the_table_and_what_to_type(
     assert exposed.startswith("exposed ms per token, predicted: ") and exposed.endswith("less)")
     assert " uniform -> " in exposed and " configured (" in exposed and "equal budgets" in equal
     typed = f"--system moepic --memory 40% --plan {plan} --segments 2 --hardware {hardware}"
-    assert use == f"use it: expertly simulate {trace} {typed}"
+    assert use == f"use it: expertly lab simulate {trace} {typed}"
     assert "save it with --out FILE" in said(capsys, trace, "--hardware", hardware, "--memory", "40%")
 
 
@@ -147,7 +149,7 @@ def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: pytest.Capt
     """As imported traces are: H alone is known, and sizes are asked for."""
     layers = [TraceLayer(32, 4)] * 24
     bare = make_trace(tmp_path / "bare", random_passes(0, layers, 12), layers).folder
-    assert "does not know its experts' sizes; give --geometry NAME" in error_of(capsys, "configure", bare)
+    assert "does not know its experts' sizes; give --geometry NAME" in error_of(capsys, "lab", "configure", bare)
     found = configure(capsys, bare, "--geometry", "gpt-oss-20b")
     assert found["predicted_share"] == 0 and "the trace has no lookahead" in found["notes"][0]
     assert all(layer["predicted_rate"] == 0 < layer["hit_rate"] for layer in found["results"][0]["layers"])
@@ -177,7 +179,7 @@ def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.Capture
         ("--out", "plan.json", "--memory", "40%,60%"): "holds the plan of one memory",
         ("--plot", "plan.txt"): "must end in .png, .svg, .pdf",
     }.items():
-        assert error in error_of(capsys, "configure", trace, *arguments), arguments
+        assert error in error_of(capsys, "lab", "configure", trace, *arguments), arguments
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -193,9 +195,7 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: pytest
     assert min(*found["timing"]["attention_s"], *found["timing"]["moe_s"], *found["timing"]["load_s"]) > 0
     assert read_plan(plan).geometry.segments_per_expert == 4
     command = found["results"][0]["command"]
-    assert command.startswith(
-        f"expertly generate {model} --prompt 'Once upon a time' --system moepic --memory 60% --plan "
-    )
+    assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
 
 
 def test_a_model_by_the_times_of_a_profile(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,12 +214,12 @@ def test_refusals_of_a_model(model: Path, capsys: pytest.CaptureFixture[str]) ->
         ("--prompt", "caf\udce9"): "must be UTF-8",
         ("--memory", "100%", "--seconds", "0", "--tokens", "4"): "or name a profile of this machine (--hardware)",
     }.items():
-        assert error in error_of(capsys, "configure", model, *arguments), arguments
+        assert error in error_of(capsys, "lab", "configure", model, *arguments), arguments
 
 
 def test_of_a_trace_it_needs_no_torch(trace: Path) -> None:
     done = run_without_torch(
-        f"from expertly.cli.main import main\nsys.exit(main(['configure', {str(trace)!r}, '--memory', '40%']))"
+        f"from expertly.cli.main import main\nsys.exit(main(['lab', 'configure', {str(trace)!r}, '--memory', '40%']))"
     )
     assert done.returncode == 0, done.stderr
     assert "exposed ms per token" in done.stdout

@@ -64,11 +64,11 @@ def test_a_trace_is_recorded_over_devices(model: Path, tmp_path: Path, capsys: p
             "--out",
             str(tmp_path / name),
         )
-        result = run(capsys, "trace", "record", str(model), *arguments, *where)
+        result = run(capsys, "lab", "trace", "record", str(model), *arguments, *where)
         found.append((result["iterations"], result["rows"]))
         shards = sorted((tmp_path / name).glob("*.safetensors"))
         found[-1] += (b"".join(shard.read_bytes() for shard in shards),)  # type: ignore[assignment]
     assert found[0] == found[1]
     arguments = ("--prompts", str(prompts), "--out", str(tmp_path / "no"), "--devices", "cpu:0,cpu:1")
-    assert main(["trace", "record", str(model), *arguments, "--decisions", str(tmp_path / "d.jsonl")]) == 2
+    assert main(["lab", "trace", "record", str(model), *arguments, "--decisions", str(tmp_path / "d.jsonl")]) == 2
     assert "2 devices decide apart; accepted: one device" in capsys.readouterr().err

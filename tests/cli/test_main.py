@@ -7,24 +7,37 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 
 from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
-from expertly.cli.output import add_json_flag, format_nbytes, print_json, reserved_stdout, table
+from expertly.cli.output import format_nbytes, print_json, reserved_stdout, table
 from expertly.core.errors import BudgetError
+from expertly.options import RESEARCH, argument, json_flag, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeOptions:
+    file: list[str] | None = argument(None, "files", metavar="FILE", is_several=True)
+    often: int = option(1, "times", metavar="N", least=1)
+    rare: str = option("a", "seldom needed", metavar="NAME", choices=("a", "b"), panel=RESEARCH)
+    json: bool = json_flag()
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch):
     """A subcommand `fake` that does what `command.run` is set to."""
-    module = types.ModuleType("expertly.cli.fake")
-    module.add_parser = lambda subparsers: add_json_flag(subparsers.add_parser("fake"))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "expertly.cli.fake", module)
-    monkeypatch.setattr(main_module, "COMMANDS", ("fake",))
-    return module
+    fake = types.SimpleNamespace()
+
+    def run(args: FakeOptions) -> int:
+        """A command."""
+        return fake.run(args)
+
+    monkeypatch.setitem(main_module.MAIN, "fake", run)
+    return fake
 
 
 def fail(error: BaseException):
@@ -69,13 +82,47 @@ def test_our_own_bugs_are_not_hidden(command):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["systems", "--nonsense"], ["generate"], ["generate", "--prompt", "x", "--top-p", "2"]],
+    [["nonsense"], ["lab", "systems", "--nonsense"], ["generate"], ["generate", "--prompt", "x", "--top-p", "2"]],
 )
 def test_bad_arguments_are_reported_as_errors(arguments, capsys):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("expertly: error: ") and err.count("\n") == 1
+
+
+def test_options_come_as_the_dataclass_says(command, capsys):
+    command.run = print
+    main(["fake", "a", "--often", "3", "b", "--rare", "b"])
+    assert capsys.readouterr().out == f"{FakeOptions(file=['a', 'b'], often=3, rare='b')}\n"
+    assert main(["fake", "--often", "0", "--rare", "c"]) == 2
+    assert (
+        "Invalid value for '--often': '0': must be a whole number from 1 (see expertly fake" in capsys.readouterr().err
+    )
+    assert main(["fake", "--rare", "c"]) == 2
+    assert "'--rare': 'c': must be a or b" in capsys.readouterr().err
+
+
+def test_what_is_seldom_needed_is_shown_when_asked_for(command, capsys):
+    for flag, shown in (("--help", False), ("--help-all", True)):
+        assert main(["fake", flag]) == 0
+        out = capsys.readouterr().out
+        assert "--often" in out and ("--rare" in out) == shown
+
+
+def test_help_fits_a_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands")[2].splitlines()[1:-2]
+    assert 6 <= len(commands) <= 8
+    for command in ("run", "serve", "pack", "doctor", "tune", "bench"):
+        assert main([command, "--help"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) <= 45
+
+
+def test_a_command_that_moved_says_where(capsys):
+    assert main(["simulate", "x"]) == 2
+    assert "expertly lab simulate" in capsys.readouterr().err
 
 
 def test_a_missing_dependency_is_named(command, capsys):
@@ -85,7 +132,7 @@ def test_a_missing_dependency_is_named(command, capsys):
 
 
 def test_bad_arguments_with_json_give_one_object(capsys):
-    assert main(["systems", "--json", "--nonsense"]) == 2
+    assert main(["lab", "systems", "--json", "--nonsense"]) == 2
     assert "--nonsense" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
@@ -105,7 +152,11 @@ def test_reader_that_went_away_is_no_traceback():
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
-        [sys.executable, "-m", "expertly", "systems"], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-m", "expertly", "lab", "systems"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
     )
     os.close(write_end)
     assert done.returncode == 141

@@ -105,7 +105,7 @@ def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Pat
         (["someone/absent"], "the hub cannot be reached"),
         (["--list", "x"], "not accepted with --list"),
         (["--remove", "x", "--dtype", "float16"], "not accepted with --remove"),
-        (["--list", "--remove", "x"], "not allowed with"),
+        (["--list", "--remove", "x"], "--list and --remove: accepted: one"),
         (["--remove", "x"], "the cache is empty"),
         (["--verify", "/absent"], "no such folder"),
         (["--verify", "/"], "not a packed store"),

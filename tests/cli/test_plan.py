@@ -1,4 +1,4 @@
-"""`--plan`: what `simulate`, `generate` and `trace record` do with what `expertly configure` saved."""
+"""`--plan`: what `simulate`, `generate` and `trace record` do with what `expertly lab configure` saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 @pytest.fixture
 def plan(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     path = tmp_path / "plan.json"
-    assert main(["configure", str(trace), "--memory", "40%", "--segments", "4", "--out", str(path)]) == 0
+    assert main(["lab", "configure", str(trace), "--memory", "40%", "--segments", "4", "--out", str(path)]) == 0
     capsys.readouterr()
     return path
 
@@ -65,7 +65,7 @@ def splits_of(plan: Path) -> list[dict[str, float]]:
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, dict[str, Any]]:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
     out, _ = capsys.readouterr()
     return {row["system"]: row for row in json.loads(out)["results"]}
 
@@ -115,16 +115,19 @@ def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: p
             "4",
         ): "says theta, as a plan does of every layer",
     }.items():
-        assert error in error_of(capsys, "simulate", trace, "--plan", plan, *arguments), arguments
+        assert error in error_of(capsys, "lab", "simulate", trace, "--plan", plan, *arguments), arguments
     missing = tmp_path / "missing.json"
-    assert error_of(capsys, "simulate", trace, "--system", "moepic", "--plan", missing) == f"{missing}: no such file"
+    assert (
+        error_of(capsys, "lab", "simulate", trace, "--system", "moepic", "--plan", missing)
+        == f"{missing}: no such file"
+    )
 
 
 def test_a_plan_is_of_sizes(tmp_path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     layers = [TraceLayer(8, 2)] * 3
     bare = make_trace(tmp_path / "bare", random_passes(0, layers, 5), layers, is_full=True).folder
-    assert "give a geometry, too" in error_of(capsys, "simulate", bare, "--system", "moepic", "--plan", plan)
+    assert "give a geometry, too" in error_of(capsys, "lab", "simulate", bare, "--system", "moepic", "--plan", plan)
 
 
 def test_generate_begins_with_the_plan_and_changes_no_token(
@@ -158,11 +161,11 @@ def test_recorded_decisions_replay_with_their_plan(
     prompts = write_prompts(tmp_path / "prompts.jsonl", (PROMPT, None))
     settings = ["--memory", "60%", "--system", "moepic:tau=3", "--segments", "4", "--matcher", "inline"]
     assert main(
-        ["trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
+        ["lab", "trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
          *settings, "--plan", str(uneven), "--decisions", str(decisions)]
     ) == 0  # fmt: skip
     assert Trace.open(out).num_rows
-    assert main(["trace", "replay", str(decisions)]) == 0
+    assert main(["lab", "trace", "replay", str(decisions)]) == 0
     capsys.readouterr()
     header = json.loads(decisions.read_text().splitlines()[0])
     assert SplitPlan.from_dict(header["plan"]) == read_plan(uneven)

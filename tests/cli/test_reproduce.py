@@ -1,4 +1,4 @@
-"""`expertly reproduce`: what it prints and writes, and what it refuses."""
+"""`expertly lab reproduce`: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "results.md"
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("traces")
-    return [str(imported_trace(folder / "bare").folder), str(full_trace(folder / "full").folder)]
+    """As they are typed."""
+    made = (imported_trace(folder / "bare"), full_trace(folder / "full"))
+    return [word for trace in made for word in ("--trace", str(trace.folder))]
 
 
 def reproduce(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["reproduce", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "reproduce", *map(str, arguments), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -34,14 +36,14 @@ def test_the_list_names_every_experiment_and_what_it_needs(capsys: pytest.Captur
     assert [one["name"] for one in found] == list(EXPERIMENTS)
     needs = {one["name"]: one["needs"] for one in found}
     assert "weights" in needs["promoe:8"] and needs["fmoe:16"] == "any trace"
-    assert main(["reproduce", "--list"]) == 0
+    assert main(["lab", "reproduce", "--list"]) == 0
     assert "moe-infinity:B.1" in capsys.readouterr().out
 
 
 def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(
     capsys: pytest.CaptureFixture[str], traces: list[str]
 ) -> None:
-    assert main(["reproduce", "moe-infinity:2", "--quick", "--trace", *traces]) == 0
+    assert main(["lab", "reproduce", "moe-infinity:2", "--quick", *traces]) == 0
     out = capsys.readouterr().out
     assert EXPERIMENTS["moe-infinity:2"].shows in out
     assert re.search(r"^\[(holds|does not hold)\] .*: .*%", out, re.MULTILINE)
@@ -52,18 +54,18 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", "--trace", *traces, "--out", out)
+    first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", *traces, "--out", out)
     page, kept = (out / "results.md").read_text("utf-8"), json.loads((out / "results.json").read_text("utf-8"))
     assert kept == first
-    assert "expertly reproduce fmoe:16,moe-infinity:2 --trace bare full --quick" in page
-    assert str(tmp_path) not in page and traces[0] not in page
+    assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare --trace full --quick" in page
+    assert str(tmp_path) not in page and traces[1] not in page
     assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
     for one in first["results"]:
         assert f"| `{one['name']}` |" in page and one["verdict"] in page
-    again = ["fmoe:16", "--quick", "--trace", *traces, "--reuse", out / "results.json"]
+    again = ["fmoe:16", "--quick", *traces, "--reuse", out / "results.json"]
     (reused,) = reproduce(capsys, *again)["results"]
     assert reused["seconds"] == first["results"][0]["seconds"]
-    assert main(["reproduce", *map(str, again), "--seed", "1"]) == 2
+    assert main(["lab", "reproduce", *map(str, again), "--seed", "1"]) == 2
     assert "seed was 0, now it is 1" in capsys.readouterr().err
 
 
@@ -80,7 +82,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", *arguments]) == 2
+    assert main(["lab", "reproduce", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -88,8 +90,8 @@ def test_a_file_that_is_no_result_is_refused(
     capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "no.json").write_text("{}", "utf-8")
-    assert main(["reproduce", "fmoe:16", "--trace", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
-    assert "not what `expertly reproduce --out DIR` writes" in capsys.readouterr().err
+    assert main(["lab", "reproduce", "fmoe:16", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
+    assert "not what `expertly lab reproduce --out DIR` writes" in capsys.readouterr().err
 
 
 def test_results_with_another_file_of_the_same_name_are_not_used_again(
@@ -99,11 +101,11 @@ def test_results_with_another_file_of_the_same_name_are_not_used_again(
     for folder, tokens in (("a", 6), ("b", 7)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "arrivals.csv").write_text(rows.format(tokens), "utf-8")
-    given = ("fmoe:16", "--quick", "--trace", *traces, "--arrivals")
+    given = ("fmoe:16", "--quick", *traces, "--arrivals")
     reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", "--out", tmp_path / "out")
     known = ["--reuse", str(tmp_path / "out" / "results.json")]
     reproduce(capsys, *given, tmp_path / "a" / "arrivals.csv", *known)
-    assert main(["reproduce", *map(str, given), str(tmp_path / "b" / "arrivals.csv"), *known]) == 2
+    assert main(["lab", "reproduce", *map(str, given), str(tmp_path / "b" / "arrivals.csv"), *known]) == 2
     assert "arrivals was" in capsys.readouterr().err
 
 
@@ -121,12 +123,12 @@ def test_without_a_trace_the_demo_model_is_recorded_once(
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
     monkeypatch.setitem(reproduce_trace.PROMPTS, True, 2)
     monkeypatch.setitem(reproduce_trace.NEW_TOKENS, True, 12)
-    assert main(["reproduce", "moepic:6", "--quick", "--json"]) == 0
+    assert main(["lab", "reproduce", "moepic:6", "--quick", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "recording the demo model's answers" in err
     (one,) = json.loads(out)["results"]
     assert one["findings"][0]["trace"] == "demo-2"
-    assert main(["reproduce", "moepic:6", "--quick", "--json"]) == 0
+    assert main(["lab", "reproduce", "moepic:6", "--quick", "--json"]) == 0
     assert "recording" not in capsys.readouterr().err
 
 

@@ -100,7 +100,7 @@ def test_json_is_one_object(chatting: Path, capsys: pytest.CaptureFixture[str]):
     assert run(chatting, "Hello", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected(chatting, [("user", "Hello")])
-    assert result["num_tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tokens_per_s"] > 0
+    assert result["tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tpot_s"] > 0
     assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
 
 
@@ -131,8 +131,8 @@ def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tupl
     conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
     first = conversation.answer("Hi", lambda text: None)
     second = conversation.answer("And?", lambda text: None)
-    assert (first.num_cached_tokens, first.num_prompt_tokens) == (0, len("#user:Hi\n#assistant:"))
-    assert first.num_prompt_tokens <= second.num_cached_tokens < second.num_prompt_tokens
+    assert (first.cached_tokens, first.prompt_tokens) == (0, len("#user:Hi\n#assistant:"))
+    assert first.prompt_tokens <= second.cached_tokens < second.prompt_tokens
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next", "jamba", "switch_transformers"])
@@ -159,7 +159,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, 
             os.kill(os.getpid(), signal.SIGINT)
 
     stopped = conversation.answer("Hi", write)
-    assert stopped.was_stopped and stopped.num_tokens < NUM_TOKENS
+    assert stopped.was_stopped and len(stopped.token_ids) < NUM_TOKENS
     assert expected(chatting, [("user", "Hi")]).startswith(stopped.text) and "stopped" in stopped.line()
     following = conversation.answer("And?", lambda text: None)
     assert not following.was_stopped

@@ -1,4 +1,4 @@
-"""`expertly simulate`: what it prints, and what it refuses."""
+"""`expertly lab simulate`: what it prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
     out, err = capsys.readouterr()
     found: dict[str, Any] = json.loads(out)
     assert [line for line in err.splitlines() if "written to" not in line] == []
@@ -57,12 +57,12 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
 
 
 def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["simulate", *map(str, arguments)]) == 0
+    assert main(["lab", "simulate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["simulate", *map(str, arguments)]) == 2
+    assert main(["lab", "simulate", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
     return err.removeprefix("expertly: error: ").rstrip()
@@ -181,7 +181,7 @@ def test_systems_made_of_parts_are_rows_like_others(
 
 
 def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
+    assert main(["lab", "simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "P = 1, 2, on" in lines[0] and lines[2].split()[:3] == ["memory", "system", "P"]
     told = [line.removeprefix("40%").split()[:2] for line in lines[3:] if line.strip()][1:]
@@ -263,7 +263,7 @@ BAD_VALUES = [
     (["--matcher", "psychic"], "matcher='psychic': unknown; accepted: virtual, inline"),
     (["--system", "fmoe:colour=red"], "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
     (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
-    (["--segments", "0"], "argument --segments: '0': must be a whole number from 1"),
+    (["--segments", "0"], "Invalid value for '--segments': '0': must be a whole number from 1"),
     (["--memory", "1%"], "memory='1%': below the ring through which experts are streamed; the least is 12.50%"),
     (["--memory", "auto"], "memory='auto': there is no machine to ask; accepted: a share"),
     (["--memory", "much"], "memory='much': accepted are a share"),
@@ -274,13 +274,13 @@ BAD_VALUES = [
     (["--experts-per-layer", "half"], "experts_per_layer='half': must be a whole number from 0"),
     (["--experts-per-layer", "-1"], "experts_per_layer='-1': must be a whole number from 0"),
     (["--experts-per-layer", "2", "--memory", "10%"], "experts_per_layer=2: stands instead of memory=10%"),
-    (["--split", "a:b"], "argument --split: 'a:b': must be two whole numbers from 1"),
-    (["--split", "7"], "argument --split: '7': must be"),
-    (["--split", "7:0"], "argument --split: '7:0': must be"),
+    (["--split", "a:b"], "Invalid value for '--split': 'a:b': must be two whole numbers from 1"),
+    (["--split", "7"], "Invalid value for '--split': '7': must be"),
+    (["--split", "7:0"], "Invalid value for '--split': '7:0': must be"),
     (["--split", "99:1"], "split=99:1: of 4 requests, 4 to learn from and 0 to simulate"),
     (["--tokens", "5", "--requests", "2"], "requests=2, tokens=5: both limit the same"),
-    (["--tokens", "0"], "argument --tokens: '0': must be a whole number from 1"),
-    (["--seed", "-1"], "argument --seed: '-1': must be"),
+    (["--tokens", "0"], "Invalid value for '--tokens': '0': must be a whole number from 1"),
+    (["--seed", "-1"], "Invalid value for '--seed': '-1': must be"),
     (["--plot", "out.bmp"], "plot='out.bmp': must end in .png, .svg, .pdf"),
     (["--plot", "/nowhere/out.png"], "plot='/nowhere/out.png': '/nowhere' is not a folder"),
     (["--chrome-trace", "/nowhere/out.json"], "chrome_trace='/nowhere/out.json': cannot be written"),
@@ -299,7 +299,7 @@ def test_bad_values_are_errors(
 
 
 def test_errors_are_json_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(trace), "--system", "nonsense", "--json"]) == 2
+    assert main(["lab", "simulate", str(trace), "--system", "nonsense", "--json"]) == 2
     out, _ = capsys.readouterr()
     assert json.loads(out)["error"]["type"] == "ConfigError"
 
@@ -367,12 +367,12 @@ def with_numpy_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
     np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
-    done = with_numpy_alone("trace", "import", tmp_path / "law.npz", tmp_path / "trace")
+    done = with_numpy_alone("lab", "trace", "import", tmp_path / "law.npz", tmp_path / "trace")
     assert done.returncode == 0, done.stderr
-    done = with_numpy_alone("simulate", tmp_path / "trace", "--memory", "50%", "--json")
+    done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--memory", "50%", "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["results"]) == 5 and done.stderr == ""
-    done = with_numpy_alone("simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
+    done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
     assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""`expertly simulate --codec` as a user sees it."""
+"""`expertly lab simulate --codec` as a user sees it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def slow(tmp_path: Path) -> Path:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["simulate", *map(str, arguments)]) == 0
+    assert main(["lab", "simulate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -71,13 +71,12 @@ def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
     ("arguments", "message"),
     [
         (["--codec", "zip"], "codec='zip': unknown; accepted: none, planes"),
-        (["--codec", "planes", "--compressed", "30%"], "compressed='30%': experts do not stay compressed in memory"),
         (["--codec", "planes"], "codec='planes': on hardware 'rtx3090' all experts lie decoded in host memory"),
     ],
 )
 def test_what_cannot_be_is_an_error(
     arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", str(trace), *arguments]) == 2
+    assert main(["lab", "simulate", str(trace), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"expertly: error: {message}") and err.count("\n") == 1

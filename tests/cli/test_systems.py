@@ -8,7 +8,7 @@ from expertly.scheduler.presets import SYSTEMS, get_system
 
 
 def test_lists_every_system_with_its_parts(capsys):
-    assert main(["systems"]) == 0
+    assert main(["lab", "systems"]) == 0
     out = capsys.readouterr().out
     for system in SYSTEMS.values():
         assert any(line.split()[:3] == [system.name, system.eviction, system.scope] for line in out.splitlines())
@@ -16,7 +16,7 @@ def test_lists_every_system_with_its_parts(capsys):
 
 
 def test_json_has_the_same(capsys):
-    assert main(["systems", "--json"]) == 0
+    assert main(["lab", "systems", "--json"]) == 0
     out, err = capsys.readouterr()
     listed = {one["name"]: one for one in json.loads(out)["systems"]}
     assert err == ""
@@ -30,7 +30,7 @@ def test_json_has_the_same(capsys):
 
 
 def test_says_what_else_a_system_has_unlike_others(capsys):
-    assert main(["systems"]) == 0
+    assert main(["lab", "systems"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"promoe: {SYSTEMS['promoe'].summary} [segments=4]" in lines
     assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=ring]" in lines
@@ -38,7 +38,7 @@ def test_says_what_else_a_system_has_unlike_others(capsys):
 
 
 def test_says_how_far_and_in_which_order_a_system_predicts(capsys):
-    assert main(["systems"]) == 0
+    assert main(["lab", "systems"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
     assert rows["fmoe"][4:] == ["fmoe", "proximity", "2", "asynchronous"]
     assert rows["oracle"][4:] == ["perfect", "score", "all", "asynchronous"]
@@ -46,11 +46,11 @@ def test_says_how_far_and_in_which_order_a_system_predicts(capsys):
 
 
 def test_says_how_systems_are_combined_and_what_it_names_exists(capsys):
-    assert main(["systems"]) == 0
+    assert main(["lab", "systems"]) == 0
     out = capsys.readouterr().out
     specs = re.findall(r"--system ([^\s,]+)", out)
     assert len(specs) >= 3 and all(get_system(spec).name == spec for spec in specs)
-    assert main(["systems", "--json"]) == 0
+    assert main(["lab", "systems", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     for key, accepted in listed["parts"].items():
         assert f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}" in out

@@ -1,4 +1,4 @@
-"""`expertly trace info`, `import` and `synth`: what they print, and what they refuse."""
+"""`expertly lab trace info`, `import` and `synth`: what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from expertly.cli.main import main
-from expertly.cli.trace import TRACE_COMMANDS
 from expertly.trace.reader import Trace
 from tests.trace.builders import iterations, open_writer, write_trace
 
@@ -40,25 +39,26 @@ def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 def test_help_lists_the_subcommands(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["trace", "--help"])
-    assert stop.value.code == 0
+    assert main(["lab", "trace", "--help"]) == 0
     out = capsys.readouterr().out
-    for name in TRACE_COMMANDS:
-        assert any(line.split()[:1] == [name] and len(line.split()) > 2 for line in out.splitlines())
+    for name in ("record", "info", "import", "synth", "replay"):
+        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
 
 
-@pytest.mark.parametrize("arguments", [["trace"], ["trace", "nonsense"], ["trace", "info"], ["trace", "import", "a"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["lab", "trace", "nonsense"], ["lab", "trace", "info"], ["lab", "trace", "import", "a"]],
+)
 def test_bad_arguments_are_errors(arguments, capsys):
     error_of(capsys, arguments)
 
 
 def test_import_then_info(tmp_path, capsys):
     out = tmp_path / "trace"
-    assert main(["trace", "import", "--format", "npz", str(npz(tmp_path)), str(out)]) == 0
+    assert main(["lab", "trace", "import", "--format", "npz", str(npz(tmp_path)), str(out)]) == 0
     line = capsys.readouterr().out
     assert "law | 2 layers of 8 experts, top-2 | 2 requests | 30 iterations | 30 tokens" in line and "complete" in line
-    facts = printed(capsys, ["trace", "info", str(out)])
+    facts = printed(capsys, ["lab", "trace", "info", str(out)])
     assert (facts["model"], facts["complete"], facts["requests"], facts["rows"]) == ("law", True, 2, 30)
     assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (2, [8, 8], [2, 2])
     assert (facts["decode_tokens"], facts["prefill_tokens"], facts["expert_bytes"]) == (30, 0, [None, None])
@@ -72,13 +72,13 @@ def test_import_then_info(tmp_path, capsys):
 
 
 def test_import_takes_a_model_and_a_number_of_experts(tmp_path, capsys):
-    arguments = ["trace", "import", str(npz(tmp_path)), str(tmp_path / "trace")]
+    arguments = ["lab", "trace", "import", str(npz(tmp_path)), str(tmp_path / "trace")]
     facts = printed(capsys, [*arguments, "--model", "mine", "--num-experts", "12"])
     assert (facts["model"], facts["num_experts"]) == ("mine", [12, 12])
 
 
 def test_import_checks_the_geometry(tmp_path, capsys):
-    arguments = ["trace", "import", str(npz(tmp_path)), str(tmp_path / "trace"), "--geometry"]
+    arguments = ["lab", "trace", "import", str(npz(tmp_path)), str(tmp_path / "trace"), "--geometry"]
     assert "2 layers, but the geometry has 24" in error_of(capsys, [*arguments, "gpt-oss-20b"])
     assert "geometry='nonsense': no such geometry" in error_of(capsys, [*arguments, "nonsense"])
     assert not (tmp_path / "trace").exists()
@@ -87,11 +87,13 @@ def test_import_checks_the_geometry(tmp_path, capsys):
 def test_import_refusals(tmp_path, capsys):
     source, out = str(npz(tmp_path)), str(tmp_path / "trace")
     assert "format='csv': unknown; accepted: npz" in error_of(
-        capsys, ["trace", "import", "--format", "csv", source, out]
+        capsys, ["lab", "trace", "import", "--format", "csv", source, out]
     )
-    assert "absent.npz: must be an npz file" in error_of(capsys, ["trace", "import", str(tmp_path / "absent.npz"), out])
-    assert "not empty" in error_of(capsys, ["trace", "import", source, str(tmp_path)])
-    assert main(["trace", "import", source, str(tmp_path), "--json"]) == 2
+    assert "absent.npz: must be an npz file" in error_of(
+        capsys, ["lab", "trace", "import", str(tmp_path / "absent.npz"), out]
+    )
+    assert "not empty" in error_of(capsys, ["lab", "trace", "import", source, str(tmp_path)])
+    assert main(["lab", "trace", "import", source, str(tmp_path), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "TraceError"
 
 
@@ -101,18 +103,18 @@ def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
         for one in iterations([3, 1, 1, 6, 1]):
             writer.append(one)
         raise KeyboardInterrupt
-    assert main(["trace", "info", str(tmp_path / "trace")]) == 0
+    assert main(["lab", "trace", "info", str(tmp_path / "trace")]) == 0
     out = capsys.readouterr().out
     assert "partial: the recording did not end" in out
     assert "9 tokens of prefill in 2 iterations, 3 of decode" in out
-    facts = printed(capsys, ["trace", "info", str(tmp_path / "trace")])
+    facts = printed(capsys, ["lab", "trace", "info", str(tmp_path / "trace")])
     assert (facts["complete"], facts["iterations"], facts["categories"]) == (False, 5, {"code": 1})
     assert facts["num_experts"] == [8, 6, 8]
 
 
 def test_info_prints_a_line_a_layer_and_a_line_a_field(tmp_path, capsys):
     write_trace(tmp_path / "trace", iterations([3, 1, 1]))
-    assert main(["trace", "info", str(tmp_path / "trace")]) == 0
+    assert main(["lab", "trace", "info", str(tmp_path / "trace")]) == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.split()]
     assert {"experts", "weights", "token", "0", "1", "2", "mean"} <= set(first_words)
@@ -123,21 +125,21 @@ def test_info_names_what_is_damaged(tmp_path, capsys):
     write_trace(tmp_path / "trace", iterations([3, 1, 1]))
     shard = tmp_path / "trace" / "rows-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert f"{shard}: truncated" in error_of(capsys, ["trace", "info", str(tmp_path / "trace")])
-    assert "no such folder" in error_of(capsys, ["trace", "info", str(tmp_path / "absent")])
+    assert f"{shard}: truncated" in error_of(capsys, ["lab", "trace", "info", str(tmp_path / "trace")])
+    assert "no such folder" in error_of(capsys, ["lab", "trace", "info", str(tmp_path / "absent")])
 
 
 def test_info_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert main(["trace", "synth", str(tmp_path / "trace"), *SYNTH]) == 0
+    assert main(["lab", "trace", "synth", str(tmp_path / "trace"), *SYNTH]) == 0
     plot = tmp_path / "a.png"
-    assert main(["trace", "info", str(tmp_path / "trace"), "--plot", str(plot)]) == 0
+    assert main(["lab", "trace", "info", str(tmp_path / "trace"), "--plot", str(plot)]) == 0
     assert f"plot written to {plot}" in capsys.readouterr().err
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and plot.stat().st_size > 20_000
     write_trace(tmp_path / "one", iterations([1]))
-    assert main(["trace", "info", str(tmp_path / "one"), "--plot", str(tmp_path / "b.svg")]) == 0
+    assert main(["lab", "trace", "info", str(tmp_path / "one"), "--plot", str(tmp_path / "b.svg")]) == 0
     capsys.readouterr()
-    draw = ["trace", "info", str(tmp_path / "trace"), "--plot"]
+    draw = ["lab", "trace", "info", str(tmp_path / "trace"), "--plot"]
     assert "must end in .png, .svg, .pdf" in error_of(capsys, [*draw, "a.bmp"])
     assert "is not a folder" in error_of(capsys, [*draw, str(tmp_path / "no" / "a.png")])
 
@@ -145,27 +147,37 @@ def test_info_draws(tmp_path, capsys):
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
     write_trace(tmp_path / "trace", iterations([1]))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    err = error_of(capsys, ["trace", "info", str(tmp_path / "trace"), "--plot", str(tmp_path / "a.png")])
+    err = error_of(capsys, ["lab", "trace", "info", str(tmp_path / "trace"), "--plot", str(tmp_path / "a.png")])
     assert "pip install matplotlib" in err
 
 
 def test_synth_writes_what_was_asked_for(tmp_path, capsys):
-    arguments = ["trace", "synth", str(tmp_path / "a"), *SYNTH, "--requests", "3", "--prefill-tokens", "5"]
+    arguments = ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, "--requests", "3", "--prefill-tokens", "5"]
     facts = printed(capsys, [*arguments, "--zipf", "1.5", "--markov", "0.5", "--phases", "2", "--seed", "7"])
     assert (facts["rows"], facts["iterations"], facts["requests"]) == (60, 48, 3)
     assert (facts["workload"], facts["optimal_hits"]) == ("zipf", None)
     assert not any(field["real"] for field in facts["fields"].values())
-    arguments[2] = str(tmp_path / "b")
+    arguments[3] = str(tmp_path / "b")
     assert main([*arguments, "--zipf", "1.5", "--markov", "0.5", "--phases", "2", "--seed", "7"]) == 0
     one, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
     np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
 
 
 def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
-    facts = printed(capsys, ["trace", "synth", str(tmp_path / "a"), *SYNTH, "--workload", "cyclic"])
+    facts = printed(capsys, ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, "--workload", "cyclic"])
     # 60 tokens over a loop of 4 groups of 2: 56 after the first round, of which (c - 1) in 3 hit; 2 layers
     assert facts["optimal_hits"] == {"2": 0, "4": 2 * 2 * (18 + 1), "6": 2 * 2 * (36 + 2), "8": 2 * 2 * 56}
-    stationary = ["trace", "synth", str(tmp_path / "b"), *SYNTH, "--workload", "stationary", "--working-set", "7"]
+    stationary = [
+        "lab",
+        "trace",
+        "synth",
+        str(tmp_path / "b"),
+        *SYNTH,
+        "--workload",
+        "stationary",
+        "--working-set",
+        "7",
+    ]
     assert printed(capsys, stationary)["optimal_hits"] == {"7": 2 * (120 - 7), "8": 2 * (120 - 7)}
 
 
@@ -182,7 +194,7 @@ def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
     ],
 )
 def test_synth_refusals(tmp_path, capsys, flags, message):
-    assert message in error_of(capsys, ["trace", "synth", str(tmp_path / "a"), *SYNTH, *flags])
+    assert message in error_of(capsys, ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, *flags])
     assert not (tmp_path / "a").exists()
 
 
@@ -193,7 +205,7 @@ import sys
 for name in ("torch", "transformers", "safetensors", "tqdm", "tokenizers", "huggingface_hub", "matplotlib"):
     sys.modules[name] = None
 from expertly.cli.main import main
-sys.exit(main(["trace", "synth", {trace!r}, "--tokens", "9"]) or main(["trace", "info", {trace!r}]))
+sys.exit(main(["lab", "trace", "synth", {trace!r}, "--tokens", "9"]) or main(["lab", "trace", "info", {trace!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "9 of decode" in done.stdout, done.stderr

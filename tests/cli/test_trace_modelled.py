@@ -1,4 +1,4 @@
-"""`expertly trace synth --lookahead`: what systems do that look ahead by it, and the label of that."""
+"""`expertly lab trace synth --lookahead`: what systems do that look ahead by it, and the label of that."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def geometry(tmp_path: Path) -> Path:
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["simulate", *map(str, arguments), "--hardware", "rtx3090", "--memory", "50%", "--json"]) == 0
+    assert main(["lab", "simulate", *map(str, arguments), "--hardware", "rtx3090", "--memory", "50%", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometry, capsys):
     trace = tmp_path / "trace"
-    assert main(["trace", "synth", str(trace), *SYNTH, "--lookahead", "0.8"]) == 0
+    assert main(["lab", "trace", "synth", str(trace), *SYNTH, "--lookahead", "0.8"]) == 0
     capsys.readouterr()
     half = "moepic:allocation=split"
     systems = f"lru:prediction=lookahead,adapmoe,moepic,{half},lru"
@@ -57,7 +57,7 @@ def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometr
 
 def test_without_it_they_are_left_out(tmp_path, geometry, capsys):
     trace = tmp_path / "trace"
-    assert main(["trace", "synth", str(trace), *SYNTH]) == 0
+    assert main(["lab", "trace", "synth", str(trace), *SYNTH]) == 0
     capsys.readouterr()
     rows = simulated(capsys, trace, "--geometry", geometry, "--system", "moepic")["results"]
     assert "needs lookahead" in rows[0]["skipped"]
@@ -65,8 +65,8 @@ def test_without_it_they_are_left_out(tmp_path, geometry, capsys):
 
 def test_a_plan_can_be_made_from_it_and_says_so(tmp_path, geometry, capsys):
     trace = tmp_path / "trace"
-    assert main(["trace", "synth", str(trace), *SYNTH, "--lookahead", "1"]) == 0
-    asked = ["configure", str(trace), "--geometry", str(geometry), "--hardware", "rtx3090", "--memory", "50%"]
+    assert main(["lab", "trace", "synth", str(trace), *SYNTH, "--lookahead", "1"]) == 0
+    asked = ["lab", "configure", str(trace), "--geometry", str(geometry), "--hardware", "rtx3090", "--memory", "50%"]
     assert main(asked) == 0
     shown = capsys.readouterr().out
     assert "lookahead: modelled: 1 of the K best" in shown and "the trace has no lookahead" not in shown
@@ -80,6 +80,6 @@ def test_a_plan_can_be_made_from_it_and_says_so(tmp_path, geometry, capsys):
     ],
 )
 def test_refusals(tmp_path, capsys, flags, message):
-    assert main(["trace", "synth", str(tmp_path / "trace"), *SYNTH, *flags]) == 2
+    assert main(["lab", "trace", "synth", str(tmp_path / "trace"), *SYNTH, *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "trace").exists()

@@ -1,4 +1,4 @@
-"""`expertly trace record` from prompts in a file to a trace, on a tiny random model."""
+"""`expertly lab trace record` from prompts in a file to a trace, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_prompts(path: Path, *prompts: tuple[str, str | None]) -> Path:
 
 def record(model: Path, prompts: Path, out: Path, *arguments: str) -> int:
     settings = ("--max-new-tokens", str(NUM_NEW), "--memory", "50%", *arguments)
-    return main(["trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), *settings])
+    return main(["lab", "trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), *settings])
 
 
 def tokens_of(text: str) -> list[int]:
@@ -194,7 +194,7 @@ def test_a_recording_that_is_stopped_keeps_what_is_complete(
     prompts = write_prompts(tmp_path / "p.jsonl", *[("Once upon a time", "story")] * 1000)
     out = tmp_path / "trace"
     settings = ("--out", out, "--memory", "50%", "--max-new-tokens", "20")
-    running = start("trace", "record", model, "--prompts", prompts, *settings)
+    running = start("lab", "trace", "record", model, "--prompts", prompts, *settings)
     tail = out / "tail.bin"
     running.wait_until(lambda: tail.exists() and tail.stat().st_size > 4000)
     running.send_signal(stop)

@@ -1,4 +1,4 @@
-"""`expertly trace replay`: what it prints and how it ends."""
+"""`expertly lab trace replay`: what it prints and how it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scheduler.test_decisions import record
 def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "d.jsonl"
     record(path, iterations=20)
-    assert main(["trace", "replay", str(path)]) == 0
+    assert main(["lab", "trace", "replay", str(path)]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("system lru, P = 2: 20 iterations, 60 layers, ")
     assert printed.out.endswith("all decisions identical\n") and not printed.err
@@ -23,7 +23,7 @@ def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: pytest.Cap
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "d.jsonl"
     record(path, "on-demand", iterations=4)
-    assert main(["trace", "replay", str(path), "--json"]) == 0
+    assert main(["lab", "trace", "replay", str(path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["system"] == "on-demand" and result["segments"] == 2
     assert (result["iterations"], result["layers"], result["identical"]) == (4, 12, True)
@@ -37,7 +37,7 @@ def test_a_changed_decision_ends_with_2_and_names_file_and_line(
     path = tmp_path / "d.jsonl"
     record(path)
     path.write_text(path.read_text().replace('true,"', 'false,"', 1))
-    assert main(["trace", "replay", str(path), *flags]) == 2
+    assert main(["lab", "trace", "replay", str(path), *flags]) == 2
     printed = capsys.readouterr()
     assert "d.jsonl, line " in printed.err and "checksum" in printed.err
     assert "Traceback" not in printed.err
@@ -46,8 +46,8 @@ def test_a_changed_decision_ends_with_2_and_names_file_and_line(
 
 def test_what_is_no_file_of_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, said in ((tmp_path, "cannot be read"), (tmp_path / "none", "cannot be read")):
-        assert main(["trace", "replay", str(path)]) == 2
+        assert main(["lab", "trace", "replay", str(path)]) == 2
         assert said in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    assert main(["trace", "replay", str(tmp_path / "binary")]) == 2
+    assert main(["lab", "trace", "replay", str(tmp_path / "binary")]) == 2
     assert "binary, line 1: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`expertly train-predictor`: what it makes, what it says, what it refuses."""
+"""`expertly lab train`: what it makes, what it says, what it refuses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(trace: Path) -> Path:
     out = trace.with_name("weights")
-    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK]) == 0
+    assert main(["lab", "train", str(trace), "--out", str(out), *QUICK]) == 0
     return out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
-    assert main(["train-predictor", *map(str, arguments)]) == 2
+    assert main(["lab", "train", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and len(err.splitlines()) == 1
     return err
@@ -49,7 +49,7 @@ def test_it_says_what_it_made_and_how_good_that_is(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "weights"
-    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK]) == 0
+    assert main(["lab", "train", str(trace), "--out", str(out), *QUICK]) == 0
     head, learned, _, title, _, header, _, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("[planted | 5 networks of") and head.endswith(f"| {out}]")
     assert "split 7:3 with seed 0: learned from 960 tokens of 16 requests, stopped by 1 others;" in learned
@@ -66,7 +66,7 @@ def test_json_is_one_object_and_the_file_says_the_same(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "weights"
-    assert main(["train-predictor", str(trace), "--out", str(out), *QUICK, "--json", "--seed", str(2**62 + 3)]) == 0
+    assert main(["lab", "train", str(trace), "--out", str(out), *QUICK, "--json", "--seed", str(2**62 + 3)]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert result["distances"] == [1, 2] and result["networks"] == 5 and result["identity"] == "trace:planted"
     assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", 2**62 + 3, 16, "cpu")
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(
 def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planted_trace(tmp_path / "trace", 3, 12, fields=("probs",))
     error = error_of(capsys, tmp_path / "trace", "--out", tmp_path / "weights")
-    assert "field 'router_inputs'" in error and "`expertly trace record --full` records it" in error
+    assert "field 'router_inputs'" in error and "`expertly lab trace record --full` records it" in error
     assert not (tmp_path / "weights").exists()
 
 
@@ -153,7 +153,7 @@ def test_an_interrupt_leaves_no_file(
         return step(*args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", interrupting)
-    assert main(["train-predictor", str(trace), "--out", str(tmp_path / "weights"), "--seed", "1"]) == 130
+    assert main(["lab", "train", str(trace), "--out", str(tmp_path / "weights"), "--seed", "1"]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -161,11 +161,11 @@ def test_an_interrupt_leaves_no_file(
 def test_simulate_takes_the_file_and_says_what_it_saw(
     trace: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["simulate", str(trace), "--memory", "50%", "--json", "--system"]
+    common = ["lab", "simulate", str(trace), "--memory", "50%", "--json", "--system"]
     learned = "lru:prediction=learned:distance=1"
     assert main([*common, f"{learned},lru", "--split", "7:3"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
-    assert "--predictor FILE, which `expertly train-predictor` makes" in rows[0]["skipped"]
+    assert "--predictor FILE, which `expertly lab train` makes" in rows[0]["skipped"]
     assert rows[1]["skipped"] is None
 
     assert main([*common, learned, "--split", "7:3", "--predictor", str(trained)]) == 0
@@ -194,12 +194,22 @@ def test_weights_of_another_model_are_refused_by_simulate(
 
     save_learned(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})
     system = "lru:prediction=learned"
-    assert main(["simulate", str(trace), "--system", system, "--predictor", str(tmp_path / "other")]) == 2
+    assert main(["lab", "simulate", str(trace), "--system", system, "--predictor", str(tmp_path / "other")]) == 2
     assert "num_experts=[9, 9, 9, 9]" in capsys.readouterr().err
 
 
 def test_simulate_reads_a_predictor_without_torch(trace: Path, trained: Path) -> None:
-    arguments = ["simulate", str(trace), "--system", "lru:prediction=learned", "--memory", "50%", "--split", "7:3"]
+    arguments = [
+        "lab",
+        "simulate",
+        str(trace),
+        "--system",
+        "lru:prediction=learned",
+        "--memory",
+        "50%",
+        "--split",
+        "7:3",
+    ]
     arguments += ["--predictor", str(trained)]
     done = run_without_torch(f"from expertly.cli.main import main\nsys.exit(main({arguments!r}))")
     assert done.returncode == 0, done.stderr

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.cli.prompts import read_prompts
 from expertly.cli.tune import time_limit
 from expertly.data import demo_prompts
+from expertly.lab.prompts import read_prompts
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
@@ -91,7 +91,7 @@ def test_the_demo_model_with_tiny_settings(capsys: pytest.CaptureFixture[str]) -
         (("--prompts", "/nowhere/prompts.jsonl"), "prompts /nowhere/prompts.jsonl: cannot be read"),
         (("--out", "/nowhere/out.json"), "out='/nowhere/out.json': must be a file"),
         (("--dtype", "int8"), "dtype='int8'"),
-        (("--time-limit", "0s"), "--time-limit: '0s': must be from 1 second to a day"),
+        (("--time-limit", "0s"), "'--time-limit': '0s': must be from 1 second to a day"),
         (("--requests", "1"), "1 of 1 can be given to this model; accepted: at least 2"),
         (("--device", "tpu"), "device='tpu'"),
         (("--predictor", "/nowhere/weights"), "predictor='/nowhere/weights': no such file"),

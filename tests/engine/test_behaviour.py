@@ -11,7 +11,8 @@ import torch
 import expertly
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import cpu
-from expertly.engine.memory import kv_cache_nbytes, working_nbytes
+from expertly.engine import memory as engine_memory
+from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
@@ -196,7 +197,7 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
     expert_nbytes, dense = stats["expert_bytes"], PackedStore.open(case.store).dense_nbytes
     cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
     config = json.loads((case.folder / "config.json").read_text())
-    free = dense + cache + working_nbytes(config, 100, 4) + expert_nbytes // 2
+    free = dense + cache + BESIDE_NBYTES + 100 * pass_nbytes(config, 4) + expert_nbytes // 2
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
         stats = expertly.stats(model).as_dict()
@@ -204,8 +205,35 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
         assert "50.0% of the experts" in stats["memory_reason"] and "KV cache of 100 tokens" in stats["memory_reason"]
         assert generate(model, case.prompts) == case.tokens
         assert_streamed(model)
+        with pytest.raises(BudgetError, match=r"3000 tokens behind 0: .* are left .*context=3000"):
+            model.generate(torch.ones(1, 3000, dtype=torch.long), max_new_tokens=1)
+        assert generate(model, case.prompts) == case.tokens, "what was refused leaves nothing behind"
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: 1 << 20)
     with pytest.raises(BudgetError, match=r"the least that works is .* memory auto: .* are free"):
         expertly.load(store, memory="auto", device="cpu")
     with pytest.raises(ConfigError, match="context=0"):
         expertly.load(store, context=0, device="cpu")
+    with pytest.raises(BudgetError, match=r"memory 100%: takes .* GiB, but 0.00 GiB are free.* the KV cache of 100 "):
+        expertly.load(store, context=100, memory="100%", device="cpu")
+
+
+def test_a_total_is_what_everything_takes(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model:
+        expert_nbytes = expertly.stats(model).as_dict()["expert_bytes"]
+    store, config = str(case.store), json.loads((case.folder / "config.json").read_text())
+    beside = PackedStore.open(case.store).dense_nbytes + BESIDE_NBYTES + 100 * pass_nbytes(config, 4)
+    beside += kv_cache_nbytes(config, 100, 4)
+    monkeypatch.setattr(engine_memory, "rss_nbytes", lambda: 300 << 20)
+    total = (300 << 20) + beside + expert_nbytes // 2
+    with loaded(store, memory="auto", total_memory=total, context=lambda tokenizer: 100) as model:
+        stats = expertly.stats(model).as_dict()
+        assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
+        assert "this process takes 0.29" in stats["memory_reason"] and "50.0% of the exp" in stats["memory_reason"]
+        assert generate(model, case.prompts) == case.tokens
+    with pytest.raises(BudgetError, match=r"the least that works is .* total memory 400MiB: .* this process takes"):
+        expertly.load(store, total_memory="400MiB", context=4096 << 4, device="cpu")
+    with pytest.raises(BudgetError, match=r"system resident: all experts: takes .* but of .* this process takes"):
+        expertly.load(store, total_memory=total, context=100, system="resident", device="cpu")
+    with pytest.raises(ConfigError, match=r"total_memory='1GiB': 2 devices .* accepted: memory"):
+        expertly.load(store, total_memory="1GiB", devices="cpu:0,cpu:1")

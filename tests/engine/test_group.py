@@ -23,7 +23,7 @@ from expertly.core.placement import Placement
 from expertly.engine import cpu, cuda
 from expertly.engine.device import choose_devices
 from expertly.engine.group import ShardGroup, SharedChannel
-from expertly.engine.memory import choose_amounts
+from expertly.engine.memory import WORKING_NBYTES, BesideExperts, choose_amounts
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import InlineChannel
 from expertly.store.reader import ExpertFile
@@ -452,10 +452,11 @@ def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPa
         assert stats["memory_reason"].startswith("memory auto over 2 devices: cpu: ")
         assert stats["memory_bytes"] <= whole
     targets = [torch.device("cuda:0"), torch.device("cuda:1")]
-    amounts, reason = choose_amounts(targets, [geometry] * 2, 1 << 20, 1 << 20, 8)
+    beside = BesideExperts(1 << 20, WORKING_NBYTES, 1 << 17)
+    amounts, reason, _ = choose_amounts(targets, [geometry] * 2, beside, 8)
     assert amounts == [whole, whole] and "cuda:0: " in reason and "; cuda:1: " in reason
     monkeypatch.setattr(cuda.KIND, "available_nbytes", lambda target: (600 << 20) + (target.index + 1) * 30_000)
-    amounts, _ = choose_amounts(targets, [geometry] * 2, 10_000, 5_000, 8)
+    amounts, _, _ = choose_amounts(targets, [geometry] * 2, BesideExperts(10_000, WORKING_NBYTES, 625), 8)
     assert amounts == [15_000, 60_000], "each its own, the first after the dense part and the cache"
 
 

@@ -496,6 +496,6 @@ def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
     before, after = (one["phases"]["decode"] for one in (cold, warm))
     assert after["bytes_loaded"] < 0.9 * before["bytes_loaded"]
     assert after["hit_rate"] > before["hit_rate"]
-    assert main(["maps", "info", str(path), "--json"]) == 0
+    assert main(["lab", "learned", "info", str(path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["tokens"] == warm["reuse"]["tokens"] and facts["num_layers"] == len(warm["layers"])

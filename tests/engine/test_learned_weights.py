@@ -45,7 +45,7 @@ def feed(model: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("predictor", ["auto", "off", None])
 def test_without_weights_it_says_what_makes_them(predictor: str | None, own: tuple[Case, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"no weights.*expertly train-predictor TRACE --out FILE.*--predictor FILE"):
+    with pytest.raises(ConfigError, match=r"no weights.*expertly lab train TRACE --out FILE.*--predictor FILE"):
         expertly.load(str(own[1]), system=SYSTEM, memory="50%", predictor=predictor, device="cpu")
 
 

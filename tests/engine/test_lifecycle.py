@@ -211,10 +211,10 @@ BAD = {
     "no segments": ({"segments": 0}, ConfigError, r"segments.*0"),
     "resident in a quarter": ({"system": "resident"}, ConfigError, r"resident.*needs \d+ bytes"),
     "context": ({"context": -1, "memory": "auto"}, ConfigError, r"context=-1"),
-    "context beside a stated budget": (
-        {"context": 64, "memory": "50%"},
-        ConfigError,
-        r"context=64: only memory='auto'",
+    "a context beyond what is free": (
+        {"context": 1 << 40, "memory": "50%"},
+        BudgetError,
+        r"memory 50%: takes .* are free.* KV cache of \d+ tokens",
     ),
     "host memory of a CPU": ({"host_memory": "1GiB"}, ConfigError, r"host_memory='1GiB': there is no host tier"),
 }

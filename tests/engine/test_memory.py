@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from expertly.core.errors import BudgetError, ConfigError
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.resources import parse_memory
+from expertly.engine import cpu, memory
 from expertly.engine.memory import (
-    BESIDE_NBYTES,
     WORKING_NBYTES,
+    BesideExperts,
+    RoomBeside,
     available_host_nbytes,
-    choose_amount,
+    choose_amounts,
     kv_cache_nbytes,
-    working_nbytes,
+    pass_nbytes,
 )
 
 GIB = 1 << 30
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("memory", "nbytes"),
+    ("stated", "nbytes"),
     [
         ("25%", 250),
         ("12.5 %", 125),
@@ -33,22 +38,22 @@ GIB = 1 << 30
         ("auto", None),
     ],
 )
-def test_amounts_and_shares_are_understood(memory: str | int, nbytes: int | None) -> None:
-    assert parse_memory(memory, 1000) == nbytes
+def test_amounts_and_shares_are_understood(stated: str | int, nbytes: int | None) -> None:
+    assert parse_memory(stated, 1000) == nbytes
 
 
-@pytest.mark.parametrize("memory", ["", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"])
-def test_anything_else_is_named_with_what_is_accepted(memory: str) -> None:
+@pytest.mark.parametrize("stated", ["", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"])
+def test_anything_else_is_named_with_what_is_accepted(stated: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_memory(memory, 1000)
-    assert repr(memory) in str(caught.value)
+        parse_memory(stated, 1000)
+    assert repr(stated) in str(caught.value)
     assert "25%" in str(caught.value) and "auto" in str(caught.value)
 
 
-@pytest.mark.parametrize("memory", ["0", "0%", 0])
-def test_no_memory_is_refused(memory: str | int) -> None:
+@pytest.mark.parametrize("stated", ["0", "0%", 0])
+def test_no_memory_is_refused(stated: str | int) -> None:
     with pytest.raises(BudgetError, match="no memory"):
-        parse_memory(memory, 1000)
+        parse_memory(stated, 1000)
 
 
 @pytest.mark.parametrize(
@@ -60,21 +65,43 @@ def test_no_memory_is_refused(memory: str | int) -> None:
     ],
 )
 def test_auto_leaves_room_for_the_dense_part_the_cache_and_working_memory(
-    available: int, experts: int, dense: int, cache: int, nbytes: int, says: str
+    available: int, experts: int, dense: int, cache: int, nbytes: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, reason = choose_amount(available, experts, dense, cache, context=4096)
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda target: available)
+    geometry = Geometry((LayerGeometry(8, 2, 1024, experts >> 15, 2, 2),))
+    assert geometry.nbytes == experts
+    beside = BesideExperts(dense, WORKING_NBYTES, cache >> 12)
+    (chosen,), reason, room = choose_amounts([CPU], [geometry], beside, 4096)
     assert chosen == nbytes
     assert says in reason and "4096 tokens" in reason
+    assert room == available - dense - WORKING_NBYTES - chosen
 
 
-def test_working_memory_is_what_a_prompt_of_this_model_takes() -> None:
+def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "rss_nbytes", lambda: GIB)
+    geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 18, 2, 2),))  # 8 GiB of experts
+    beside = BesideExperts(GIB, 0, 1 << 18)  # 1 GiB of KV cache for 4096 tokens
+    (chosen,), reason, room = choose_amounts([CPU], [geometry], beside, 4096, "5GiB")
+    assert (chosen, room) == (2 * GIB, GIB)
+    assert reason == (
+        "total memory 5GiB: 2.00 GiB (25.0% of the experts): of 5.00 GiB this process takes 1.00; dense weights take "
+        "1.00, the KV cache of 4096 tokens 1.00, working memory 0.00 GiB"
+    )
+
+
+def test_what_a_pass_takes_grows_with_what_it_reads() -> None:
     small = {"hidden_size": 256, "intermediate_size": 1024, "num_experts_per_tok": 4}
     large = {"text_config": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}}
-    assert BESIDE_NBYTES < working_nbytes(small, 512, 2) < BESIDE_NBYTES + (10 << 20)
-    assert working_nbytes(small, 1024, 2) - BESIDE_NBYTES == 4 * (working_nbytes(small, 256, 2) - BESIDE_NBYTES)
-    assert working_nbytes(large, 4096, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
-    chosen, _ = choose_amount(8 * GIB, 40 * GIB, 0, 0, 512, working_nbytes(small, 512, 2))
-    assert chosen == 8 * GIB - working_nbytes(small, 512, 2)
+    assert pass_nbytes(small, 2) == 2 * (256 * 16 + 3 * 1024)
+    assert 4096 * pass_nbytes(large, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
+
+
+def test_a_pass_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    room = RoomBeside(100 << 20, BesideExperts(0, 0, 1 << 14, 1 << 14))
+    room.check(0, 3200)
+    room.check(6399, 0)  # what was read before has no activations any more
+    with pytest.raises(BudgetError, match=r"30000 tokens behind 100: .* 939 MiB, and 100 MiB are left.*context=30100"):
+        room.check(100, 30_000)
 
 
 def test_available_memory_is_positive_and_within_the_machine() -> None:

@@ -254,13 +254,13 @@ def test_the_environment_decides_how_many_primitives_are_kept(monkeypatch: pytes
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
-AUTO = """
+LOAD = """
 import sys
 open(sys.argv[2] + "/cgroup.procs", "w").write("0")
 import torch
 torch.set_num_threads(1)
 import expertly
-model, _ = expertly.load(sys.argv[1], memory="auto", context=128, device="cpu")
+model, _ = expertly.load(sys.argv[1], context=128, device="cpu", **{sys.argv[3]: sys.argv[4]})
 ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
 model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
 stats = expertly.stats(model).as_dict()
@@ -287,10 +287,14 @@ def cgroup() -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def test_auto_fits_a_memory_cgroup(big_store: Path, cgroup: Path) -> None:
-    result = run_python(AUTO, str(big_store), str(cgroup))
+@pytest.mark.parametrize(
+    ("option", "size", "says"),
+    [("memory", "auto", "memory auto: "), ("total_memory", str(600 << 20), f"total memory {600 << 20}: ")],
+)
+def test_what_is_left_fits_a_memory_cgroup(option: str, size: str, says: str, big_store: Path, cgroup: Path) -> None:
+    result = run_python(LOAD, str(big_store), str(cgroup), option, size)
     assert result.returncode == 0, result.stderr
     numbers, reason = result.stdout.splitlines()
     budget, experts, nbytes_loaded = map(int, numbers.split())
     assert 0 < budget < experts < nbytes_loaded, "it took what the group leaves and streamed the rest"
-    assert reason.startswith("memory auto: ") and "% of the experts" in reason and "are free" in reason
+    assert reason.startswith(says) and "% of the experts" in reason

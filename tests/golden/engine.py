@@ -64,7 +64,7 @@ def make_transfers_instant(model: Any) -> None:
 
 
 def case_names() -> list[str]:
-    """Of all cases: the presets as `expertly systems` lists them."""
+    """Of all cases: the presets as `expertly lab systems` lists them."""
     names, as_they_are = [], []
     for preset, prediction in _predictions().items():
         if preset in REFUSED:

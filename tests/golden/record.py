@@ -50,7 +50,9 @@ def make_trace(path: Path) -> None:
         prompts, trace = Path(temporary) / "prompts.jsonl", Path(temporary) / "demo-trace"
         prompts.write_text("".join(json.dumps({"prompt": one, "category": "text"}) + "\n" for one in PROMPTS))
         options = ["--full", "--memory", "100%", "--system", "lru", "--max-new-tokens", str(NUM_NEW_TOKENS)]
-        status, printed = run_command("trace", "record", "--prompts", str(prompts), "--out", str(trace), *options)
+        status, printed = run_command(
+            "lab", "trace", "record", "--prompts", str(prompts), "--out", str(trace), *options
+        )
         assert status == 0, printed
         (shard,) = trace.glob("*.safetensors")
         columns = load_file(shard)
@@ -59,7 +61,7 @@ def make_trace(path: Path) -> None:
         manifest = json.loads((trace / "manifest.json").read_text())
         manifest["fields"]["lookahead"]["shape"][1] = MAX_DISTANCE
         manifest["shards"][0]["nbytes"] = shard.stat().st_size
-        manifest |= {"created": "", "command": "expertly trace record --full"}
+        manifest |= {"created": "", "command": "expertly lab trace record --full"}
         (trace / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         with tarfile.open(path, "w:xz", preset=9) as archive:
             archive.add(trace, "demo-trace", filter=_nobodys)

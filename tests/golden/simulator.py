@@ -1,4 +1,4 @@
-"""What `expertly simulate` counts, of every preset, memory and P, on two traces.
+"""What `expertly lab simulate` counts, of every preset, memory and P, on two traces.
 
 The demo trace is in this folder: a short `--full` recording of the demo model, so every preset runs on it. Half of its
 requests are learned from, half are simulated, on a made-up machine whose link is slow enough for these small experts
@@ -53,7 +53,7 @@ def demo_replay(folder: Path) -> Replay:
 def routing_replay(folder: Path) -> Replay:
     """The routing of gpt-oss-20b, imported into `folder`."""
     trace = folder / "gpt-oss-20b"
-    status, printed = run_command("trace", "import", str(ROUTING), str(trace), "--geometry", "gpt-oss-20b")
+    status, printed = run_command("lab", "trace", "import", str(ROUTING), str(trace), "--geometry", "gpt-oss-20b")
     assert status == 0, printed
     options = ("--hardware", "rtx3090", "--tokens", str(NUM_ROUTING_TOKENS))
     return Replay("simulator-routing.json", trace, options)
@@ -81,7 +81,7 @@ def _run(replay: Replay, systems: Sequence[str], memories: str, segments: int) -
     options = ["--system", ",".join(systems), "--memory", memories, "--segments", str(segments), *replay.options]
     if replay.predictor is not None and any(system in WITH_WEIGHTS for system in systems):
         options += ["--predictor", str(replay.predictor)]
-    status, printed = run_command("simulate", str(replay.trace), *options)
+    status, printed = run_command("lab", "simulate", str(replay.trace), *options)
     if status != 0:
         return first_words(printed["error"]["message"])
     rows = [row for row in printed["results"] if row["system"] in systems]  # bounds run beside them

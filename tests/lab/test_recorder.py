@@ -210,7 +210,7 @@ def test_the_counters_do_not_see_the_recorder(cases: Cases, tmp_path: Path) -> N
 def test_every_expert_of_a_layer_whose_top_k_differs(tmp_path: Path) -> None:
     """Layers of other widths share a row: what a layer does not choose is NO_EXPERT, ids that are none as well."""
     from expertly.core.observation import IterationInfo
-    from expertly.lab.recorder import Recorder
+    from expertly.lab.recording import Recorder
     from expertly.trace.schema import TraceLayer
 
     taken: list[dict[str, Any]] = []

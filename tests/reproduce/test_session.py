@@ -70,7 +70,7 @@ def test_what_a_trace_lacks_is_modelled_and_all_else_stays(subjects: list[Subjec
 def test_hit_rates_are_those_of_the_simulator(
     subjects: list[Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table has what `expertly simulate` gives, and the check follows from it."""
+    """The table has what `expertly lab simulate` gives, and the check follows from it."""
     monkeypatch.setattr(caching, "LONGER", 1)
     (finding,) = run(Session(subjects[:1], tmp_path, quick=True), "moepic:table-1").findings
     (table,) = finding.tables
@@ -159,7 +159,7 @@ def test_what_a_trace_lacks_is_said_with_the_command_that_gives_it(subjects: lis
     session = Session(subjects[1:], tmp_path / "scratch", quick=True)
     result = run(session, "fmoe:10")
     assert not result.findings and result.verdict == "not run"
-    assert "bare: needs prompts" in result.left_out[0] and "expertly trace record" in result.left_out[0]
+    assert "bare: needs prompts" in result.left_out[0] and "expertly lab trace record" in result.left_out[0]
     result = run(session, "promoe:8")
     assert "--predictor FILE" in result.left_out[0] and "--full" in result.left_out[0]
 

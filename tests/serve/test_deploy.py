@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.cli.main import build_parser
 from expertly.model.packing import pack_cached
 from expertly.policies.learned import ModelShape, save_learned
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.store.cache import learned_beside, remove_entry
+from tests.command_lines import parse
 from tests.policies.learned_builders import load_maps
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -40,15 +40,13 @@ def words_of_unit() -> list[str]:
 def test_the_command_takes_what_is_given_to_it(words: list[str]) -> None:
     program, *arguments = words
     assert program == "/opt/expertly/bin/expertly"
-    args = build_parser().parse_args(arguments)
-    assert args.api_key_file, "others can reach it"
+    assert parse(arguments)["api_key_file"], "others can reach it"
 
 
 def test_systemd_waits_longer_than_the_server_drains() -> None:
     text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
-    args = build_parser().parse_args(words_of_unit()[1:])
-    assert int(patience) > args.drain_seconds
+    assert int(patience) > parse(words_of_unit()[1:])["drain_seconds"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")

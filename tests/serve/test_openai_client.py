@@ -210,6 +210,23 @@ def test_logprobs_are_the_models_own(serving: Serving, demo: tuple[Any, Any]) ->
     assert all(len(top) == 2 for top in told.top_logprobs)
 
 
+def test_echo_tells_the_logprobs_of_the_prompt(serving: Serving, demo: tuple[Any, Any]) -> None:
+    got = serving.client().completions.create(
+        model="demo", prompt=[PROMPT, "The sea"], max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
+    for choice, prompt in zip(got.choices, (PROMPT, "The sea"), strict=True):
+        told: Any = choice.logprobs
+        ids = demo[1](prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            all_of_them = torch.log_softmax(plain_demo()(ids).logits[0].float(), dim=-1)
+        expected = all_of_them[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+        assert told.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-3)
+        assert "".join(told.tokens) == choice.text == prompt + greedy(*demo, prompt, 1)
+    assert got.usage is not None and got.usage.completion_tokens == 2
+    assert got.usage.prompt_tokens == sum(len(demo[1].encode(prompt)) for prompt in (PROMPT, "The sea"))
+
+
 def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tuple[Any, Any]) -> None:
     text = "日本語 🙂 schön"
     ids = demo[1].encode(text)

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.serve.settings import check_origins, is_known
+from expertly.serve.settings import is_known, read_origins
 from tests.serve.conftest import KEY, Serving, served
 
 JSON = {"content-type": "application/json"}
@@ -63,7 +63,7 @@ def test_pages_of_sites_that_were_named_may_ask(demo: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("origin", ["*", "example.org", "https://example.org/path", "https://*.org"])
 def test_what_may_not_be_an_origin_is_named(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors"):
-        check_origins((origin,), ())
+        read_origins(f"https://example.org,{origin}", ())
 
 
 def test_no_model_is_loaded_for_who_asks(serving: Serving) -> None:

@@ -31,7 +31,7 @@ Experts = npt.NDArray[np.uint16]
 
 def imported(folder: Path, name: str) -> Trace:
     source = DATA / "deepseek_v2_lite_esft" / f"{name}.npz"
-    assert main(["trace", "import", str(source), str(folder), "--geometry", "deepseek-v2-lite"]) == 0
+    assert main(["lab", "trace", "import", str(source), str(folder), "--geometry", "deepseek-v2-lite"]) == 0
     return Trace.open(folder)
 
 

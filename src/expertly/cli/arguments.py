@@ -1,54 +1,46 @@
-"""Types of command-line values: each says what it accepts."""
+"""Types of command-line values: functions of the text whose ValueError says what is accepted."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from collections.abc import Callable
 
 from expertly.core.errors import ConfigError
 
 
-def positive_int(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 1, "a whole number from 1"))
+def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Of what `accepts` is true of, as the sentence `accepted` has it."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not accepts(value):
+            raise ValueError(accepted)
+        return value
+
+    return parse
 
 
-def count(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 0, "a whole number from 0"))
+temperature = number("0 (greedy) or more", lambda value: 0 <= value < float("inf"))
+probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+share = number("from 0 to 1", lambda value: 0 <= value <= 1)
+proper_share = number("above 0 and below 1", lambda value: 0 < value < 1)
+seconds = number("seconds from 0 to 3600", lambda value: 0 <= value <= 3600)
+exponent = number("from 0 to 10", lambda value: 0 <= value <= 10)
 
 
 def seed(text: str) -> int:
-    return int(_number(text, int, lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2^63 - 1"))
-
-
-def temperature(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more"))
-
-
-def probability(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1"))
-
-
-def share(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 <= value <= 1, "from 0 to 1"))
-
-
-def proper_share(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 < value < 1, "above 0 and below 1"))
-
-
-def seconds(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 <= value <= 3600, "seconds from 0 to 3600"))
-
-
-def exponent(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 <= value <= 10, "from 0 to 10"))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) < 1 << 63):
+        raise ValueError("a whole number from 0 to 2^63 - 1")
+    return int(text)
 
 
 def split(text: str) -> tuple[int, int]:
     """Two parts of a whole: `7:3`."""
     parts = text.split(":")
     if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be two whole numbers from 1, for instance 7:3")
+        raise ValueError("two whole numbers from 1, for instance 7:3")
     return int(parts[0]), int(parts[1])
 
 
@@ -57,10 +49,20 @@ def distances(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     are_numbers = all(part.isascii() and part.isdecimal() and len(part) <= 4 for part in parts)
     if not are_numbers or not all(1 <= int(part) <= 4096 for part in parts) or len(set(parts)) > 64:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must be whole numbers from 1 to 4096 with commas between, for instance 1,2,4"
-        )
+        raise ValueError("whole numbers from 1 to 4096 with commas between, for instance 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def duration(text: str) -> float:
+    """Seconds of "300s", "300" or "5m"."""
+    digits, scale = (text[:-1], {"s": 1.0, "m": 60.0}[text[-1]]) if text[-1:] in ("s", "m") else (text, 1.0)
+    try:
+        value = float(digits) * scale
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 86400:
+        raise ValueError("from 1 second to a day, for instance 90s or 5m")
+    return value
 
 
 def names(field: str, text: str) -> list[str]:
@@ -69,13 +71,3 @@ def names(field: str, text: str) -> list[str]:
     if not all(found):
         raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")
     return list(dict.fromkeys(found))
-
-
-def _number(text: str, convert: Any, accepts: Any, accepted: str) -> Any:
-    try:
-        value = convert(text)
-    except ValueError:
-        value = None
-    if value is None or not accepts(value):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {accepted}")
-    return value

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 
 import expertly
 from expertly.cli.generation import generation_config
-from expertly.cli.output import format_nbytes, format_share
+from expertly.cli.output import format_nbytes, format_seconds, format_share
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
-from expertly.model.text import TEMPLATE_ERRORS, TextStreamer
+from expertly.lab.prompts import chat_tokens, has_template
+from expertly.model.text import TextStreamer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +35,48 @@ class ChatSampling:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one answer was and cost."""
+    """What one answer was and cost; experts are counted while it was decoded."""
 
     text: str
-    num_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, which were not computed again
+    token_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, which were not computed again
     ttft_s: float | None
-    tokens_per_s: float | None  # of those after the first
-    hit_rate: float | None  # of experts, while it was decoded
-    loaded_nbytes: int
+    tpot_s: float | None  # mean of the tokens after the first
+    generate_s: float
+    hit_rate: float | None
+    stall_share: float
+    bytes_loaded: int
     was_stopped: bool
+
+    def facts(self) -> dict[str, Any]:
+        """For --json."""
+        return {"tokens": len(self.token_ids), **asdict(self)}
 
     def line(self) -> str:
         """For people."""
-        parts = [f"{self.num_tokens} tokens"]
-        if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
-        if self.ttft_s is not None:
-            parts.append(f"the first after {self.ttft_s:.2f} s")
-        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.loaded_nbytes)} loaded")
+        parts = [f"{len(self.token_ids)} tokens"]
+        if self.tpot_s:
+            parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
+        parts += [f"TTFT {format_seconds(self.ttft_s)}", f"TPOT {format_seconds(self.tpot_s)}"]
+        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded")
+        parts.append(f"stall {format_share(self.stall_share)}")
         if self.was_stopped:
             parts.append("stopped")
         return f"[{' | '.join(parts)}]"
+
+
+def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -> list[int]:
+    """The whole conversation by the tokenizer's chat template, or as mere text, up to where the model is to go on.
+    Raises ConfigError where the template refuses it, or where that is no token.
+    """
+    if is_raw or not has_template(tokenizer):
+        tokens: list[int] = tokenizer("".join(one["content"] for one in messages))["input_ids"]
+    else:
+        tokens = chat_tokens(tokenizer, messages)
+    if not tokens:
+        raise ConfigError("prompt: gives no token; write at least one word")
+    return tokens
 
 
 class Chat:
@@ -67,7 +87,7 @@ class Chat:
 
     def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
         self.messages: list[dict[str, str]] = []
-        self.is_raw = is_raw or not getattr(tokenizer, "chat_template", None)
+        self.is_raw = is_raw or not has_template(tokenizer)
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -80,7 +100,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self._generate(self._tokens(), write)
+            answer = self._generate(tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw), write)
         except BaseException:
             self.messages.pop()
             raise
@@ -103,20 +123,6 @@ class Chat:
             write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
         except OSError as error:
             raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
-
-    def _tokens(self) -> list[int]:
-        """The whole conversation, up to where the model is to go on."""
-        if self.is_raw:
-            tokens: list[int] = self._tokenizer("".join(one["content"] for one in self.messages))["input_ids"]
-        else:
-            try:
-                text = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-            except TEMPLATE_ERRORS as error:
-                raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
-            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not tokens:
-            raise ConfigError("prompt: gives no token; write at least one word")
-        return tokens
 
     def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling
@@ -149,19 +155,22 @@ class Chat:
     def _measured(
         self, streamer: TextStreamer, tokens: list[int], num_cached: int, before: Any, start_ns: int, was_stopped: bool
     ) -> Turn:
+        seconds = (time.perf_counter_ns() - start_ns) / 1e9
         after, times = expertly.stats(self._model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
         hits = now["hits"] - was["hits"]
         demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
         return Turn(
             text=self._decode(streamer.tokens),
-            num_tokens=len(streamer.tokens),
-            num_prompt_tokens=len(tokens),
-            num_cached_tokens=num_cached,
+            token_ids=streamer.tokens,
+            prompt_tokens=len(tokens),
+            cached_tokens=num_cached,
             ttft_s=(times[0] - start_ns) / 1e9 if times else None,
-            tokens_per_s=(len(times) - 1) / ((times[-1] - times[0]) / 1e9) if len(times) > 1 else None,
+            tpot_s=(times[-1] - times[0]) / 1e9 / (len(times) - 1) if len(times) > 1 else None,
+            generate_s=seconds,
             hit_rate=hits / demands if demands else None,
-            loaded_nbytes=after["bytes_loaded"] - before["bytes_loaded"],
+            stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
+            bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
             was_stopped=was_stopped,
         )
 

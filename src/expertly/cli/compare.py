@@ -1,101 +1,86 @@
-"""`expertly compare`: which system is best for a model on this machine, or for a recorded trace on a described one, and
-how far that is from the best possible; with a report to look at.
+"""`expertly lab compare`: which system is best for a model, or a trace.
+
+Of a model on this machine, or of a recorded trace on a described one: with how far each is from the best possible, and
+a report to look at. Exit code 2 where a system that was tried did not
+come through, 130 where it was interrupted. What there is is written in any case, and between rounds, so that nothing
+that ends this process takes it along.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import names, positive_int, seed, split, temperature
+from expertly.cli.arguments import names, seed, split, temperature
 from expertly.cli.configure_sources import is_trace
-from expertly.cli.output import add_json_flag, message, printable, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
+from expertly.cli.output import message, printable, progress_bar, reserved_stdout
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.lab.compare.settings import (
-    DEFAULT_MEMORY,
-    ComparisonSettings,
-    check_memories,
-    check_systems,
-    default_systems,
-)
+from expertly.lab.compare.settings import ComparisonSettings, check_memories, check_systems
+from expertly.lab.prompts import Prompt, read_prompts
+from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
-    from expertly.lab.compare.comparison import ComparedPrompt, Comparison
+    from expertly.lab.compare.comparison import Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
 WITH_TRACE = ("geometry",)
 """Flags that would do nothing with the other."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("compare", help="which system is best here, and how far from the best possible")
-    parser.description = __doc__
-    add = parser.add_argument
-    add(
-        "source",
-        nargs="?",
-        metavar="MODEL|TRACE",
-        help="a model (a folder, a packed store or a hub id; default: the demo model): the engine runs, and the "
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    source: str | None = argument(
+        None,
+        "a model (a folder, a packed store or a hub id; default: the demo model): the engine runs, and the "
         "simulator with this machine's speeds; or the folder of a trace: the simulator alone",
+        metavar="MODEL|TRACE",
     )
-    usual = default_systems()
-    add("--system", default=usual, metavar="A,B", help=f"default: {usual}; NAME:KEY=VALUE changes a part of one")
-    add(
-        "--memory",
-        default=DEFAULT_MEMORY,
-        metavar="SIZE,SIZE",
-        help=f"shares of the experts or amounts (default: {DEFAULT_MEMORY})".replace("%", "%%"),
+    system: str = option(
+        "lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead",
+        "default: lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead; NAME:KEY=VALUE changes a part of one",
+        metavar="A,B",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="where the report goes: a new or an empty folder")
-    add("--force", action="store_true", help="replace an earlier comparison in DIR")
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='JSON Lines, {"prompt": "text"} a line (default: some that ship with expertly)',
+    memory: str = option("10%,25%,50%", "shares of the experts or amounts", metavar="SIZE,SIZE")
+    out: Path = option(REQUIRED, "where the report goes: a new or an empty folder", metavar="DIR", type=Path)
+    force: bool = option(False, "replace an earlier comparison in DIR")
+    prompts: str | None = option(None, 'JSON Lines, {"prompt": "text"} a line', metavar="FILE")
+    requests: int | None = option(
+        None, "default: 5 with a model (with --split both parts), 20 with a trace", metavar="N", type=int, least=1
     )
-    add(
-        "--requests",
-        type=positive_int,
-        metavar="N",
-        help="default: 5 with a model (with --split both parts), 20 with a trace",
-    )
-    add("--tokens", type=positive_int, metavar="N", help="of each answer (default: 24 with a model, all with a trace)")
-    add("--rounds", type=positive_int, metavar="N", help="times that the engine runs everything (default: 2)")
-    add("--temperature", type=temperature, metavar="X", help="of the answers, 0 is greedy (default: 0.8)")
-    add(
-        "--split",
-        type=split,
+    tokens: int | None = option(None, "of each answer", metavar="N", type=int, least=1)
+    rounds: int | None = option(None, "times that the engine runs everything", metavar="N", type=int, least=1)
+    temperature: Any | None = option(None, "of the answers, 0 is greedy", metavar="X", type=temperature)
+    split: Any | None = option(
+        None,
+        "what learns does from a first part of the shuffled requests, the rest is compared",
         metavar="7:3",
-        help="what learns does from a first part of the shuffled requests, the rest is compared",
+        type=split,
     )
-    add("--seed", type=seed, default=0, metavar="N", help="of the shuffle and of what is drawn (default: 0)")
-    add(
-        "--hardware",
-        metavar="NAME",
-        help="simulate a shipped profile or a TOML file (default: with a model this machine as it is measured "
-        "meanwhile, with a trace rtx3090)",
+    seed: Any = option(0, "of the shuffle and of what is drawn", metavar="N", type=seed)
+    hardware: str | None = option(None, "simulate a shipped profile or a TOML file", metavar="NAME")
+    geometry: str | None = option(
+        None, "with a trace: sizes of experts, a shipped description or a TOML file", metavar="NAME"
     )
-    add("--geometry", metavar="NAME", help="with a trace: sizes of experts, a shipped description or a TOML file")
-    add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: each system's)")
-    add("--codec", metavar="NAME", help="how experts are stored: none, planes, with a model auto (its default)")
-    add("--compressed", metavar="SHARE", help=argparse.SUPPRESS)  # gone, and refused
-    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
-    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
-    add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
-    add("--plan", type=Path, metavar="FILE", help="for systems with split caching: `expertly configure` makes it")
-    add_json_flag(parser)
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    codec: str | None = option(
+        None, "how experts are stored: none, planes, with a model auto (its default)", metavar="NAME"
+    )
+    dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
+    device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
+    predictor: Path | None = option(
+        None, "for systems that take one: `expertly lab train` makes it", metavar="FILE", type=Path
+    )
+    plan: Path | None = option(
+        None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Exit code 2 where a system that was tried did not come through, 130 where it was interrupted. What there is is
-    written in any case, and between rounds, so that nothing that ends this process takes it along.
-    """
+def run(args: CompareOptions) -> int:
     has_trace = is_trace(args.source)
     _refuse(args, WITH_MODEL if has_trace else WITH_TRACE, has_trace)
     settings = _settings(args, has_trace)
@@ -135,9 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return output.end(stdout, args.json, is_interrupted)
 
 
-def _compare_model(
-    comparison: Comparison, prompts: list[ComparedPrompt], args: argparse.Namespace, progress: Any
-) -> None:
+def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareOptions, progress: Any) -> None:
     from expertly.lab.compare.comparison import compare_model
     from expertly.lab.compare.folder import TRACE
 
@@ -145,23 +128,22 @@ def _compare_model(
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)
 
 
-def _opened_trace(args: argparse.Namespace) -> tuple[Any, Any]:
+def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
     from expertly.cli.trace_geometry import trace_geometry
     from expertly.trace.reader import Trace
 
-    trace = Trace.open(Path(args.source))
+    trace = Trace.open(Path(str(args.source)))
     return trace, trace_geometry(trace, args.geometry)
 
 
-def _refuse(args: argparse.Namespace, names: tuple[str, ...], has_trace: bool) -> None:
+def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> None:
     for name in names:
         if getattr(args, name) is not None:
             what, other = ("a trace", "a model") if has_trace else ("a model", "a trace")
             raise ConfigError(f"{name}={getattr(args, name)!r}: of no use with {what}; accepted with {other}")
 
 
-def _settings(args: argparse.Namespace, has_trace: bool) -> ComparisonSettings:
-    refuse_compressed(args.compressed)
+def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
     given = {name: getattr(args, name) for name in ("rounds", "temperature") if getattr(args, name) is not None}
     settings = ComparisonSettings(
         check_systems(names("system", args.system)),
@@ -193,9 +175,7 @@ def _check_files(settings: ComparisonSettings) -> None:
     plan_for(settings.systems, settings.plan)
 
 
-def _prompts(args: argparse.Namespace) -> list[ComparedPrompt]:
+def _prompts(args: CompareOptions) -> list[Prompt]:
     from expertly.data import demo_prompts
-    from expertly.lab.compare.comparison import ComparedPrompt
 
-    found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    return [ComparedPrompt(one.text, one.category) for one in found]
+    return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)

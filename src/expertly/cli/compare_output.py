@@ -1,4 +1,6 @@
-"""Where results of `expertly compare` go: to its folder as soon as there are any, and in the end to the terminal."""
+"""Where results of `expertly lab compare` go: to its folder as soon as there are any, and in the end to the
+terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `expertly compare` prints: the outcome in words, and tables of engine and simulator that fit the terminal."""
+"""What `expertly lab compare` prints: the outcome in words, and tables of engine and simulator that fit the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, TextIO
 
 from expertly.cli.output import table
 from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
-from expertly.lab.compare.headline import failures_in_words, tpot_of
+from expertly.lab.compare.figures import failures_in_words, tpot_of
 from expertly.lab.compare.page import GROUPS
 
 _COLUMNS = {

@@ -1,20 +1,23 @@
-"""`expertly configure`: how much of how many experts each layer should keep, from a model or a trace (MoEpic)."""
+"""`expertly lab configure`: MoEpic's plan: what of the experts each layer keeps.
+
+From a model, which is run and measured, or a trace.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, proper_share, seconds, seed, split
-from expertly.cli.output import add_json_flag, message, print_json, reserved_stdout
+from expertly.cli.arguments import proper_share, seconds, seed, split
+from expertly.cli.output import message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
-from expertly.policies.allocation.moepic import DEFAULT_ZETA
+from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.cli.configure_sources import ConfiguratorInput
@@ -28,59 +31,40 @@ DEFAULT_TOKENS = 256
 DEFAULT_SECONDS = 10.0
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("configure", help="plan what each layer keeps (MoEpic)", description=__doc__)
-    add = parser.add_argument
-    add(
-        "source",
-        nargs="?",
+@dataclass(frozen=True, kw_only=True)
+class ConfigureOptions:
+    source: str | None = argument(
+        None,
+        "a model (a folder, a packed store or a hub id; default: the demo model), which is run and measured here,"
+        " or a trace, best one of `expertly lab trace record --full`",
         metavar="MODEL|TRACE",
-        help="a model (a folder, a packed store or a hub id; default: the demo model), which is run and measured here, "
-        "or a trace, best one of `expertly trace record --full`",
     )
-    add(
-        "--memory",
-        default=DEFAULT_MEMORY,
+    memory: str = option(
+        "25%",
+        "for experts, as `generate` takes it (default: 25%); a model runs with the first of several",
         metavar="SIZE,SIZE",
-        help=f"for experts, as `generate` takes it (default: {DEFAULT_MEMORY}); a model runs with the first of several"
-        "".replace("%", "%%"),
     )
-    add("--segments", type=positive_int, metavar="P", help=f"parts an expert is cut into (default: those of {SYSTEM})")
-    add(
-        "--zeta",
-        type=proper_share,
-        default=DEFAULT_ZETA,
-        metavar="X",
-        help="share of memory moved at a time (default: 0.01)",
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share)
+    hardware: str | None = option(None, "times by a profile", metavar="NAME")
+    tokens: int | None = option(None, "learn from so many tokens", metavar="N", type=int, least=1)
+    out: Path | None = option(None, "save the plan, which --plan reads", metavar="FILE", type=Path)
+    plot: Path | None = option(
+        None, "draw budgets, splits and exposed times (PNG, PDF, SVG)", metavar="FILE", type=Path
     )
-    add("--hardware", metavar="NAME", help=f"times by a profile (default: {DEFAULT_HARDWARE}; a model's are measured)")
-    add(
-        "--tokens",
-        type=positive_int,
-        metavar="N",
-        help=f"learn from so many tokens (default: all; a model: {DEFAULT_TOKENS})",
+    geometry: str | None = option(None, "sizes of experts: a description", metavar="NAME")
+    split: Any | None = option(None, "learn only from what `simulate --split` learns from", metavar="7:3", type=split)
+    seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed)
+    prompt: list[str] | None = option(
+        None, "what to continue; may be given several times", metavar="TEXT", is_several=True
     )
-    add("--out", type=Path, metavar="FILE", help="save the plan, which --plan reads")
-    add("--plot", type=Path, metavar="FILE", help="draw budgets, splits and exposed times (PNG, PDF, SVG)")
-    of_trace = parser.add_argument_group("of a trace")
-    of_trace.add_argument("--geometry", metavar="NAME", help="sizes of experts: a description (default: the trace's)")
-    of_trace.add_argument(
-        "--split", type=split, metavar="7:3", help="learn only from what `simulate --split` learns from"
-    )
-    of_trace.add_argument("--seed", type=seed, metavar="N", help="of the split's shuffle (default: 0)")
-    of_model = parser.add_argument_group("of a model")
-    of_model.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="what to continue; may be given several times"
-    )
-    of_model.add_argument(
-        "--seconds", type=seconds, metavar="S", help=f"measure times for so long (default: {DEFAULT_SECONDS:g})"
-    )
-    of_model.add_argument("--dtype", metavar="NAME", help="as of `generate`")
-    of_model.add_argument("--device", metavar="NAME", help="as of `generate`")
-    add_json_flag(parser)
+    seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds)
+    dtype: str | None = option(None, "as of `generate`", metavar="NAME")
+    device: str | None = option(None, "as of `generate`", metavar="NAME")
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ConfigureOptions) -> int:
     from expertly.cli.configure_sources import is_trace, observed_in
     from expertly.lab.plots import check_plot
 
@@ -101,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
         result = result_of(args, seen, found)
         if args.out is not None:
-            _save(args, seen, found[0][0], found[0][2])
+            _save(args.out, seen, found[0][0], found[0][2])
         if args.plot is not None:
             from expertly.lab.drawings import plot_configuration
 
@@ -114,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _memories(args: argparse.Namespace) -> list[str]:
+def _memories(args: ConfigureOptions) -> list[str]:
     labels = [label.strip() for label in args.memory.split(",")]
     if not all(labels):
         raise ConfigError(f"memory={args.memory!r}: must be one or more, with commas between them")
@@ -128,7 +112,7 @@ def _memories(args: argparse.Namespace) -> list[str]:
     return labels
 
 
-def _check_arguments(args: argparse.Namespace, of_trace: bool) -> None:
+def _check_arguments(args: ConfigureOptions, of_trace: bool) -> None:
     """Raises ConfigError for flags that would do nothing."""
     useless = ("prompt", "seconds", "dtype", "device") if of_trace else ("geometry", "split", "seed")
     for name in useless:
@@ -152,7 +136,7 @@ def _configured(seen: ConfiguratorInput, budget: Budget, zeta: float) -> tuple[C
     return found, time.perf_counter() - start
 
 
-def _save(args: argparse.Namespace, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
+def _save(path: Path, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
     from expertly.policies.allocation.moepic import save_plan
 
     about: dict[str, str | int | float | None] = {
@@ -164,4 +148,4 @@ def _save(args: argparse.Namespace, seen: ConfiguratorInput, memory: str, found:
         "command": shlex.join(["expertly", *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    save_plan(args.out, found.plan, about)
+    save_plan(path, found.plan, about)

@@ -1,12 +1,13 @@
-"""A model for `expertly configure`: it answers a few prompts, recorded, and its times are measured where it runs."""
+"""A model for `expertly lab configure`: it answers a few prompts, recorded, and its times are measured where it
+runs.
+"""
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from expertly import api
 from expertly.cli.configure import DEFAULT_MEMORY, DEFAULT_SECONDS, DEFAULT_TOKENS, SYSTEM
@@ -26,6 +27,9 @@ from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 
+if TYPE_CHECKING:
+    from expertly.cli.configure import ConfigureOptions
+
 PROMPTS = (
     "Once upon a time there was a small village at the foot of a mountain.",
     "def fibonacci(n):\n    ",
@@ -34,7 +38,7 @@ PROMPTS = (
 )
 
 
-def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> ConfiguratorInput:
+def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
     """Raises what loading, recording and measuring a model raises."""
     hardware = None if args.hardware is None else Hardware.read(args.hardware)
     if "auto" in memories and len(memories) > 1:
@@ -74,7 +78,7 @@ def observed_of(args: argparse.Namespace, memories: Sequence[str]) -> Configurat
     return ConfiguratorInput(args.source or "demo", geometry, rates, timing, times, budgets, notes)
 
 
-def _recorded(model: Any, tokenizer: Any, args: argparse.Namespace, folder: Path) -> tuple[Trace, dict[str, str]]:
+def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) -> tuple[Trace, dict[str, str]]:
     """Its routing, greedily answering the prompts in turn; and what could not be recorded, with reasons."""
     prompts = args.prompt or list(PROMPTS)
     for prompt in prompts:
@@ -100,7 +104,7 @@ def _recorded(model: Any, tokenizer: Any, args: argparse.Namespace, folder: Path
     return Trace.open(folder), recording.absent
 
 
-def _measured(model: Any, args: argparse.Namespace) -> Timing:
+def _measured(model: Any, args: ConfigureOptions) -> Timing:
     """Of steps of one token."""
     seconds = DEFAULT_SECONDS if args.seconds is None else args.seconds
     geometry = api.handle(model).engine.executor.geometry

@@ -1,8 +1,7 @@
-"""What `expertly configure` says: a row a layer, what is expected of it, and how to use it."""
+"""What `expertly lab configure` says: a row a layer, what is expected of it, and how to use it."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from expertly.cli.configure_sources import ConfiguratorInput, is_trace, segments
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
 
 if TYPE_CHECKING:
+    from expertly.cli.configure import ConfigureOptions
     from expertly.policies.allocation.moepic import Configuration
     from expertly.scheduler.budget import Budget
 
@@ -20,7 +20,7 @@ Found = tuple[str, "Budget", "Configuration", float]
 """What was asked for, the slots that it gives, what was found and the seconds that it took."""
 
 
-def result_of(args: argparse.Namespace, seen: ConfiguratorInput, found: Sequence[Found]) -> dict[str, Any]:
+def result_of(args: ConfigureOptions, seen: ConfiguratorInput, found: Sequence[Found]) -> dict[str, Any]:
     """All numbers, for --json."""
     geometry, timing, rates = seen.geometry, seen.timing, seen.rates
     return {
@@ -49,7 +49,7 @@ def result_of(args: argparse.Namespace, seen: ConfiguratorInput, found: Sequence
 
 
 def _result(
-    args: argparse.Namespace, seen: ConfiguratorInput, memory: str, budget: Budget, found: Configuration, seconds: float
+    args: ConfigureOptions, seen: ConfiguratorInput, memory: str, budget: Budget, found: Configuration, seconds: float
 ) -> dict[str, Any]:
     geometry, num_segments = seen.geometry, seen.geometry.segments_per_expert
     layers = []
@@ -99,12 +99,11 @@ def _seconds(value: Any) -> Any:
     return value / 1e9 if isinstance(value, int) else [one / 1e9 for one in value]
 
 
-def _command(args: argparse.Namespace, seen: ConfiguratorInput, memory: str) -> str:
+def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
     """What to type to run with the plan."""
     of_trace = is_trace(args.source)
-    words = ["expertly", "simulate" if of_trace else "generate"]
-    words += [args.source] if args.source is not None else []
-    words += [] if of_trace else ["--prompt", "Once upon a time"]
+    words = ["expertly", "lab", "simulate"] if of_trace else ["expertly", "run"]
+    words += [args.source or "demo"] if of_trace else [args.source or "demo", "Once upon a time"]
     words += ["--system", SYSTEM, "--memory", memory, "--plan", "FILE" if args.out is None else str(args.out)]
     if seen.geometry.segments_per_expert != segments_of(seen.geometry.layers, None):
         words += ["--segments", str(seen.geometry.segments_per_expert)]

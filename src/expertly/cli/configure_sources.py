@@ -1,8 +1,9 @@
-"""What `expertly configure` goes by: which experts are needed and predicted, what times things take, and budgets."""
+"""What `expertly lab configure` goes by: which experts are needed and predicted, what times things take, and
+budgets.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from expertly.trace.reader import Trace
 from expertly.trace.schema import FORMAT, MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from expertly.cli.configure import ConfigureOptions
     from expertly.policies.allocation.moepic import Timing
     from expertly.scheduler.budget import Budget
 
@@ -58,9 +60,9 @@ def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
     return fitting_segments(layers, get_system(SYSTEM).segments) if asked is None else asked
 
 
-def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> ConfiguratorInput:
+def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
     """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
-    trace = Trace.open(Path(args.source))
+    trace = Trace.open(Path(str(args.source)))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)
     layers, dense, _ = trace_geometry(trace, args.geometry)
     if layers is None:
@@ -78,7 +80,7 @@ def observed_in(args: argparse.Namespace, memories: Sequence[str]) -> Configurat
     if trace.is_modelled("lookahead"):
         notes.append(f"lookahead: {trace.manifest.fields['lookahead'].note}")
     elif not trace.is_real("lookahead"):
-        reason = "the trace has no lookahead (`expertly trace record --full` records it)"
+        reason = "the trace has no lookahead (`expertly lab trace record --full` records it)"
         notes.append(f"{reason}: nothing counts as predicted, so that keeping is worth all and splitting little")
     return ConfiguratorInput(trace.manifest.model, geometry, rates, timing, times, budgets, notes)
 

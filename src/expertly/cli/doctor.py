@@ -1,18 +1,21 @@
-"""`expertly doctor`: measures this machine, says what is missing, and writes its profile."""
+"""`expertly doctor`: measure this machine, and say what is missing.
+
+Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli import doctor_hardware
-from expertly.cli.output import add_json_flag, format_nbytes, message, print_json, reserved_stdout, table
+from expertly.cli.output import format_nbytes, message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.hardware.profile import DiskProfile, MachineProfile
+from expertly.options import json_flag, option
 
 if TYPE_CHECKING:
     from expertly.hardware.machine import Problem
@@ -20,16 +23,22 @@ if TYPE_CHECKING:
 PROFILE_NAME = "machine.json"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="measure this machine", description=__doc__)
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="measure the disk here (default: the cache folder)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {PROFILE_NAME} in the cache folder")
-    doctor_hardware.add_arguments(parser.add_argument)
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    dir: Path | None = option(None, "measure the disk here", metavar="DIR", type=Path)
+    out: Path | None = option(None, "default: machine.json in the cache folder", metavar="FILE", type=Path)
+    hardware_out: str | None = option(
+        None, "write this machine as a hardware file for `expertly lab simulate`", metavar="FILE.toml"
+    )
+    model: str | None = option(
+        None, "measure this model's layers, experts and loads into the hardware file", metavar="MODEL"
+    )
+    memory: str | None = option(None, "with --model: memory for its experts while measured", metavar="SIZE")
+    segments: int | None = option(None, "with --model: parts an expert is cut into", metavar="P", type=int, least=1)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Exit code 2 where something is missing without which nothing runs, or where the profile cannot be written."""
+def run(args: DoctorOptions) -> int:
     from expertly.store.cache import cache_folder
 
     start = time.monotonic()

@@ -1,17 +1,18 @@
-"""`expertly doctor --hardware-out`: this machine as a hardware file for `expertly simulate`."""
+"""`expertly doctor --hardware-out`: this machine as a hardware file for `expertly lab simulate`."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from expertly.cli.arguments import positive_int
 from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.hardware.profile import DeviceProfile, MachineProfile
 from expertly.lab.fit_decoding import fit_decoding
 from expertly.sim.hardware import Hardware
+
+if TYPE_CHECKING:
+    from expertly.cli.doctor import DoctorOptions
 
 READ_NBYTES = 4 << 20
 READ_DEPTH = 4
@@ -20,15 +21,7 @@ MODEL_SECONDS = 40.0
 _EACH_S = 0.5
 
 
-def add_arguments(add: Any) -> None:
-    """The flags of the hardware file."""
-    add("--hardware-out", metavar="FILE.toml", help="write this machine as a hardware file for `expertly simulate`")
-    add("--model", metavar="MODEL", help="measure this model's layers, experts and loads into the hardware file")
-    add("--memory", metavar="SIZE", help='with --model: memory for its experts while measured (default: "25%%")')
-    add("--segments", type=positive_int, metavar="P", help="with --model: parts an expert is cut into (default: 1)")
-
-
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: DoctorOptions) -> None:
     """Raises ConfigError for flags that would do nothing."""
     if args.model is not None and args.hardware_out is None:
         raise ConfigError(f"model={args.model!r}: needs --hardware-out FILE.toml, the hardware file it is measured for")
@@ -37,7 +30,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(f"{name}={getattr(args, name)!r}: only with --model, whose experts it is for")
 
 
-def measure_hardware(profile: MachineProfile, args: argparse.Namespace) -> tuple[Hardware, list[str]]:
+def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hardware, list[str]]:
     """The machine of `profile`, and its comments. Where no model is measured, fixed times are assumed and it says so.
 
     Raises ConfigError where the profile lacks the disk, and what loading and measuring the model raises.

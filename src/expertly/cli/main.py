@@ -7,51 +7,96 @@ stderr.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+
+import typer
 
 from expertly import __version__
+from expertly.cli import (
+    bench,
+    compare,
+    configure,
+    doctor,
+    learned,
+    learned_build,
+    pack,
+    reproduce,
+    run,
+    serve,
+    simulate,
+    systems,
+    trace_import,
+    trace_info,
+    trace_record,
+    trace_replay,
+    trace_synth,
+    train_predictor,
+    tune,
+)
+from expertly.cli.frame import add_command, group
 from expertly.cli.output import print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-COMMANDS = (
-    "run",
-    "generate",
-    "serve",
-    "pack",
-    "trace",
-    "simulate",
-    "compare",
-    "reproduce",
-    "maps",
-    "train-predictor",
-    "configure",
-    "tune",
-    "doctor",
-    "systems",
-)
+COMPLETE = "_EXPERTLY_COMPLETE"
+Command = Callable[..., int]
+
+MAIN: dict[str, Command] = {
+    "run": run.run,
+    "serve": serve.run,
+    "pack": pack.run,
+    "doctor": doctor.run,
+    "tune": tune.run,
+    "bench": bench.run,
+}
+LAB: dict[str, Command] = {
+    "simulate": simulate.run,
+    "compare": compare.run,
+    "reproduce": reproduce.run,
+    "train": train_predictor.run,
+    "configure": configure.run,
+    "systems": systems.run,
+}
+TRACE: dict[str, Command] = {
+    "record": trace_record.run,
+    "info": trace_info.run,
+    "import": trace_import.run,
+    "synth": trace_synth.run,
+    "replay": trace_replay.run,
+}
+LEARNED: dict[str, Command] = {
+    "info": learned.info,
+    "build": learned_build.build,
+    "merge": learned.merge,
+    "export": learned.export,
+}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit, so that a bad flag is reported as every other error."""
+def make_app() -> typer.Typer:
+    app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
+    add_command(app, "generate", run.generate, hidden=True)
+    lab = group("For research: routing traces, simulation, comparison, papers.", LAB)
+    lab.add_typer(group("Routing traces: record, import, make up, look at, replay.", TRACE), name="trace")
+    lab.add_typer(group("What systems learn while they run, and keep in files.", LEARNED), name="learned")
+    app.add_typer(lab, name="lab")
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+    def show(asked: bool) -> None:
+        if asked:
+            typer.echo(f"expertly {__version__}")
+            raise typer.Exit
 
+    @app.callback()
+    def about(
+        version: bool = typer.Option(
+            False, "--version", help="Show the version.", metavar="", is_eager=True, callback=show
+        ),
+    ) -> None:
+        """What stands before a command."""
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="expertly", description="Run Mixture-of-Experts models in the memory you give them.")
-    parser.add_argument("--version", action="version", version=f"expertly {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        importlib.import_module(_module_of(name)).add_parser(subparsers)
-    return parser
+    return app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,17 +104,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    quiet_libraries()
+    command = typer.main.get_command(make_app())
     try:
-        args, unknown = build_parser().parse_known_args(argv)
-        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(args, "prompt", "") is None:
-            args.prompt = unknown.pop()  # argparse takes no optional word behind an option
-        if unknown:
-            raise ConfigError(f"unrecognized arguments: {' '.join(unknown)} (see expertly {args.command} --help)")
-        quiet_libraries()
         with _importable_folder():
-            status: int = importlib.import_module(_module_of(args.command)).run(args)
+            if COMPLETE in os.environ:  # the shell asks what may stand here
+                command.main(prog_name="expertly")
+            with command.make_context("expertly", list(argv)) as context:
+                status: int = command.invoke(context)
         sys.stdout.flush()
         return status
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.TyperException as error:
+        wrong = _of_usage(error)
+        return 2 if wrong is None else _report(wrong, is_json="--json" in argv)
     except ExpertlyError as error:
         return _report(error, is_json="--json" in argv)
     except ModuleNotFoundError as error:
@@ -86,8 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _module_of(command: str) -> str:
-    return f"expertly.cli.{command.replace('-', '_')}"
+def _of_usage(error: typer.TyperException) -> ConfigError | None:
+    """A command line that is no command; None: there was nothing, and help has been shown."""
+    context = getattr(error, "ctx", None)
+    path = "expertly" if context is None else context.command_path
+    wrong = error.format_message()
+    if not wrong:
+        return None
+    moved = next((name for name in (*LAB, "trace", "learned") if f"No such command {name!r}" in wrong), None)
+    if path == "expertly" and moved is not None:
+        return ConfigError(f"{moved}: is `expertly lab {moved}`")
+    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help)")
 
 
 @contextlib.contextmanager

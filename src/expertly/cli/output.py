@@ -6,7 +6,6 @@ where stderr is a terminal.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,10 +17,6 @@ from expertly.core.files import finite
 from expertly.core.units import format_nbytes as format_nbytes
 from expertly.core.units import format_seconds as format_seconds
 from expertly.core.units import format_share as format_share
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, messages on stderr")
 
 
 def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:

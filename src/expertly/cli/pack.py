@@ -1,57 +1,54 @@
-"""`expertly pack`: write a checkpoint as a packed store, and look after those in the cache."""
+"""`expertly pack`: write a model as a packed store; list, verify and remove stores."""
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import (
-    add_json_flag,
-    format_nbytes,
-    format_seconds,
-    message,
-    print_json,
-    progress_bar,
-    reserved_stdout,
-    table,
-)
+from expertly.cli.output import format_nbytes, format_seconds, message, print_json, progress_bar, reserved_stdout, table
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
+from expertly.options import argument, json_flag, option
 from expertly.store import cache
-from expertly.store.manifest import STORE_DTYPES, check_store_dtype
+from expertly.store.manifest import check_store_dtype
 from expertly.store.packed import PackedStore
 
 if TYPE_CHECKING:
     from expertly.store.cache import CacheEntry
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("pack", help="write a model as a packed store", description=__doc__)
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id, or demo for the demo model")
-    add("--out", type=Path, metavar="DIR", help="write the store here (default: in the cache folder)")
-    add("--dtype", metavar="NAME", help=f"of the experts: {', '.join(STORE_DTYPES)} (default: the checkpoint's)")
-    add("--codec", metavar="NAME", help="of the experts: none, planes or auto (default: auto, the faster one here)")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--list", action="store_true", help="show the stores in the cache folder")
-    group.add_argument("--remove", metavar="NAME", help="remove a store from the cache folder")
-    group.add_argument("--verify", type=Path, metavar="DIR", help="read a whole store and compare its checksums")
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    model: str | None = argument(None, "a checkpoint folder, a hub id, or demo for the demo model", metavar="MODEL")
+    out: Path | None = option(None, "write the store here", metavar="DIR", type=Path)
+    dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
+    codec: str | None = option(None, "of the experts: none, planes or auto", metavar="NAME")
+    list: bool = option(False, "show the stores in the cache folder")
+    remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
+    verify: Path | None = option(None, "read a whole store and compare its checksums", metavar="DIR", type=Path)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
-    chosen = next((name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)), None)
+def run(args: PackOptions) -> int:
+    chosen, *others = [
+        *(name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)),
+        None,
+    ]
     if chosen is None:
         return _pack(args)
+    if others != [None]:
+        raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
     for name in ("model", "out", "dtype", "codec"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
-    return {"list": _list, "remove": _remove, "verify": _verify}[chosen](args)
+    if args.remove is not None:
+        return _remove(args.remove, args.json)
+    return _list(args.json) if args.verify is None else _verify(args.verify, args.json)
 
 
-def _pack(args: argparse.Namespace) -> int:
+def _pack(args: PackOptions) -> int:
     if args.model is None:
         raise ConfigError(
             "model: nothing to pack; accepted: MODEL (demo for the demo model), --list, --remove, --verify"
@@ -79,9 +76,9 @@ def _pack(args: argparse.Namespace) -> int:
     return 0
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(is_json: bool) -> int:
     entries = cache.list_entries()
-    if args.json:
+    if is_json:
         print_json({"folder": str(cache.stores_folder()), "stores": [_entry_facts(entry) for entry in entries]})
     elif not entries:
         message(f"expertly: no store in {cache.stores_folder()}")
@@ -96,20 +93,20 @@ def _row(entry: CacheEntry) -> tuple[str, ...]:
     return entry.name, size, entry.dtype or "-", entry.codec or "-", ratio, entry.problem or entry.source
 
 
-def _remove(args: argparse.Namespace) -> int:
-    entry = cache.remove_entry(args.remove)
-    if args.json:
+def _remove(name: str, is_json: bool) -> int:
+    entry = cache.remove_entry(name)
+    if is_json:
         print_json({"removed": _entry_facts(entry)})
     else:
         message(f"expertly: removed {entry.name}, {format_nbytes(entry.nbytes)}")
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
-    store = PackedStore.open(args.verify)
+def _verify(folder: Path, is_json: bool) -> int:
+    store = PackedStore.open(folder)
     with progress_bar() as bar:
         store.verify(full=True, progress=None if bar is None else lambda done, total: bar("verifying", done, total))
-    if args.json:
+    if is_json:
         print_json({**_facts(store), "verified": True})
     else:
         message(f"expertly: {store.folder} is whole: {_summary(store)}")

@@ -1,18 +1,19 @@
-"""`expertly reproduce`: the papers' experiments on traces, what they show beside what is found."""
+"""`expertly lab reproduce`: the papers' experiments, and what is found here."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shlex
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import seed
-from expertly.cli.output import add_json_flag, message, print_json, progress_bar, table
+from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
+from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,41 +25,39 @@ if TYPE_CHECKING:
 RESULTS = "results"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("reproduce", help="run the papers' experiments", description=__doc__)
-    add = parser.add_argument
-    add(
-        "paper",
-        nargs="?",
-        metavar="PAPER[:FIGURE]",
-        help="fmoe, moe-infinity, promoe, moepic, one figure or table of one (moepic:table-1), or all; several with "
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    paper: str | None = argument(
+        None,
+        "fmoe, moe-infinity, promoe, moepic, one figure or table of one (moepic:table-1), or all; several with "
         "commas between them",
+        metavar="PAPER[:FIGURE]",
     )
-    add("--list", action="store_true", help="list the experiments and what they need, and do nothing else")
-    add(
-        "--trace",
-        nargs="+",
-        action="extend",
-        type=Path,
+    trace: list[Path] | None = option(
+        None,
+        "a trace made by `expertly lab trace record --full`, or imported routing; may be given several times",
         metavar="DIR",
-        help="traces made by `expertly trace record --full`, or imported routing (default: the demo model answers some "
-        "prompts now, kept in the cache folder)",
-    )
-    add("--predictor", type=Path, metavar="FILE", help="trained weights for ProMoE (default: the demo model's)")
-    add("--arrivals", type=Path, metavar="FILE", help="CSV of arrivals and lengths, for fmoe:10 (default: made up)")
-    add("--quick", action="store_true", help="few tokens: under a minute an experiment, and noisier")
-    add("--seed", type=seed, default=0, metavar="N", help="of which requests are learned from (default: 0)")
-    add("--out", type=Path, metavar="FILE", help="FILE.md: the page of results; else a folder for it and results.json")
-    add(
-        "--reuse",
         type=Path,
-        metavar="FILE",
-        help="results.json of an earlier run with the same traces and settings: what is in it is not run again",
+        is_several=True,
     )
-    add_json_flag(parser)
+    list: bool = option(False, "list the experiments and what they need, and do nothing else")
+    predictor: Path | None = option(None, "trained weights for ProMoE", metavar="FILE", type=Path)
+    arrivals: Path | None = option(None, "CSV of arrivals and lengths, for fmoe:10", metavar="FILE", type=Path)
+    quick: bool = option(False, "few tokens: under a minute an experiment, and noisier")
+    seed: Any = option(0, "of which requests are learned from", metavar="N", type=seed)
+    out: Path | None = option(
+        None, "FILE.md: the page of results; else a folder for it and results.json", metavar="FILE", type=Path
+    )
+    reuse: Path | None = option(
+        None,
+        "results.json of an earlier run with the same traces and settings: what is in it is not run again",
+        metavar="FILE",
+        type=Path,
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ReproduceOptions) -> int:
     from expertly.reproduce.registry import EXPERIMENTS, select
     from expertly.reproduce.session import Session
     from expertly.sim.schedule import read_arrivals
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         _list(list(EXPERIMENTS.values()), args.json)
         return 0
     if args.paper is None:
-        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly reproduce --list` names them")
+        raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = select(args.paper)
     _check_out(args.out)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _subjects(args: argparse.Namespace) -> list[Subject]:
+def _subjects(args: ReproduceOptions) -> list[Subject]:
     """Full traces first; without --trace one of the demo model, recorded now or before."""
     from expertly.reproduce.subject import Subject
 
@@ -106,7 +105,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
     return sorted(subjects, key=lambda subject: not subject.is_full)
 
 
-def _settings(args: argparse.Namespace, subjects: Sequence[Subject]) -> dict[str, Any]:
+def _settings(args: ReproduceOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
     """What results depend on, beside the code."""
     from expertly import __version__
 
@@ -135,7 +134,7 @@ def _earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
     except OSError as error:
         raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"reuse={str(path)!r}: not what `expertly reproduce --out DIR` writes") from None
+        raise ConfigError(f"reuse={str(path)!r}: not what `expertly lab reproduce --out DIR` writes") from None
     for key, value in settings.items():
         if found[key] != value:
             raise ConfigError(f"reuse={str(path)!r}: {key} was {found[key]!r:.120}, now it is {value!r:.120}")
@@ -154,7 +153,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write(
-    args: argparse.Namespace,
+    args: ReproduceOptions,
     settings: Mapping[str, Any],
     subjects: Sequence[Subject],
     experiments: Sequence[Experiment],
@@ -168,7 +167,9 @@ def _write(
     page = args.out if args.out.suffix == ".md" else args.out / f"{RESULTS}.md"
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(_command(args), _about(args, subjects), experiments, results), encoding="utf-8")
+        page.write_text(
+            markdown(_command(args, args.out), _about(args, subjects), experiments, results), encoding="utf-8"
+        )
         if page != args.out:
             text = json.dumps(_facts(settings, experiments, results), indent=1)
             (args.out / f"{RESULTS}.json").write_text(text + "\n", encoding="utf-8")
@@ -176,18 +177,19 @@ def _write(
         raise ConfigError(f"out={str(args.out)!r}: cannot be written ({error.strerror or error})") from None
 
 
-def _command(args: argparse.Namespace) -> str:
+def _command(args: ReproduceOptions, out: Path) -> str:
     """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
-    parts = ["expertly", "reproduce", args.paper]
+    parts = ["expertly", "lab", "reproduce", str(args.paper)]
     if args.trace is not None:
-        parts += ["--trace", *(path.resolve().name for path in args.trace)]
+        for trace in args.trace:
+            parts += ["--trace", trace.resolve().name]
     for flag, path in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
         parts += [flag, path.name] if path is not None else []
     parts += ["--quick"] * args.quick + (["--seed", str(args.seed)] if args.seed else [])
-    return shlex.join([*parts, "--out", args.out.name if args.out.is_absolute() else str(args.out)])
+    return shlex.join([*parts, "--out", out.name if out.is_absolute() else str(out)])
 
 
-def _about(args: argparse.Namespace, subjects: Sequence[Subject]) -> list[str]:
+def _about(args: ReproduceOptions, subjects: Sequence[Subject]) -> list[str]:
     """The traces, in words."""
     lines = []
     for one in subjects:

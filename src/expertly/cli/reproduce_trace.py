@@ -1,4 +1,6 @@
-"""The trace that `expertly reproduce` runs on where none is given: the demo model's answers to prompts made up here."""
+"""The trace that `expertly lab reproduce` runs on where none is given: the demo model's answers to prompts made up
+here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SECOND = ("the sea", "a garden", "the mountains", "music")
 
 
 def demo_trace(quick: bool) -> Path:
-    """Recorded at the first call, in full; kept in the cache folder. Raises what `expertly trace record` does."""
+    """Recorded at the first call, in full; kept in the cache folder. Raises what `expertly lab trace record` does."""
     folder = cache_folder() / "reproduce" / f"demo-{PROMPTS[quick]}"
     if (folder / "manifest.json").is_file():
         return folder
@@ -59,10 +61,10 @@ def made_up(num: int) -> list[dict[str, str]]:
 
 
 def _record(prompts: Path, out: Path, num_tokens: int) -> None:
-    from expertly.cli.main import build_parser
-    from expertly.cli.trace_record import run
+    from expertly.cli.trace_record import TraceRecordOptions, run
 
-    words = ["trace", "record", "--prompts", str(prompts), "--out", str(out), "--full", "--system", "resident"]
-    sampled = ["--max-new-tokens", str(num_tokens), "--temperature", "0.8", "--seed", "0"]
+    asked = TraceRecordOptions(
+        prompts=str(prompts), out=out, full=True, system="resident", max_new_tokens=num_tokens, temperature=0.8
+    )
     with contextlib.redirect_stdout(sys.stderr):
-        run(build_parser().parse_args([*words, *sampled]))
+        run(asked)

@@ -1,18 +1,21 @@
-"""`expertly run`: a chat with a model whose experts live in the memory stated, or one answer to a prompt."""
+"""`expertly run`: chat with a model, or answer one prompt.
+
+Its experts live in the memory you give them. The line after an answer says how many of them were there when needed.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from expertly.cli.arguments import positive_int, probability, seed, temperature
-from expertly.cli.loading import add_loading_arguments, load_model
-from expertly.cli.output import add_json_flag, format_nbytes, format_share, message, print_json, reserved_stdout, table
+from expertly.cli.arguments import probability, seed, temperature
+from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.output import format_nbytes, format_share, message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError
+from expertly.options import REQUIRED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat
@@ -26,32 +29,51 @@ COMMANDS = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("run", help="chat with a model, or answer one prompt", description=__doc__)
-    add = parser.add_argument
-    add_loading_arguments(parser)
-    add("prompt", nargs="?", metavar="PROMPT", help='answered once; "-", or no terminal: read from stdin')
-    add("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
-    add("--max-new-tokens", type=positive_int, default=1024, metavar="N", help="of an answer (default: 1024)")
-    add("--temperature", type=temperature, metavar="X", help="0: greedy (default: the model's own)")
-    add("--top-p", type=probability, metavar="X", help="default: the model's own")
-    add("--seed", type=seed, metavar="N", help="makes answers repeatable")
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
+    max_new_tokens: int = option(1024, "of an answer", metavar="N", least=1)
+    temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
+    top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)
+    seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
+    raw: bool = option(False, "continue the text as it is, without the model's chat template")
+    stats: bool = option(False, "add tables of what each layer hit, missed and predicted")
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(RunOptions):
+    prompt: str = option(REQUIRED, 'what to continue; "-" reads it from stdin', metavar="TEXT")
+    raw: bool = option(True, "the text is continued as it is")
+
+
+def generate(args: GenerateOptions) -> int:
+    """Continue a text: `run --raw`, as it was called before."""
+    return run(args)
+
+
+def run(args: RunOptions) -> int:
     prompt = _read_prompt(args)
     if prompt is None and args.json:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
         from expertly import api
-        from expertly.cli.chat import Chat, ChatSampling
+        from expertly.cli.chat import Chat, ChatSampling, tokens_of
 
-        model, tokenizer = load_model(args)
+        def context(tokenizer: Any) -> int:
+            """Tokens of the one answer and what it answers."""
+            asked = [{"role": "user", "content": prompt or ""}]
+            num_prompt = 0 if tokenizer is None else len(tokens_of(tokenizer, asked, is_raw=args.raw))
+            return num_prompt + int(args.max_new_tokens)
+
+        model, tokenizer = load_model(
+            args.model, args, context=args.context if prompt is None else args.context or context
+        )
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to answer")
-            if args.memory == "auto":
+            if args.memory == "auto" or args.total_memory is not None:
                 message(f"expertly: {api.stats(model).memory_reason}")
             sampling = ChatSampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
             conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)
@@ -60,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
             if prompt is None:
                 _chat(conversation, model, stdout)
             else:
-                _answer_once(conversation, model, prompt, args, stdout)
+                return _answer_once(conversation, model, prompt, args, stdout)
         finally:
             api.unload(model)
     return 0
 
 
-def _read_prompt(args: argparse.Namespace) -> str | None:
+def _read_prompt(args: RunOptions) -> str | None:
     """None: chat."""
     prompt: str | None = args.prompt
     if prompt is None and sys.stdin.isatty():
@@ -80,19 +102,28 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     return prompt
 
 
-def _answer_once(conversation: Chat, model: Any, prompt: str, args: argparse.Namespace, out: TextIO) -> None:
+def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
+    """130 where Ctrl-C stopped it."""
     answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
+    measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
-        print_json({**asdict(answer), "model": args.model or "demo", "prompt": prompt, **_measures(model)}, out)
-    else:
-        _write(out, f"\n\n{answer.line()}\n[{_budget(model)}]\n")
+        print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
+        return 130 if answer.was_stopped else 0
+    _write(out, f"\n\n{answer.line()}\n[{_budget(measures)}]\n")
+    if args.stats:
+        from expertly.cli.stats_report import report
+
+        _write(out, f"\n{report(measures)}\n")
+    return 130 if answer.was_stopped else 0
 
 
 def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
     """Until the input ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - what `input` edits lines with
-    message(f"expertly: {_budget(model)}. /help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends")
+    message(
+        f"expertly: {_budget(_measures(model))}. /help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends"
+    )
     while True:
         try:
             with contextlib.redirect_stdout(out):
@@ -146,20 +177,34 @@ def _stats(model: Any) -> str:
 
 
 def _measures(model: Any) -> dict[str, Any]:
+    """Of the whole run, beside what an answer says of itself."""
     from expertly import api
+    from expertly.engine.process import peak_rss_nbytes
 
-    stats = api.stats(model).as_dict()
-    return {key: stats[key] for key in ("system", "memory_bytes", "expert_bytes", "bytes_loaded", "phases")}
+    return {
+        **api.stats(model).as_dict(),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "peak_rss_bytes": peak_rss_nbytes(),
+    }
 
 
-def _budget(model: Any) -> str:
-    """What of the experts is in memory."""
-    stats = _measures(model)
-    share = format_share(stats["memory_bytes"] / stats["expert_bytes"])
-    return (
-        f"{format_nbytes(stats['memory_bytes'])} = {share} of {format_nbytes(stats['expert_bytes'])} of experts in "
-        f"memory, system {stats['system']}"
-    )
+def _budget(measures: dict[str, Any]) -> str:
+    """What of the experts is in memory, and what came of predicting for a system that does."""
+    share = format_share(measures["memory_bytes"] / measures["expert_bytes"])
+    parts = [
+        f"{format_nbytes(measures['memory_bytes'])} = {share} of {format_nbytes(measures['expert_bytes'])} of experts "
+        "in memory",
+        f"system {measures['system']}",
+    ]
+    prediction, decode = measures["prediction"], measures["phases"]["decode"]
+    if prediction is not None:
+        accuracy, coverage = format_share(decode["accuracy"]), format_share(decode["coverage"])
+        parts.append(f"prefetch accuracy {accuracy}, coverage {coverage}")
+        parts.append(f"{prediction['predictions_late']} predictions late")
+        if prediction["failed"] is not None:
+            parts.append(f"prediction failed: {prediction['failed']}")
+    return " | ".join(parts)
 
 
 def _write(out: TextIO, text: str) -> None:

@@ -1,20 +1,18 @@
-"""`expertly serve`: an OpenAI-compatible server for one model."""
+"""`expertly serve`: serve a model over HTTP, as OpenAI does."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import count, positive_int
-from expertly.cli.loading import add_loading_arguments, load_model
-from expertly.cli.output import add_json_flag, message, print_json, reserved_stdout
+from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.output import message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
-from expertly.scheduler.presets import AUTO_SYSTEM
+from expertly.options import ADVANCED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.serve.memory import MemorySplit
@@ -26,36 +24,46 @@ NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 """What the extra `serve` brings."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("serve", help="serve a model over HTTP, as OpenAI does", description=__doc__)
-    add = parser.add_argument
-    add_loading_arguments(parser)
-    add("--total-memory", metavar="SIZE", help='for dense weights, KV cache and experts together: "6GiB" or "auto"')
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1; others need --api-key-file")
-    add("--port", type=count, default=8000, metavar="N", help="default: 8000; 0 is any that is free")
-    add("--api-key-file", metavar="FILE", help="the keys that clients may have, one a line")
-    add("--cors", action="append", default=[], metavar="ORIGIN", help="a web site whose pages may ask; * is any")
-    add("--name", metavar="NAME", help="of the model, as clients ask for it (default: that of MODEL)")
-    add("--context", type=positive_int, metavar="N", help="most tokens of one text, prompt included (default: 4096)")
-    add("--max-running", type=positive_int, default=16, metavar="N", help="texts written at a time (default: 16)")
-    add("--max-queue", type=count, default=256, metavar="N", help="requests that may wait (default: 256)")
-    add("--kv-tokens", type=positive_int, metavar="N", help="KV cache (default: --max-running texts, at most 32768)")
-    add("--max-body", type=positive_int, default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)")
-    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    add("--drain-seconds", type=count, default=600, metavar="N", help="for what runs at SIGTERM (default: 600)")
-    add("--log-prompts", action="store_true", help="write prompts to the log (default: never)")
-    add("--host-memory", default="auto", metavar="SIZE", help="pinned RAM for experts behind a GPU (default: auto)")
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    host: str = option("127.0.0.1", "others need --api-key-file", metavar="ADDRESS")
+    port: int = option(8000, "0 is any that is free", metavar="N")
+    api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
+    name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
+    context: int | None = option(
+        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
+    )
+    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
+    max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
+    kv_tokens: int | None = option(
+        None,
+        "KV cache (default: --max-running texts, at most 32768)",
+        metavar="N",
+        type=int,
+        least=1,
+        panel=ADVANCED,
+    )
+    max_body: int = option(4 << 20, "of a request", metavar="BYTES", least=1, panel=ADVANCED)
+    chat_template: str | None = option(
+        None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
+    )
+    drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
+    cors: str | None = option(
+        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
+    )
+    log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ServeOptions) -> int:
     _check_installed()
     from expertly.serve.server import ApiServer, assemble, bind
-    from expertly.serve.settings import ServerSettings, check_exposure, check_origins, read_keys
+    from expertly.serve.settings import ServerSettings, check_exposure, read_keys, read_origins
 
     keys = read_keys(args.api_key_file)
     check_exposure(args.host, keys)
-    check_origins(tuple(args.cors), keys)
+    cors = read_origins(args.cors, keys)
     template = _read_template(args.chat_template)
     settings = ServerSettings(
         name=args.name or _name_of(args.model),
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         keys=keys,
         max_body_nbytes=args.max_body,
         log_prompts=args.log_prompts,
-        cors=tuple(args.cors),
+        cors=cors,
         drain_s=float(args.drain_seconds),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -102,7 +110,7 @@ def _check_installed() -> None:
         )
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, MemorySplit]:
+def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
     """The model, its tokenizer, and how the memory was divided."""
     from expertly import api
     from expertly.serve.planning import ServeWishes, plan
@@ -111,10 +119,10 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, MemorySplit]:
         model=args.model,
         dtype=args.dtype,
         device=args.device,
-        devices=args.devices,
-        system=args.system or AUTO_SYSTEM,
-        memory=args.memory,
-        total_memory=args.total_memory,
+        devices=None if args.devices is None else str(args.devices),
+        system=args.system,
+        memory=str(args.memory),
+        total_memory=None if args.total_memory is None else str(args.total_memory),
         context=args.context,
         max_running=args.max_running,
         max_queue=args.max_queue,
@@ -122,8 +130,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Room, MemorySplit]:
         codec=args.codec,
     )
     planned = plan(wishes)
-    args.memory = planned.memory
-    model, tokenizer = load_model(args, host_memory=args.host_memory)
+    model, tokenizer = load_model(args.model, args, memory=planned.memory, total_memory=None, context=None)
     split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
     message(f"expertly: {split.sentence()}")
     return model, tokenizer, planned.room, split

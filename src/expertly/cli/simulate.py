@@ -1,19 +1,21 @@
-"""`expertly simulate`: what systems would do with a recorded trace on a described machine, beside the best possible."""
+"""`expertly lab simulate`: run systems over a trace, on a described machine.
+
+Beside what would be the best possible.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import names, positive_int, seed, split
-from expertly.cli.output import add_json_flag, message, print_json, progress_bar
+from expertly.cli.arguments import names, seed, split
+from expertly.cli.output import message, print_json, progress_bar
 from expertly.cli.system_files import plan_for, predictor_for
-from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError
-from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
+from expertly.options import REQUIRED, argument, json_flag, option
 from expertly.scheduler.system import ORDERS
 
 if TYPE_CHECKING:
@@ -22,54 +24,57 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY = "10%,25%,50%"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("simulate", help="run systems over a recorded trace", description=__doc__)
-    add = parser.add_argument
-    add("trace", metavar="TRACE", type=Path, help="a folder made by `expertly trace record`, `import` or `synth`")
-    add(
-        "--system",
-        default=BASE_SYSTEM,
-        metavar="A,B",
-        help=f"of {', '.join(SYSTEMS.built_in)} (default: {BASE_SYSTEM}) or what `expertly systems` lists; "
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    trace: Path = argument(
+        REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
+    )
+    system: str = option(
+        "lru",
+        "of on-demand, lru, lfu, lcp, random, static, expertly, expertly-ahead, resident, deepspeed-index, "
+        "brainstorm, mixtral-offloading, moe-infinity-lfu, belady, belady-global, oracle, modelled-lookahead, "
+        "adapmoe, fmoe, promoe, pre-gated, moepic, moe-infinity (default: lru) or what `expertly lab systems` lists; "
         "NAME:KEY=VALUE changes a part of one",
+        metavar="A,B",
     )
-    add(
-        "--memory",
-        metavar="SIZE,SIZE",
-        help=f"shares of the experts or amounts (default: {DEFAULT_MEMORY})".replace("%", "%%"),
+    memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
+    experts_per_layer: str | None = option(
+        None, "instead: every layer keeps so many experts, beside the ring", metavar="N,N"
     )
-    add("--experts-per-layer", metavar="N,N", help="instead: every layer keeps so many experts, beside the ring")
-    add("--hardware", default="rtx3090", metavar="NAME", help="a shipped profile or a TOML file (default: rtx3090)")
-    add("--codec", default="none", metavar="NAME", help="experts on disk: none (as they are) or planes (compressed)")
-    add("--compressed", metavar="SHARE", help=argparse.SUPPRESS)  # gone, and refused
-    add("--predictor", type=Path, metavar="FILE", help="for systems that take one: `expertly train-predictor` makes it")
-    add("--plan", type=Path, metavar="FILE", help="for systems with split caching: `expertly configure` makes it")
-    add("--matcher", default="virtual", metavar="NAME", help="virtual (default: predicting takes its time) or inline")
-    add("--segments", type=positive_int, metavar="P", help="parts an expert is cut into (default: the system's)")
-    add("--order", metavar="NAME", help="resident (what is here first) or id (default: each system's)")
-    add(
-        "--geometry",
-        metavar="NAME",
-        help="sizes of experts: a shipped description or a TOML file (default: the trace's)",
+    hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
+    codec: str = option("none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME")
+    predictor: Path | None = option(
+        None, "for systems that take one: `expertly lab train` makes it", metavar="FILE", type=Path
     )
-    add("--requests", type=positive_int, metavar="N", help="simulate so many requests at most")
-    add("--tokens", type=positive_int, metavar="N", help="simulate so many tokens at most")
-    add(
-        "--split",
-        type=split,
+    plan: Path | None = option(
+        None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
+    )
+    matcher: str = option("virtual", "virtual (default: predicting takes its time) or inline", metavar="NAME")
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
+    geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
+    requests: int | None = option(None, "simulate so many requests at most", metavar="N", type=int, least=1)
+    tokens: int | None = option(None, "simulate so many tokens at most", metavar="N", type=int, least=1)
+    split: Any | None = option(
+        None,
+        "profiles learn from a first part of the shuffled requests, the rest is simulated",
         metavar="7:3",
-        help="profiles learn from a first part of the shuffled requests, the rest is simulated",
+        type=split,
     )
-    add("--seed", type=seed, default=0, metavar="N", help="of the shuffle, and of what policies draw (default: 0)")
-    add(
-        "--arrivals", type=Path, metavar="FILE", help="CSV of arrivals and lengths: requests queue, latencies are given"
+    seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed)
+    arrivals: Path | None = option(
+        None, "CSV of arrivals and lengths: requests queue, latencies are given", metavar="FILE", type=Path
     )
-    add("--plot", type=Path, metavar="FILE", help="draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
-    add("--chrome-trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or ui.perfetto.dev")
-    add_json_flag(parser)
+    plot: Path | None = option(
+        None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)", metavar="FILE", type=Path
+    )
+    chrome_trace: Path | None = option(
+        None, "write a timeline for chrome://tracing or ui.perfetto.dev", metavar="FILE", type=Path
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimulateOptions) -> int:
     from expertly.cli.simulate_report import about, report
     from expertly.cli.trace_geometry import trace_geometry
     from expertly.lab.plots import check_plot
@@ -78,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
     from expertly.sim.study import MATCHERS, Study
     from expertly.trace.reader import Trace
 
-    refuse_compressed(args.compressed)
     systems, memories = names("system", args.system), _memories(args)
     if args.requests is not None and args.tokens is not None:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _memories(args: argparse.Namespace) -> list[Memory]:
+def _memories(args: SimulateOptions) -> list[Memory]:
     from expertly.sim.study import Memory
 
     if args.experts_per_layer is None:

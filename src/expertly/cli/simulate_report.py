@@ -1,8 +1,7 @@
-"""What `expertly simulate` says: what was simulated and assumed, and a table of the results."""
+"""What `expertly lab simulate` says: what was simulated and assumed, and a table of the results."""
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import printable, table
@@ -12,6 +11,7 @@ from expertly.scheduler.presets import get_system
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from expertly.cli.simulate import SimulateOptions
     from expertly.policies.learned import LearnedFile
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.sim.study import Study
@@ -29,7 +29,7 @@ _PREDICTING = {
 
 
 def about(
-    args: argparse.Namespace,
+    args: SimulateOptions,
     study: Study,
     systems: Sequence[str],
     geometry_name: str | None,
@@ -65,7 +65,7 @@ def _parts(split: tuple[int, int]) -> str:
     return f"{split[0]}:{split[1]}"
 
 
-def _notes(args: argparse.Namespace, study: Study, systems: Sequence[str]) -> list[str]:
+def _notes(args: SimulateOptions, study: Study, systems: Sequence[str]) -> list[str]:
     """What one must know to read the numbers."""
     schedule, notes = study.schedule, []
     num_test = len({span.request for span in schedule.test})
@@ -102,9 +102,7 @@ def _notes_on_codec(study: Study) -> list[str]:
     ]
 
 
-def _notes_on_weights(
-    args: argparse.Namespace, study: Study, predictor: LearnedFile[LearnedWeights] | None
-) -> list[str]:
+def _notes_on_weights(args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedWeights] | None) -> list[str]:
     """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
     if predictor is None:
         return []

@@ -1,12 +1,12 @@
-"""`expertly systems`: the presets, the parts they are made of, and how to take other parts."""
+"""`expertly lab systems`: the systems, their parts, and how to take other parts."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from expertly.cli.output import add_json_flag, message, print_json, table
+from expertly.cli.output import message, print_json, table
+from expertly.options import json_flag
 from expertly.policies.base import describe_options
 from expertly.policies.predictor.base import ALL_LAYERS
 from expertly.scheduler.presets import SYSTEMS
@@ -18,12 +18,12 @@ OTHERS = tuple(part for part in PARTS if part not in SHOWN)
 OF_PREDICTION = ("prefetch", "ahead", "distance", "window")
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("systems", help="list the systems and their parts", description=__doc__)
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class SystemsOptions:
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SystemsOptions) -> int:
     for problem in [problem for registry in (SYSTEMS, *REGISTRIES.values()) for problem in registry.problems()]:
         message(f"expertly: note: {problem}")
     if args.json:

@@ -1,34 +1,31 @@
-"""`expertly trace import`: a trace of routing that somebody else recorded."""
+"""`expertly lab trace import`: a trace of routing that somebody else recorded."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from expertly.cli.arguments import positive_int
-from expertly.cli.output import add_json_flag
 from expertly.cli.trace_summary import report_trace
+from expertly.options import REQUIRED, argument, json_flag, option
 
 DEFAULT_FORMAT = "npz"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("import", help="make a trace of recorded routing", description=__doc__)
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the recorded routing")
-    add("out", type=Path, metavar="OUT", help="where the trace goes: a new or an empty folder")
-    add("--format", default=DEFAULT_FORMAT, metavar="NAME", help=f"of FILE (default: {DEFAULT_FORMAT})")
-    add("--geometry", metavar="NAME", help="what the model's experts look like: a name or a TOML file")
-    add("--num-experts", type=positive_int, metavar="N", help="a layer (default: the geometry's, else guessed)")
-    add("--model", metavar="NAME", help="what to call the model (default: the geometry's or the file's name)")
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class TraceImportOptions:
+    file: Path = argument(REQUIRED, "the recorded routing", metavar="FILE", type=Path)
+    out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
+    format: str = option("npz", "of FILE", metavar="NAME")
+    geometry: str | None = option(None, "what the model's experts look like: a name or a TOML file", metavar="NAME")
+    num_experts: int | None = option(None, "a layer", metavar="N", type=int, least=1)
+    model: str | None = option(None, "what to call the model", metavar="NAME")
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceImportOptions) -> int:
     from expertly.sim.hardware import read_geometry
     from expertly.trace.importers import find_importer
     from expertly.trace.importers.base import ImportOptions

@@ -1,30 +1,28 @@
-"""`expertly trace info`: what a trace holds, and how predictable, skewed and repetitive its routing is."""
+"""`expertly lab trace info`: what a trace holds, and how predictable, skewed and repetitive its routing is."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import add_json_flag, format_share, message, print_json, progress_bar, table
+from expertly.cli.output import format_share, message, print_json, progress_bar, table
 from expertly.cli.trace_summary import fields_table, headline, trace_facts
+from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.trace_analysis import RoutingStatistics, TraceAnalysis
     from expertly.trace.reader import Trace
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("info", help="describe a trace and its routing", description=__doc__)
-    parser.add_argument("trace", type=Path, metavar="DIR", help="the trace")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw popularity, entropy and reuse (.png, .svg, .pdf)"
-    )
-    add_json_flag(parser)
+@dataclass(frozen=True, kw_only=True)
+class TraceInfoOptions:
+    trace: Path = argument(REQUIRED, "the trace", metavar="DIR", type=Path)
+    plot: Path | None = option(None, "draw popularity, entropy and reuse (.png, .svg, .pdf)", metavar="FILE", type=Path)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceInfoOptions) -> int:
     from expertly.lab.plots import check_plot
     from expertly.lab.trace_analysis import analyse
     from expertly.trace.reader import Trace

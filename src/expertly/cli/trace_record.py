@@ -1,8 +1,7 @@
-"""`expertly trace record`: what a model routes while it answers prompts, as a trace."""
+"""`expertly lab trace record`: what a model routes while it answers prompts, as a trace."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -12,32 +11,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from expertly.cli.arguments import positive_int, seed, temperature
+from expertly.cli.arguments import seed, temperature
 from expertly.cli.generation import generation_config
-from expertly.cli.loading import add_loading_arguments, load_model
-from expertly.cli.output import (
-    add_json_flag,
-    format_nbytes,
-    format_seconds,
-    message,
-    print_json,
-    progress_bar,
-    reserved_stdout,
-)
-from expertly.cli.prompts import Prompt, read_prompts
+from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.output import format_nbytes, format_seconds, message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
+from expertly.lab.prompts import AskedPrompt, Prompt, asked, read_prompts
+from expertly.options import REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.recording import Recording
-
-
-@dataclass(frozen=True, slots=True)
-class _TraceRequest:
-    prompt: Prompt
-    token_ids: npt.NDArray[np.int64]
 
 
 @dataclass
@@ -75,38 +58,39 @@ class _Progress:
         return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("record", help="record what a model routes", description=__doc__)
-    add = parser.add_argument
-    add_loading_arguments(parser, maps="off", why="so that what is counted does not depend on what ran before")
-    add(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help='JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
+@dataclass(frozen=True, kw_only=True)
+class TraceRecordOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    prompts: str = option(
+        REQUIRED,
+        'JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
         "stdin; each is a request, run alone",
+        metavar="FILE",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="where the trace goes: a new or an empty folder")
-    add("--max-new-tokens", type=positive_int, default=100, metavar="N", help="a request; default: 100")
-    add("--temperature", type=temperature, default=0.0, metavar="X", help="default: 0, greedy")
-    add("--seed", type=seed, default=0, metavar="N", help="with a temperature (default: 0)")
-    add("--requests", type=positive_int, metavar="N", help="only the first N prompts")
-    add("--full", action="store_true", help="add routing scores, lookahead, router inputs and embeddings")
-    add("--decisions", type=Path, metavar="FILE", help="write down every decision taken, for `expertly trace replay`")
-    add_json_flag(parser)
+    out: Path = option(REQUIRED, "where the trace goes: a new or an empty folder", metavar="DIR", type=Path)
+    max_new_tokens: int = option(100, "of a request", metavar="N", least=1)
+    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
+    seed: int = option(0, "with a temperature", metavar="N", type=seed)
+    requests: int | None = option(None, "only the first N prompts", metavar="N", type=int, least=1)
+    full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
+    maps: str | Path | None = option(
+        "off",
+        "what a system has learned, as of `run`; off: a trace is of this run alone",
+        metavar="FILE",
+        panel=RESEARCH,
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceRecordOptions) -> int:
     prompts = read_prompts(args.prompts, args.requests)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
     with reserved_stdout() as stdout:
         from expertly import api
 
-        model, tokenizer = load_model(args, decisions=args.decisions)
+        model, tokenizer = load_model(args.model, args)
         try:
-            if tokenizer is None:
-                raise ConfigError(f"model={args.model!r}: has no tokenizer, so prompts have no tokens")
             requests = _tokenised(prompts, model, tokenizer)
             result = _record(model, requests, args)
             result["skipped"] = len(prompts) - len(requests)
@@ -119,29 +103,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[_TraceRequest]:
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[AskedPrompt]:
     """The prompts that the model can be given; each of the others is named in a message."""
     from expertly.lab.playing import max_positions
 
-    limit = max_positions(model)
-    requests = []
-    for prompt in prompts:
-        token_ids = tokenizer(prompt.text, return_tensors="np", return_token_type_ids=False)["input_ids"][0]
-        if len(token_ids) == 0:
-            message(f"expertly: skipped: the prompt in line {prompt.line} gives no token")
-        elif limit is not None and len(token_ids) > limit:
-            message(
-                f"expertly: skipped: the prompt in line {prompt.line} has {len(token_ids)} tokens; the model takes "
-                f"at most {limit}"
-            )
-        else:
-            requests.append(_TraceRequest(prompt, token_ids.astype(np.int64)))
-    if not requests:
+    found, left_out = asked(prompts, tokenizer, most=max_positions(model))
+    for why in left_out:
+        message(f"expertly: skipped: {why}")
+    if not found:
         raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
-    return requests
+    return found
 
 
-def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namespace) -> dict[str, Any]:
+def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOptions) -> dict[str, Any]:
     import torch
 
     from expertly import api
@@ -163,9 +137,9 @@ def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namesp
             for request in requests:
                 if progress is not None:
                     progress("recording", done.num_requests, len(requests))
-                prompt, num_tokens = request.prompt, len(request.token_ids)
+                prompt, num_tokens = request.prompt, len(request.tokens)
                 recording.begin_request(prompt.category, prompt.text, num_tokens)
-                done.add(_generate(model, request.token_ids, args.max_new_tokens, args.temperature))
+                done.add(_generate(model, request.tokens, args.max_new_tokens, args.temperature))
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
@@ -191,7 +165,7 @@ def _record(model: Any, requests: Sequence[_TraceRequest], args: argparse.Namesp
     }
 
 
-def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int, temperature: float) -> _Clock:
+def _generate(model: Any, token_ids: Sequence[int], max_new_tokens: int, temperature: float) -> _Clock:
     """Alone in its batch; no further than the model has positions."""
     import torch
 
@@ -202,7 +176,7 @@ def _generate(model: Any, token_ids: npt.NDArray[np.int64], max_new_tokens: int,
         max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
     config = generation_config(model, max_new_tokens, temperature)
     clock = _Clock()
-    ids = torch.from_numpy(token_ids).unsqueeze(0).to(model.device)
+    ids = torch.tensor([list(token_ids)], device=model.device)
     model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config)
     return clock
 

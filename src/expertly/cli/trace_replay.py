@@ -1,28 +1,30 @@
-"""`expertly trace replay`: feeds an engine's recorded observations to a new control plane, compares its decisions."""
+"""`expertly lab trace replay`: feed an engine's recorded observations to a new control plane, compare its decisions.
+
+Exit code 2 where a decision comes out otherwise.
+"""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from expertly.cli.output import add_json_flag, print_json
+from expertly.cli.output import print_json
 from expertly.core.errors import TraceError
+from expertly.options import REQUIRED, argument, json_flag, option
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("replay", help="check recorded decisions", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE", help="written by `expertly trace record --decisions FILE`")
-    parser.add_argument(
-        "--allow-imports",
-        action="store_true",
-        help="import the modules that the file names parts of its system by (MODULE.NAME), which runs their code",
+@dataclass(frozen=True, kw_only=True)
+class TraceReplayOptions:
+    file: Path = argument(
+        REQUIRED, "written by `expertly lab trace record --decisions FILE`", metavar="FILE", type=Path
     )
-    add_json_flag(parser)
+    allow_imports: bool = option(
+        False, "import the modules that the file names parts of its system by (MODULE.NAME), which runs their code"
+    )
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Exit code 2 where a decision comes out otherwise."""
+def run(args: TraceReplayOptions) -> int:
     from expertly.scheduler.decisions import replay_file
 
     path: Path = args.file

@@ -1,18 +1,18 @@
-"""`expertly trace synth`: a trace of made-up routing, the same for the same flags."""
+"""`expertly lab trace synth`: a trace of made-up routing, the same for the same flags."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import count, exponent, positive_int, seed, share
-from expertly.cli.output import add_json_flag
+from expertly.cli.arguments import exponent, seed, share
 from expertly.cli.trace_summary import report_trace
 from expertly.core.errors import ConfigError
+from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.synth import SynthWorkload
@@ -22,39 +22,37 @@ WORKLOADS = ("zipf", "cyclic", "stationary")
 _OF_WORKLOAD = {"zipf": "zipf", "markov": "zipf", "phases": "zipf", "working_set": "stationary"}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("synth", help="make up a trace", description=__doc__)
-    add = parser.add_argument
-    add("out", type=Path, metavar="OUT", help="where the trace goes: a new or an empty folder")
-    add(
-        "--workload",
-        default="zipf",
-        metavar="NAME",
-        help="zipf (default); cyclic: a loop over all experts; stationary: random among a few; of the last two --json "
+@dataclass(frozen=True, kw_only=True)
+class TraceSynthOptions:
+    out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
+    workload: str = option(
+        "zipf",
+        "zipf (default); cyclic: a loop over all experts; stationary: random among a few; of the last two --json "
         "prints what Belady's replacement hits",
+        metavar="NAME",
     )
-    add("--layers", type=positive_int, default=16, metavar="N", help="default: 16")
-    add("--experts", type=positive_int, default=64, metavar="N", help="a layer; default: 64")
-    add("--top-k", type=positive_int, default=4, metavar="N", help="experts a token; default: 4")
-    add("--tokens", type=positive_int, default=10_000, metavar="N", help="of all requests; default: 10000")
-    add("--requests", type=positive_int, default=1, metavar="N", help="that share the tokens evenly; default: 1")
-    add("--prefill-tokens", type=count, default=0, metavar="N", help="first tokens of a request, as one iteration")
-    add("--zipf", type=exponent, metavar="A", help="popularity of rank r: r^-A (zipf; default: 1)")
-    add("--markov", type=share, metavar="P", help="chance that an expert is kept for the next token (zipf; default: 0)")
-    add("--phases", type=positive_int, metavar="N", help="between which popularity is dealt anew (zipf; default: 1)")
-    add("--working-set", type=positive_int, metavar="N", help="experts in use (stationary; default: 2 K)")
-    add(
-        "--lookahead",
-        type=share,
-        metavar="P",
-        help="add scores of the next layer, modelled: so many of its K best are needed (default: none; 0.905 is what "
-        "ProMoE states)",
+    layers: int = option(16, "default: 16", metavar="N", least=1)
+    experts: int = option(64, "a layer; default: 64", metavar="N", least=1)
+    top_k: int = option(4, "experts a token; default: 4", metavar="N", least=1)
+    tokens: int = option(10000, "of all requests; default: 10000", metavar="N", least=1)
+    requests: int = option(1, "that share the tokens evenly; default: 1", metavar="N", least=1)
+    prefill_tokens: int = option(0, "first tokens of a request, as one iteration", metavar="N")
+    zipf: Any | None = option(None, "popularity of rank r: r^-A (zipf; default: 1)", metavar="A", type=exponent)
+    markov: Any | None = option(
+        None, "chance that an expert is kept for the next token (zipf; default: 0)", metavar="P", type=share
     )
-    add("--seed", type=seed, default=0, metavar="N", help="default: 0")
-    add_json_flag(parser)
+    phases: int | None = option(
+        None, "between which popularity is dealt anew (zipf; default: 1)", metavar="N", type=int, least=1
+    )
+    working_set: int | None = option(None, "experts in use (stationary; default: 2 K)", metavar="N", type=int, least=1)
+    lookahead: Any | None = option(
+        None, "add scores of the next layer, modelled: so many of its K best are needed", metavar="P", type=share
+    )
+    seed: Any = option(0, "default: 0", metavar="N", type=seed)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceSynthOptions) -> int:
     from expertly.lab.synth import write_workload
 
     workload = _workload(args)
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _workload(args: argparse.Namespace) -> SynthWorkload:
+def _workload(args: TraceSynthOptions) -> SynthWorkload:
     from expertly.lab import synth
 
     if args.workload not in WORKLOADS:

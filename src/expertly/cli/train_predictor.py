@@ -1,20 +1,21 @@
-"""`expertly train-predictor`: small networks that learn from a recorded trace which experts later layers will need."""
+"""`expertly lab train`: train ProMoE's predictor: which experts later layers need."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import distances, positive_int, seed, split
+from expertly.cli.arguments import distances, seed, split
 from expertly.cli.model_identity import identity_of
-from expertly.cli.output import add_json_flag, print_json, progress_bar
+from expertly.cli.output import print_json, progress_bar
 from expertly.core.errors import ConfigError
+from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.study import TrainingStudy
@@ -27,52 +28,31 @@ DEFAULT_SPLIT = "7:3"
 DEFAULT_EPOCHS = 40
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("train-predictor", help="train a learned predictor on a trace", description=__doc__)
-    add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE", help="a folder made by `expertly trace record --full`")
-    add("--out", type=Path, metavar="FILE", help="the file to write, which `--predictor` reads")
-    add(
-        "--model",
+@dataclass(frozen=True, kw_only=True)
+class TrainPredictorOptions:
+    trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
+    out: Path | None = option(None, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
+    model: str | None = option(
+        None,
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"
+        " of a trace, and no engine takes them",
         metavar="MODEL",
-        help="the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are "
-        "of a trace, and no engine takes them",
     )
-    add(
-        "--distances",
-        type=distances,
-        default=DEFAULT_DISTANCES,
-        metavar="K,K",
-        help=f"layers ahead that can be predicted (default: {DEFAULT_DISTANCES})",
-    )
-    add(
-        "--hidden",
-        type=positive_int,
-        default=DEFAULT_HIDDEN,
-        metavar="N",
-        help=f"hidden numbers of each network (default: {DEFAULT_HIDDEN})",
-    )
-    add(
-        "--split",
-        type=split,
-        default=DEFAULT_SPLIT,
+    distances: Any = option("1,2,4,8", "layers ahead that can be predicted", metavar="K,K", type=distances)
+    hidden: int = option(128, "hidden numbers of each network", metavar="N", least=1)
+    split: Any = option(
+        "7:3",
+        "only of the requests that `simulate --split` learns from; the rest says how good it is",
         metavar="7:3",
-        help="only of the requests that `simulate --split` learns from; the rest says how good it is (default: "
-        f"{DEFAULT_SPLIT})",
+        type=split,
     )
-    add("--seed", type=seed, default=0, metavar="N", help="of the split's shuffle and of training (default: 0)")
-    add(
-        "--epochs",
-        type=positive_int,
-        default=DEFAULT_EPOCHS,
-        metavar="N",
-        help=f"passes over the training part at most; it ends where no more helps (default: {DEFAULT_EPOCHS})",
-    )
-    add("--device", default="cpu", metavar="NAME", help="where to train: cpu (default) or cuda:N")
-    add_json_flag(parser)
+    seed: Any = option(0, "of the split's shuffle and of training", metavar="N", type=seed)
+    epochs: int = option(40, "passes over the training part at most; it ends where no more helps", metavar="N", least=1)
+    device: str = option("cpu", "where to train: cpu (default) or cuda:N", metavar="NAME")
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TrainPredictorOptions) -> int:
     from expertly.lab.study import study
     from expertly.lab.train import TrainOptions
     from expertly.policies.learned import read_learned, save_learned
@@ -80,15 +60,15 @@ def run(args: argparse.Namespace) -> int:
     from expertly.trace.reader import Trace
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
-    _check_out(args.out, args.model)
+    out = _checked_out(args.out, args.model)
     trace = Trace.open(args.trace)
     identity = identity_of(args.model, trace)
     start = time.perf_counter()
     with progress_bar(unit="step") as progress:
         found = study(trace, args.split, options, progress)
     seconds = time.perf_counter() - start
-    save_learned(args.out, found.trained.weights, identity, _about(args, trace, options, found))
-    result = _result(args, read_learned(args.out, LearnedWeights, identity=identity), found, seconds)
+    save_learned(out, found.trained.weights, identity, _about(args, trace, options, found))
+    result = _result(args, read_learned(out, LearnedWeights, identity=identity), found, seconds)
     if args.json:
         print_json(result)
     else:
@@ -98,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_out(out: Path | None, model: str | None) -> None:
+def _checked_out(out: Path | None, model: str | None) -> Path:
     """Now, not when all is trained."""
     if out is None:
         where = _auto_file(model)
@@ -107,6 +87,7 @@ def _check_out(out: Path | None, model: str | None) -> None:
         raise ConfigError(f"out={str(out)!r}: must be a file, in a folder that exists")
     if not os.access(out.absolute().parent, os.W_OK):
         raise ConfigError(f"out={str(out)!r}: its folder is not writable; accepted: another file")
+    return out
 
 
 def _auto_file(model: str | None) -> str:
@@ -123,7 +104,7 @@ def _auto_file(model: str | None) -> str:
     return f"{beside}, where STORE is the model's packed store (`expertly pack --list`)"
 
 
-def _about(args: argparse.Namespace, trace: Trace, options: TrainOptions, found: TrainingStudy) -> dict[str, Any]:
+def _about(args: TrainPredictorOptions, trace: Trace, options: TrainOptions, found: TrainingStudy) -> dict[str, Any]:
     """What the file says of itself."""
     facts = found.as_dict()
     return {
@@ -147,7 +128,7 @@ def _rounded(share: float | None) -> float | None:
     return None if share is None else round(share, 4)
 
 
-def _result(args: argparse.Namespace, file: Any, found: TrainingStudy, seconds: float) -> dict[str, Any]:
+def _result(args: TrainPredictorOptions, file: Any, found: TrainingStudy, seconds: float) -> dict[str, Any]:
     from expertly.engine.process import peak_rss_nbytes
 
     weights = file.learned

@@ -1,4 +1,4 @@
-"""What `expertly train-predictor` says: how often the predictors are right, by layer and distance."""
+"""What `expertly lab train` says: how often the predictors are right, by layer and distance."""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
-"""`expertly tune`: finds the system that runs a model fastest on this machine, for your prompts, and remembers it."""
+"""`expertly tune`: choose the fastest system for a model here, and remember it."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, seed
-from expertly.cli.output import add_json_flag, message, print_json, progress_bar, reserved_stdout
-from expertly.cli.prompts import read_prompts
+from expertly.cli.arguments import duration, seed
+from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.data import demo_prompts
+from expertly.lab.prompts import Prompt, read_prompts
+from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.tune import Tuned
@@ -26,44 +27,28 @@ DEFAULT_NEW_TOKENS = 64
 DEFAULT_TIME_LIMIT = "300s"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tune", help="choose a system for a model, machine and prompts", description=__doc__)
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a folder, a packed store or a hub id (default: the demo model)")
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='what you ask of it: JSON Lines, {"prompt": "text"} a line; .gz or "-" for stdin (default: some of ours)',
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    model: str | None = argument(None, "a folder, a packed store or a hub id", metavar="MODEL")
+    prompts: str | None = option(
+        None, 'what you ask of it: JSON Lines, {"prompt": "text"} a line; .gz or "-" for stdin', metavar="FILE"
     )
-    add("--memory", default="auto", metavar="SIZE", help='for experts: "25%%" of them, "1.5GiB" or "auto" (default)')
-    add(
-        "--requests",
-        type=positive_int,
-        default=DEFAULT_REQUESTS,
+    memory: str = option("auto", 'for experts: "25%" of them, "1.5GiB" or "auto" (default)', metavar="SIZE")
+    requests: int = option(
+        16,
+        "answer so many of the prompts (default: 16), half to learn from, half to try systems on",
         metavar="N",
-        help=f"answer so many of the prompts (default: {DEFAULT_REQUESTS}), half to learn from, half to try systems on",
+        least=1,
     )
-    add(
-        "--max-new-tokens",
-        type=positive_int,
-        default=DEFAULT_NEW_TOKENS,
-        metavar="N",
-        help=f"of an answer (default: {DEFAULT_NEW_TOKENS})",
-    )
-    add(
-        "--time-limit",
-        type=time_limit,
-        default=DEFAULT_TIME_LIMIT,
-        metavar="TIME",
-        help=f"seconds or minutes, 90s or 5m, for everything (default: {DEFAULT_TIME_LIMIT})",
-    )
-    add("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default: the checkpoint's)")
-    add("--codec", default="auto", metavar="NAME", help="how experts are stored: none, planes, or auto: what is packed")
-    add("--device", metavar="NAME", help="cpu or cuda:N (default: the accelerator, where there is one)")
-    add("--predictor", default="auto", metavar="FILE", help="trained weights: a file, auto (default) or off")
-    add("--seed", type=seed, default=0, metavar="N", help="of sampling, and of which half is learned from (default: 0)")
-    add("--out", type=Path, metavar="FILE", help="write all that was measured, as --json prints it")
-    add_json_flag(parser)
+    max_new_tokens: int = option(64, "of an answer", metavar="N", least=1)
+    time_limit: Any = option(300.0, "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
+    dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
+    codec: str = option("auto", "how experts are stored: none, planes, or auto: what is packed", metavar="NAME")
+    device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
+    predictor: str = option("auto", "trained weights: a file, auto (default) or off", metavar="FILE")
+    seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed)
+    out: Path | None = option(None, "write all that was measured, as --json prints it", metavar="FILE", type=Path)
+    json: bool = json_flag()
 
 
 def time_limit(text: str) -> float:
@@ -74,11 +59,11 @@ def time_limit(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be from 1 second to a day, for instance 90s or 5m")
+        raise ValueError("from 1 second to a day, for instance 90s or 5m")
     return value
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TuneOptions) -> int:
     begin = time.monotonic()
     prompts = _prompts(args)
     if args.out is not None:
@@ -115,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _prompts(args: TuneOptions) -> list[Prompt]:
     found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     if args.prompts is None:
         message(f"expertly: no --prompts: tuned for {len(found)} texts that ship, not for yours")
-    return [prompt.text for prompt in found]
+    return found
 
 
 def measured_machine() -> Hardware:

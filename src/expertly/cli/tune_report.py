@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.output import format_nbytes, format_seconds, format_share, table
 
 if TYPE_CHECKING:
+    from expertly.cli.tune import TuneOptions
     from expertly.lab.tune.calibration import Calibration
     from expertly.lab.tune.candidates import Candidate
     from expertly.lab.tune.search import Scored
@@ -20,7 +20,7 @@ SHOWN = 12
 """Of the simulator's ranking."""
 
 
-def result_of(args: argparse.Namespace, tuned: Tuned, path: Path | None) -> dict[str, Any]:
+def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, Any]:
     """For --json."""
     workload, verdict = tuned.seen.workload, tuned.verdict
     rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}

@@ -16,18 +16,20 @@ _CGROUP = Path("/sys/fs/cgroup")
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_memory(memory: str | int, expert_nbytes: int) -> int | None:
-    """Bytes of "25%" (of the experts), "1.5GiB" or a number of bytes; None for "auto". Raises ConfigError."""
+def parse_memory(memory: str | int, whole_nbytes: int, field: str = "memory") -> int | None:
+    """Bytes of "25%" (of `whole_nbytes`), "1.5GiB" or a number of bytes; None for "auto". Raises ConfigError naming the
+    field.
+    """
     if memory == "auto":
         return None
     match = _AMOUNT.fullmatch(str(memory))
     unit = match.group(2).lower() if match else None
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise ConfigError(f'memory={memory!r}: accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"')
+        raise ConfigError(f'{field}={memory!r}: accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"')
     amount = float(match.group(1))
-    nbytes = int(expert_nbytes * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
+    nbytes = int(whole_nbytes * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
     if nbytes < 1:
-        raise BudgetError(f"memory={memory!r}: no memory at all; state at least one expert's bytes")
+        raise BudgetError(f"{field}={memory!r}: no memory at all; state at least one expert's bytes")
     return nbytes
 
 

@@ -115,7 +115,7 @@ def find_weights(predictor: str | Path | None, system: System, store: PackedStor
             path = Path(predictor).expanduser()
             is_file = path.is_file()
         if not is_file:
-            accepted = f"one made by `expertly train-predictor`, {AUTO}, {OFF}"
+            accepted = f"one made by `expertly lab train`, {AUTO}, {OFF}"
             raise ConfigError(f"predictor={str(predictor)!r}: no such file; accepted: {accepted}")
     return read_learned(path, LearnedWeights, identity=identity).learned
 

@@ -1,4 +1,8 @@
-"""What a stated budget is divided into, over devices and into slots, and what is chosen when none is stated."""
+"""What a stated budget is divided into, over devices and into slots, and what is chosen when none is stated.
+
+`memory` means experts, `total_memory` everything. Where experts get what is left, that is counted: beside them lie the
+dense part, the KV cache and activations of `context` tokens, and on a host what the process itself takes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
 from expertly.engine.device import kind_of
+from expertly.engine.process import rss_nbytes
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
@@ -26,24 +31,74 @@ BESIDE_NBYTES = 80 << 20
 """
 
 DEFAULT_CONTEXT = 4096
-"""Tokens of KV cache that `memory="auto"` leaves room for."""
+"""Tokens that experts leave room for where nobody says how many."""
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What a user says of memory; see `expertly.load`."""
+    """What a user says of memory; see `expertly.load`. `at_most`: bytes beyond which more experts bring nothing."""
 
     memory: str | int | None = None
     ring: int | None = None
     context: int | None = None
+    total: str | int | None = None
+    at_most: int | None = None
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether experts get what was said, and not what is left."""
+        return self.total is None and self.memory not in (None, "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class BesideExperts:
+    """What a model takes on the device of its dense part beside experts."""
+
+    dense_nbytes: int
+    fixed_nbytes: int  # of any forward pass
+    cache_nbytes: int  # of the KV cache, a token
+    pass_nbytes: int = 0  # of activations, a token of those that one forward pass reads
+
+    def of_tokens(self, num_cached: int, num_read: int) -> int:
+        """KV cache and activations of a pass that reads so many tokens behind so many."""
+        return (num_cached + num_read) * self.cache_nbytes + num_read * self.pass_nbytes
+
+    def sentence(self, context: int) -> str:
+        """With room for a prompt of `context` tokens."""
+        working = self.fixed_nbytes + context * self.pass_nbytes
+        return (
+            f"dense weights take {self.dense_nbytes / _GIB:.2f}, the KV cache of {context} tokens "
+            f"{context * self.cache_nbytes / _GIB:.2f}, working memory {working / _GIB:.2f} GiB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoomBeside:
+    """What experts leave for KV cache and activations."""
+
+    nbytes: int
+    beside: BesideExperts
+
+    def check(self, num_cached: int, num_read: int) -> None:
+        """Raises BudgetError with the numbers where a pass that reads so many tokens behind so many does not fit."""
+        needed = self.beside.of_tokens(num_cached, num_read)
+        if needed > self.nbytes:
+            raise BudgetError(
+                f"{num_read} tokens behind {num_cached}: KV cache and activations take {needed >> 20} MiB, and "
+                f"{max(0, self.nbytes) >> 20} MiB are left beside the experts; load the model with "
+                f"context={num_cached + num_read} (fewer experts), or write less"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The slots of each device, and why so many."""
+    """The slots of each device, and why so many. `room` is None where nobody counted what is left."""
 
     budgets: list[Budget]
     reason: str
+    room: RoomBeside | None = None
 
 
 def divide(
@@ -57,31 +112,62 @@ def divide(
 
     Raises ConfigError (BudgetError) naming the setting that cannot be.
     """
-    context, total_nbytes = request.context, sum(one.nbytes for one in geometries)
-    is_stated = request.memory not in (None, "auto")
-    nbytes = parse_memory(request.memory, total_nbytes) if request.memory is not None else None
-    if context is not None and context < 1:
-        raise ConfigError(f"context={context}: must be at least 1 token")
-    if context is not None and (system.keeps_everything or is_stated):
-        raise ConfigError(f"context={context}: only memory='auto' leaves room for it, not memory={request.memory!r}")
-    if system.keeps_everything:
-        if nbytes is not None and nbytes < total_nbytes:
-            raise ConfigError(
-                f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes "
-                "(100%)"
-            )
-        budgets = [split_budget(one, one.nbytes) for one in geometries]
-        return Division(budgets, f"system {system.name}: all experts")
-    if nbytes is None:
-        amounts, reason = _amounts_that_are_free(store, geometries, context or DEFAULT_CONTEXT, targets)
-    else:
-        over = f" over {len(targets)} devices" if len(targets) > 1 else ""
-        amounts, reason = shares_of(nbytes, geometries), f"memory {request.memory}{over}"
+    if request.context is not None and request.context < 1:
+        raise ConfigError(f"context={request.context}: must be at least 1 token")
+    if request.total is not None and len(targets) > 1:
+        raise ConfigError(
+            f"total_memory={request.total!r}: {len(targets)} devices have memory of their own; accepted: memory, for "
+            "the experts of all"
+        )
+    beside = beside_experts(store, geometries[0].layers[0].itemsize, targets[0])
+    if system.keeps_everything or request.is_stated:
+        return _divide_stated(geometries, system, request, targets, beside)
+    context = request.context or DEFAULT_CONTEXT
+    amounts, reason, room = choose_amounts(targets, geometries, beside, context, request.total)
+    if request.at_most is not None:
+        amounts = [min(one, most) for one, most in zip(amounts, shares_of(request.at_most, geometries), strict=True)]
     try:
-        return Division(_split_over(geometries, amounts, request.ring), reason)
+        return Division(_split_over(geometries, amounts, request.ring), reason, RoomBeside(room, beside))
     except BudgetError as error:
-        why = "" if is_stated else f"; {reason}"
-        raise BudgetError(f"{error}{why}") from None
+        raise BudgetError(f"{error}; {reason}") from None
+
+
+def _divide_stated(
+    geometries: Sequence[Geometry],
+    system: System,
+    request: MemoryRequest,
+    targets: Sequence[torch.device],
+    beside: BesideExperts,
+) -> Division:
+    """Where experts get what was said, or all keep their places: `total_memory`, and the host's free memory where a
+    context was stated, must hold that.
+    """
+    total_nbytes = sum(one.nbytes for one in geometries)
+    nbytes = total_nbytes
+    if request.is_stated:
+        assert request.memory is not None
+        nbytes = parse_memory(request.memory, total_nbytes) or total_nbytes
+    if system.keeps_everything and nbytes < total_nbytes:
+        raise ConfigError(
+            f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
+        )
+    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+    reason = f"system {system.name}: all experts" if system.keeps_everything else f"memory {request.memory}{over}"
+    room = None
+    if request.total is not None or (request.context is not None and kind_of(targets[0]).runs_on_host):
+        context = request.context or DEFAULT_CONTEXT
+        available, what = _available(targets[0], request.total)
+        kept = min(nbytes, total_nbytes)
+        room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
+        if beside.of_tokens(0, context) > room.nbytes:
+            raise BudgetError(
+                f"{reason}: takes {kept / _GIB:.2f} GiB, but {what}; {beside.sentence(context)}; accepted: less "
+                "memory, or a smaller context"
+            )
+        if request.total is not None:
+            reason = f"{reason}; {what}; {beside.sentence(context)}"
+    amounts = [one.nbytes for one in geometries] if system.keeps_everything else shares_of(nbytes, geometries)
+    return Division(_split_over(geometries, amounts, None if system.keeps_everything else request.ring), reason, room)
 
 
 def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
@@ -107,80 +193,76 @@ def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: in
     return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
 
 
-# -- what is chosen where nothing is stated ----------------------------------------------------------------------------
-
-
-def _amounts_that_are_free(
-    store: PackedStore, geometries: Sequence[Geometry], context: int, targets: Sequence[torch.device]
-) -> tuple[list[int], str]:
-    itemsize = geometries[0].layers[0].itemsize
-    cache_nbytes = kv_cache_nbytes(store.config, context, itemsize)
-    is_host = kind_of(targets[0]).runs_on_host
-    working = working_nbytes(store.config, context, itemsize) if is_host else WORKING_NBYTES
-    return choose_amounts(targets, geometries, store.dense_nbytes, cache_nbytes, context, working)
+# -- what is chosen where experts get what is left ---------------------------------------------------------------------
 
 
 def choose_amounts(
     targets: Sequence[torch.device],
     geometries: Sequence[Geometry],
-    dense_nbytes: int,
-    cache_nbytes: int,
+    beside: BesideExperts,
     context: int,
-    working_nbytes: int = WORKING_NBYTES,
-) -> tuple[list[int], str]:
-    """What each device can give to experts, and why: of the memory that is free, which logical devices share; the first
-    device also holds the dense part and the KV cache of `context` tokens. `working_nbytes`: what a forward pass takes
-    beside these.
+    total: str | int | None = None,
+) -> tuple[list[int], str, int]:
+    """What each device can give to experts, and why: of `total`, or of the memory that is free, which logical devices
+    share; the first device also holds what is `beside` them, for `context` tokens. Last, the bytes that are left on the
+    first for KV cache and activations.
     """
     amounts = [0] * len(targets)
     reasons = []
+    room = 0
     owners = [kind_of(target).memory_of(target) for target in targets]
     for owner in dict.fromkeys(owners):
         here = [number for number, one in enumerate(owners) if one == owner]
-        target, of_experts = targets[here[0]], [geometries[number] for number in here]
-        dense, cache, tokens = (dense_nbytes, cache_nbytes, context) if 0 in here else (0, 0, 0)
-        available, expert_nbytes = kind_of(target).available_nbytes(target), sum(one.nbytes for one in of_experts)
-        chosen, reason = choose_amount(available, expert_nbytes, dense, cache, tokens, working_nbytes)
+        of_experts = [geometries[number] for number in here]
+        expert_nbytes = sum(one.nbytes for one in of_experts)
+        available, what = _available(targets[here[0]], total)
+        own, tokens = (beside, context) if 0 in here else (BesideExperts(0, beside.fixed_nbytes, 0), 0)
+        left = available - own.dense_nbytes - own.fixed_nbytes
+        chosen = max(0, min(left - own.of_tokens(0, tokens), expert_nbytes))
         for number, amount in zip(here, shares_of(chosen, of_experts), strict=True):
             amounts[number] = amount
+        share = "all experts fit" if chosen == expert_nbytes else f"{100 * chosen / expert_nbytes:.1f}% of the experts"
+        reason = f"{chosen / _GIB:.2f} GiB ({share}): {what}; {own.sentence(tokens)}"
         reasons.append(reason if len(targets) == 1 else f"{owner}: {reason}")
+        room = left - chosen if 0 in here else room
     over = f" over {len(targets)} devices" if len(targets) > 1 else ""
-    return amounts, f"memory auto{over}: {'; '.join(reasons)}"
+    name = "memory auto" if total is None else f"total memory {total}"
+    return amounts, f"{name}{over}: {'; '.join(reasons)}", room
 
 
-def choose_amount(
-    available: int,
-    expert_nbytes: int,
-    dense_nbytes: int,
-    cache_nbytes: int,
-    context: int,
-    working_nbytes: int = WORKING_NBYTES,
-) -> tuple[int, str]:
-    """What is free after the dense part, the KV cache of `context` tokens and working memory, at most all experts; and
-    how that came to be.
+def _available(target: torch.device, total: str | int | None) -> tuple[int, str]:
+    """Bytes for weights, KV cache and activations, and how many that are: of `total` what this process, where it takes
+    the same memory, does not take by now.
     """
-    left = available - dense_nbytes - cache_nbytes - working_nbytes
-    nbytes = max(0, min(left, expert_nbytes))
-    gib = 1 << 30
-    parts = (
-        f"{available / gib:.2f} GiB are free; dense weights take {dense_nbytes / gib:.2f}, "
-        f"the KV cache of {context} tokens {cache_nbytes / gib:.2f}, working memory {working_nbytes / gib:.2f} GiB"
-    )
-    chosen = "all experts fit" if nbytes == expert_nbytes else f"{100 * nbytes / expert_nbytes:.1f}% of the experts"
-    return nbytes, f"{nbytes / gib:.2f} GiB ({chosen}): {parts}"
+    kind = kind_of(target)
+    free = kind.available_nbytes(target)
+    stated = None if total is None else parse_memory(total, free, "total_memory")
+    if stated is None:
+        return free, f"{free / _GIB:.2f} GiB are free"
+    if not kind.runs_on_host:
+        return stated, f"of {stated / _GIB:.2f} GiB"
+    own = rss_nbytes()
+    return stated - own, f"of {stated / _GIB:.2f} GiB this process takes {own / _GIB:.2f}"
 
 
-def working_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
-    """What a model on a CPU takes beside weights and KV cache, while it reads a prompt of `context` tokens at once;
-    imports are not counted, as they are in memory when this is asked.
-    """
+def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:
+    """Of a packed model on a device."""
+    config = store.config
+    cache = kv_cache_nbytes(config, 1, itemsize)
+    if not kind_of(target).runs_on_host:
+        return BesideExperts(store.dense_nbytes, WORKING_NBYTES, cache)
+    return BesideExperts(store.dense_nbytes, BESIDE_NBYTES, cache, pass_nbytes(config, itemsize))
+
+
+def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
+    """Activations of a token of those that a model on a CPU reads in one forward pass."""
     text = config.get("text_config", config)
     hidden = text.get("hidden_size", text.get("d_model", 0))
     top_k = next(
         (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
     )
     wide = text.get("intermediate_size", text.get("d_ff", 0)) or 0
-    return BESIDE_NBYTES + context * itemsize * (hidden * (8 + 2 * top_k) + 3 * wide)
+    return int(itemsize * (hidden * (8 + 2 * top_k) + 3 * wide))
 
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:

@@ -152,15 +152,25 @@ def _code(smaps: str) -> Iterator[tuple[int, int, int]]:
         resident = anonymous = 0
 
 
+def rss_nbytes() -> int:
+    """Memory that this process has resident, code of libraries included; the most it ever had, where the system does
+    not say.
+    """
+    return _status_nbytes("VmRSS") or peak_rss_nbytes()
+
+
 def peak_rss_nbytes() -> int:
     """Most memory this process ever had resident.
 
     From VmHWM where there is one: `ru_maxrss` also counts the parent as it was when it forked us.
     """
-    try:
+    return _status_nbytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _status_nbytes(name: str) -> int:
+    """0 where there is no such line."""
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return 0

@@ -37,7 +37,7 @@ class Dataset:
         if not trace.is_real("router_inputs"):
             raise TraceError(
                 f"{trace.folder}: field 'router_inputs': not in this trace, which has "
-                f"{', '.join(trace.manifest.fields)}; `expertly trace record --full` records it"
+                f"{', '.join(trace.manifest.fields)}; `expertly lab trace record --full` records it"
             )
         self.layers = trace.manifest.layers
         self.num_rows = sum(span.num_rows for span in spans)

@@ -20,8 +20,7 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
-from expertly.lab.layer_profile import LayerSample, cuts, fit_layers, layer_times, parts_and_part, samples_of
-from expertly.lab.link_profile import fit_link
+from expertly.lab.layer_profile import LayerSample, cuts, fit_layers, fit_link, layer_times, parts_and_part, samples_of
 from expertly.lab.playing import forward
 from expertly.model.hooks import experts_modules
 

@@ -1,18 +1,54 @@
-"""A request on a loaded model, one token after the other: answered by it, or fed to it as it was recorded."""
+"""Requests on a loaded model, one token after the other: answered by it, or fed to it as they were recorded; and what
+it learns from a recording.
+"""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from expertly.api import handle
+from expertly.engine.learned import reuse_models
+from expertly.sim.schedule import Schedule
+from expertly.sim.training import histories, teach
+from expertly.trace.reader import Trace
+
 Choose = Callable[[torch.Tensor], int]
 """A token by its logits [V]."""
+
+LEAST_STEPS = 8
+"""Of an answer that is cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """Tokens as they were recorded, which every system is fed; the first `num_prompt` are the prompt."""
+
+    tokens: tuple[int, ...]
+    num_prompt: int
+    number: int = 0  # in its trace
+
+    def cut(self, share: float) -> RecordedRequest:
+        """With that share of its steps, LEAST_STEPS of them at least."""
+        num_steps = max(LEAST_STEPS, int(share * (len(self.tokens) - self.num_prompt)))
+        return replace(self, tokens=self.tokens[: self.num_prompt + num_steps])
+
+
+def recorded_requests(trace: Trace, schedule: Schedule) -> list[RecordedRequest]:
+    """Those that are not learned from. The schedule is of whole requests."""
+    found = []
+    for span in schedule.test:
+        assert span.request is not None
+        rows = (span.first_row, span.first_row + span.num_rows)
+        num_prompt = int(trace.rows("is_prefill", *rows).sum())
+        found.append(RecordedRequest(tuple(trace.rows("token", *rows).tolist()), num_prompt, span.request))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +103,17 @@ def feed(model: Any, tokens: Sequence[int], num_prompt: int) -> Played:
             times.append(time.perf_counter())
     spent = [end - begin for begin, end in pairwise(times)]
     return Played(spent[0], tuple(spent[1:]))
+
+
+def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
+    """Let what predicts and what evicts learn from the training part, if they do."""
+    engine = handle(model).engine
+    for reuse in reuse_models(engine.executor):
+        teach(reuse, trace, schedule.training)
+    if engine.prefetching is not None:
+        predictor = engine.prefetching.predictor
+        for history in histories(trace, schedule.training, predictor.wants):
+            predictor.learn(history)
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:

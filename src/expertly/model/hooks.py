@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -142,6 +142,7 @@ class _Passes:
     runtime: Runtime
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
     is_running: bool = False  # the runtime has been told of a pass that has not ended
+    check: Callable[[int, int], None] | None = None  # see `check_passes`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
         return self
@@ -170,6 +171,13 @@ def between_passes(model: nn.Module) -> Iterator[None]:
     """No other thread runs a forward pass of a loaded model in the block."""
     with _passes_of(model).lock:
         yield
+
+
+def check_passes(model: nn.Module, check: Callable[[int, int], None]) -> None:
+    """Have `check(tokens in the KV cache, tokens read)`, of all sequences together, raise before a forward pass of a
+    loaded model that must not run.
+    """
+    _passes_of(model).check = check
 
 
 @contextlib.contextmanager
@@ -212,6 +220,10 @@ def _announcing(original: Any, role: Role) -> Any:
                 info = describe_pass(role, inputs, layers)
             if info is None:
                 return original.forward(self, *args, **kwargs)
+            if passes.check is not None:
+                num_read = len(info.is_prefill)
+                num_cached = _length(inputs.get("past_key_values"))
+                passes.check(num_cached * info.num_requests, num_read)
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
             try:
@@ -293,6 +305,13 @@ def _describe_packed(num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
     is_prefill[first_rows[has_past]] = False
     phase: Literal["prefill", "decode"] = "prefill" if is_prefill.any() else "decode"
     return IterationInfo(_frozen(is_prefill), is_pad, int(np.count_nonzero(lengths)), phase)
+
+
+def _length(cache: Any) -> int:
+    """Tokens that each sequence has in the cache, where that can be told."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return int(cache.get_seq_length())
+    return 0
 
 
 def _is_filled(cache: Any) -> bool:

@@ -40,7 +40,7 @@ class CannotRun(ExpertlyError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system on one budget: the row of `expertly simulate`, and the times of its passes."""
+    """One system on one budget: the row of `expertly lab simulate`, and the times of its passes."""
 
     system: str  # as asked for
     is_modelled: bool

@@ -16,10 +16,10 @@ from expertly.reproduce.subject import Subject
 from expertly.sim.schedule import Arrivals
 
 COMMANDS = {
-    "prompts": "`expertly trace record` records them; imported routing has none",
-    "weights": "`expertly train-predictor TRACE --out FILE` makes them, --predictor FILE takes them",
+    "prompts": "`expertly lab trace record` records them; imported routing has none",
+    "weights": "`expertly lab train TRACE --out FILE` makes them, --predictor FILE takes them",
 }
-RECORD = "`expertly trace record --full` records it"
+RECORD = "`expertly lab trace record --full` records it"
 
 
 @dataclass

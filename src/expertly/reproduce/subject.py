@@ -45,7 +45,8 @@ class Subject:
         layers = tuple(layer for layer in known if layer is not None)
         if len(layers) != len(known):
             raise ExpertlyError(
-                f"trace={str(path)!r}: does not know its experts' sizes; `expertly trace import --geometry` gives them"
+                f"trace={str(path)!r}: does not know its experts' sizes; `expertly lab trace import --geometry` gives "
+                "them"
             )
         sizes = "its own sizes"
         if layers[0].expert_nbytes < SMALL_NBYTES:

@@ -79,12 +79,12 @@ class System:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether its predictor must be trained before: `expertly train-predictor`."""
+        """Whether its predictor must be trained before: `expertly lab train`."""
         return self._predictor is not None and self._predictor.takes_weights
 
     @property
     def takes_plan(self) -> bool:
-        """Whether its allocation can begin with a plan of splits: `expertly configure`."""
+        """Whether its allocation can begin with a plan of splits: `expertly lab configure`."""
         return not self.keeps_everything and ALLOCATIONS[self.allocation].splits
 
     def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:

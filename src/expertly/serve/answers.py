@@ -155,18 +155,19 @@ class CompletionAnswer(_Answer):
     ) -> None:
         super().__init__(model, prompts, request, has_logprobs, includes_usage)
         self._echo = echo
-        self._offsets = [len(echo.get(index, "")) for index in range(len(request.texts))]
+        self._offsets = [0 if has_logprobs else len(echo.get(index, "")) for index in range(len(request.texts))]
         self._started: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream tells of `delta`."""
-        text = delta.text
+        text, first = delta.text, []
         if delta.index not in self._started:
             self._started.add(delta.index)
             text = self._echo.get(delta.index, "") + text
+            first = self._first(delta.index)
         if not text and delta.reason is None:
             return []
-        logprobs = self._logprobs(delta.index, delta.choices) if self.has_logprobs else None
+        logprobs = self._logprobs(delta.index, [*first, *delta.choices]) if self.has_logprobs else None
         return [
             self._object("text_completion", [self._choice(delta.index, text, logprobs, delta.reason)], **self._null)
         ]
@@ -180,12 +181,17 @@ class CompletionAnswer(_Answer):
             own = [delta for delta in deltas if delta.index == index]
             text = self._echo.get(index, "") + "".join(delta.text for delta in own)
             tokens = [choice for delta in own for choice in delta.choices]
-            logprobs = self._logprobs(index, tokens) if self.has_logprobs else None
+            logprobs = self._logprobs(index, [*self._first(index), *tokens]) if self.has_logprobs else None
             choices.append(self._choice(index, text, logprobs, own[-1].reason))
         return self._object("text_completion", choices, usage=usage(self.request))
 
     def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _first(self, index: int) -> list[SampledToken]:
+        """Of an echoed prompt, which nothing comes before."""
+        text = self.request.texts[index]
+        return [SampledToken(text.prompt[0])] if index in self._echo and self.has_logprobs else []
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
         """Offsets count what each token is alone: near enough where characters span tokens."""
@@ -195,12 +201,14 @@ class CompletionAnswer(_Answer):
             offsets.append(self._offsets[index])
             self._offsets[index] += len(piece)
         tops = [
-            {self.prompts.text([token], special=True): finite(value) for token, value in choice.top}
+            None
+            if choice.logprob is None
+            else {self.prompts.text([token], special=True): finite(value) for token, value in choice.top}
             for choice in choices
         ]
         return {
             "tokens": pieces,
-            "token_logprobs": [finite(choice.logprob) for choice in choices],
+            "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in choices],
             "top_logprobs": tops,
             "text_offset": offsets,
         }

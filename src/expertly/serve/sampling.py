@@ -29,6 +29,7 @@ class Sampling:
 
     `logprobs`: how many alternatives to tell with each token; None: nothing is told. `min_p`: tokens below this share
     of the likeliest one's probability are left out. `grammar`: what the text must follow.
+    `script`: the tokens that it begins with, whatever the model thinks of them.
     """
 
     temperature: float = 1.0
@@ -42,6 +43,7 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     grammar: Grammar | None = None
+    script: Sequence[int] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -82,6 +84,7 @@ class _State:
     prompt: Sequence[int]
     grammar: Grammar | None
     counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
+    num_scripted: int = 0  # so far
 
 
 Told = Callable[[Sequence[tuple[str, SampledToken]]], None]
@@ -125,6 +128,11 @@ class Sampler:
                 continue
             sampling = state.sampling
             token = greedy[row]
+            if state.num_scripted < len(sampling.script):
+                token = tokens[row] = sampling.script[state.num_scripted]
+                state.num_scripted += 1
+                told.append((name, _choice(logits[row], token, sampling.logprobs)))
+                continue
             if not sampling.is_greedy or sampling.changes_logits:
                 token = _draw(_adjusted(logits[row], state), state)
                 tokens[row] = token

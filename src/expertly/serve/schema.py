@@ -305,8 +305,6 @@ class CompletionRequest(Generation):
     def _can_be_served(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is not chosen among; accepted: the value of n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo gives no logprobs of the prompt; accepted: one of them")
         return self
 
     @property

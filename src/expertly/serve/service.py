@@ -134,7 +134,12 @@ class Service:
                 self.prompts.check_tokens(prompt, "prompt")
                 prompts.append(prompt)
         limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        request = self._request(asked, prompts, limit, asked.sampling(asked.logprobs), "prompt")
+        scores_prompt = bool(asked.echo) and asked.logprobs is not None
+        if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
+            raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
+        request = self._request(
+            asked, prompts, limit, asked.sampling(asked.logprobs), "prompt", scores_prompt=scores_prompt
+        )
         echo = {text.index: self.prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
         answer = CompletionAnswer(
             self.about.name, self.prompts, request, asked.logprobs is not None, echo, asked.includes_usage
@@ -189,14 +194,17 @@ class Service:
         sampling: Sampling,
         param: str,
         special: bool = False,
+        scores_prompt: bool = False,
     ) -> ServedRequest:
         for token in sampling.bias:
             if token >= self.prompts.vocabulary:
                 raise invalid(f"logit_bias: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", "logit_bias")
         request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
         for prompt in prompts:
+            begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
-                request.add(prompt, limit, self._ends, seeded(sampling, number), asked.stops)
+                own = replace(seeded(sampling, number), script=script)
+                request.add(begun, limit + len(script), self._ends, own, asked.stops)
         longest = max(len(prompt) for prompt in prompts)
         self.scheduler.check_size(longest, limit, len(request.texts), param)
         return request

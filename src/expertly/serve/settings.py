@@ -52,15 +52,17 @@ def check_exposure(host: str, keys: tuple[str, ...]) -> None:
         )
 
 
-def check_origins(origins: tuple[str, ...], keys: tuple[str, ...]) -> None:
-    """Raises ConfigError where one is no web site, or any page of the web could use the server without a key."""
+def read_origins(text: str | None, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Web sites, parted by commas. Raises ConfigError where one is none, or any page of the web could use the server
+    without a key.
+    """
+    origins = tuple(origin.strip() for origin in (text or "").split(",") if origin.strip())
     for origin in origins:
         if origin == "*" and not keys:
-            raise ConfigError(
-                "--cors *: any web page could use the server without a key; give --api-key-file FILE as well"
-            )
+            raise ConfigError("--cors *: any web page could use the server without a key; give --api-key-file FILE too")
         if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
             raise ConfigError(f"--cors {origin}: accepted: * or a web site, as https://example.org")
+    return origins
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Systems x budgets on one trace and one machine: what `expertly simulate` prints."""
+"""Systems x budgets on one trace and one machine: what `expertly lab simulate` prints."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Study:
         if made_up:
             return f"system {system.name!r} needs what this trace does not really have: {', '.join(made_up)}"
         if system.takes_weights and self.learned is None:
-            return f"system {system.name!r} needs --predictor FILE, which `expertly train-predictor` makes"
+            return f"system {system.name!r} needs --predictor FILE, which `expertly lab train` makes"
         return None
 
     def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:

@@ -12,11 +12,11 @@ import pytest
 
 from expertly.lab.compare import engine_runs, worker
 from expertly.lab.compare.engine_runs import EngineRuns, can_be_together
-from expertly.lab.compare.playing import PlayedRequest
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.compare.worker import Worker, WorkerError
+from expertly.lab.playing import RecordedRequest
 
-REQUESTS = [PlayedRequest(number, [1, 2, 3], 2) for number in range(2)]
+REQUESTS = [RecordedRequest((1, 2, 3), 2, number) for number in range(2)]
 
 
 class Stage:

@@ -15,12 +15,12 @@ from expertly.lab.compare.folder import begin, prepare, write_all
 def test_an_earlier_comparison_is_replaced_when_that_is_said(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     prepare(out, force=False)
-    begin(out, "expertly compare")
+    begin(out, "expertly lab compare")
     prepare(out, force=False)  # one that never got anywhere is no loss
-    write_all(out, {"command": "expertly compare", "rate": float("nan")}, "<p>")
+    write_all(out, {"command": "expertly lab compare", "rate": float("nan")}, "<p>")
     (out / "trace").mkdir()
     (out / "trace" / "manifest.json").write_text("{}")
-    assert json.loads((out / "results.json").read_text()) == {"command": "expertly compare", "rate": None}
+    assert json.loads((out / "results.json").read_text()) == {"command": "expertly lab compare", "rate": None}
     with pytest.raises(ConfigError, match="holds an earlier comparison; --force replaces it"):
         prepare(out, force=False)
     prepare(out, force=True)

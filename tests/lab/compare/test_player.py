@@ -15,7 +15,8 @@ from expertly.core.errors import ConfigError
 from expertly.engine.learned import reuse_models
 from expertly.lab.compare import player as compare_player
 from expertly.lab.compare.player import Player
-from expertly.lab.compare.playing import PlayedRequest
+from expertly.lab.playing import RecordedRequest
+from expertly.lab.prompts import Prompt
 from expertly.sim.schedule import Selection
 from expertly.trace.reader import Trace
 from tests.families import make_checkpoint
@@ -42,7 +43,7 @@ def load(player: Player, model: Path, system: str) -> dict[str, Any]:
 
 def recorded(player: Player, folder: Path) -> Path:
     """Four answers of six tokens."""
-    asked = [(None, text, ids) for text, ids in zip("abcd", player.tokens(list("abcd"), 6), strict=True)]
+    asked = player.tokens([Prompt(number, text, None) for number, text in enumerate("abcd", 1)], 6, False)
     player.record(str(folder / "trace"), asked, 6, HOW)
     return folder / "trace"
 
@@ -53,7 +54,7 @@ def test_what_is_recorded_is_what_is_played(player: Player, model: Path, tmp_pat
     trace = Trace.open(recorded(player, tmp_path))
     first = trace.requests[0]
     ids = trace.rows("token", 0, first.num_rows).tolist()
-    played = player.play(PlayedRequest(0, ids, first.num_prompt_tokens))
+    played = player.play(RecordedRequest(tuple(ids), first.num_prompt_tokens))
     assert played["num_steps"] == first.num_rows - first.num_prompt_tokens == 5, "the last token is not fed"
     assert played["latency_s"] > played["ttft_s"] > 0 and played["tpot_s"] > 0
     demands = sum(played["decode"][name] for name in ("hits", "partial_hits", "misses"))
@@ -75,16 +76,16 @@ def test_a_training_part_teaches_what_predicts_and_what_evicts(player: Player, m
     assert reuse.num_learned > 0
 
 
-def test_a_prompt_that_is_too_long_has_no_tokens(player: Player, model: Path) -> None:
+def test_a_prompt_that_is_too_long_is_left_out(player: Player, model: Path) -> None:
     load(player, model, "lru")
-    short, long = player.tokens(["a", "a b " * 5000], 6)
-    assert short and long == []
+    found = player.tokens([Prompt(1, "a", None), Prompt(2, "a b " * 5000, None)], 6, False)
+    assert [one.prompt.line for one in found] == [1]
 
 
 def test_a_model_without_a_tokenizer_is_refused(player: Player, tmp_path: Path) -> None:
     load(player, make_checkpoint("qwen3_moe", tmp_path / "bare", seed=6), "lru")
     with pytest.raises(ConfigError, match="has no tokenizer"):
-        player.tokens(["a"], 6)
+        player.tokens([Prompt(1, "a", None)], 6, False)
 
 
 def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(

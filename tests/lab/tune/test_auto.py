@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 import torch
 
 import expertly
-from expertly.cli.loading import add_loading_arguments, load_model
+from expertly.cli.loading import load_model
 from expertly.cli.main import main
 from expertly.engine.choice import Gain, TunedChoice, choices_path, read_choices, save_choice, this_machine
 from expertly.model.packing import pack_cached
+from expertly.options import LoadOptions
 from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
@@ -168,9 +168,7 @@ def test_removing_the_store_removes_its_choices(tmp_path: Path, capsys: pytest.C
 
 def test_commands_say_what_it_came_to(model: Path, store: PackedStore, capsys: pytest.CaptureFixture[str]) -> None:
     save(store, choice(store, "lcp", 0.25))
-    parser = argparse.ArgumentParser()
-    add_loading_arguments(parser)
-    run, _ = load_model(parser.parse_args([str(model), "--memory", "25%", "--system", "auto", "--codec", "none"]))
+    run, _ = load_model(str(model), LoadOptions(memory="25%", codec="none"))
     expertly.unload(run)
     assert "system auto: lcp, P = 1, tuned for" in capsys.readouterr().err
 

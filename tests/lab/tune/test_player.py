@@ -14,6 +14,7 @@ import expertly
 from expertly import api
 from expertly.engine import cpu
 from expertly.engine.learned import reuse_models
+from expertly.lab.prompts import Prompt
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.deadline import Deadline
 from expertly.lab.tune.player import EnginePlayer
@@ -21,7 +22,8 @@ from expertly.lab.tune.workload import TunedWorkload, record_workload
 from expertly.scheduler.presets import get_system
 from tests.families import make_checkpoint
 
-PROMPTS = ["Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,"]
+TEXTS = ("Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,")
+PROMPTS = [Prompt(line, text, None) for line, text in enumerate(TEXTS, 1)]
 STEPS = 6
 
 

@@ -14,11 +14,11 @@ import expertly
 from expertly.cli.tune_report import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
-from expertly.lab.playing import Played
+from expertly.lab.playing import Played, RecordedRequest
+from expertly.lab.prompts import Prompt
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.tune import Tuned, Wishes, keep_learned, save, tune
 from expertly.lab.tune.verification import MIN_TURNS, CandidatePlayer
-from expertly.lab.tune.workload import RecordedRequest
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.sim.hardware import Hardware, Link
@@ -26,7 +26,8 @@ from expertly.store.cache import learned_beside
 from tests.families import make_checkpoint
 from tests.lab.tune.toys import FakeClock
 
-PROMPTS = ["Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,"]
+TEXTS = ("Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,")
+PROMPTS = [Prompt(line, text, None) for line, text in enumerate(TEXTS, 1)]
 
 WISHES = Wishes(memory="50%", codec="none", max_new_tokens=6, time_limit_s=100.0, command="expertly tune")
 
@@ -147,7 +148,8 @@ def test_all_memory_is_for_all_to_stay(model: Path) -> None:
 def test_what_the_model_cannot_be_given_is_an_error(model: Path) -> None:
     for prompts in (["only one"], ["", ""], ["x" * 2000, "y"]):
         with pytest.raises(ConfigError, match="can be given to this model; accepted: at least 2"):
-            tune(replace(WISHES, model=str(model)), prompts, no_machine)
+            asked = [Prompt(line, text, None) for line, text in enumerate(prompts, 1)]
+            tune(replace(WISHES, model=str(model)), asked, no_machine)
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:

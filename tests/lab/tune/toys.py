@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from expertly.core.errors import ConfigError
-from expertly.lab.playing import Played
+from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.workload import RecordedRequest
 from expertly.scheduler.presets import get_system
 
 REQUESTS = (RecordedRequest((1, 2, 3, 4, 5), 2), RecordedRequest((6, 7, 8), 1))

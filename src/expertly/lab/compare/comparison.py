@@ -15,15 +15,22 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
-from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together, load_arguments
-from expertly.lab.compare.figures import rows_of
+from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together
+from expertly.lab.compare.figures import headline, rows_of
 from expertly.lab.compare.folder import FORMAT, FORMAT_VERSION
-from expertly.lab.compare.headline import headline
-from expertly.lab.compare.machine import MachineWorker
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.simulated import Ground, Simulated, check_budgets, simulate
-from expertly.lab.compare.worker import Worker
-from expertly.lab.compare.workload import middle_decode_iteration, pick, played_requests, selection_of
+from expertly.lab.compare.simulated import (
+    Ground,
+    Simulated,
+    check_budgets,
+    middle_decode_iteration,
+    pick,
+    selection_of,
+    simulate,
+)
+from expertly.lab.compare.worker import MachineWorker, Worker, load_arguments
+from expertly.lab.playing import recorded_requests
+from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
@@ -43,14 +50,6 @@ TRACE_HARDWARE = "rtx3090"
 
 Progress = Callable[[str, int, int], None]
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedPrompt:
-    """One request to be."""
-
-    text: str
-    category: str | None
 
 
 @dataclass(slots=True)
@@ -159,7 +158,7 @@ def compare_trace(
 def compare_model(
     comparison: Comparison,
     model: str | None,
-    prompts: Sequence[ComparedPrompt],
+    prompts: Sequence[Prompt],
     folder: Path,
     progress: Progress | None,
     tell: Tell,
@@ -191,7 +190,7 @@ def compare_model(
             return can_be_together([base_nbytes + nbytes for nbytes in held], free_nbytes, facts["device"])
 
         lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
-        requests = played_requests(trace, schedule)
+        requests = recorded_requests(trace, schedule)
         in_words = tell if progress is None else None
 
         def between() -> None:
@@ -226,15 +225,14 @@ def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any
 
 
 def _record(
-    comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[ComparedPrompt], folder: Path
+    comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[Prompt], folder: Path
 ) -> tuple[dict[str, Any], Trace, Schedule]:
     """Facts of the loaded model, the trace of its answers, and what of it is played."""
     settings = comparison.settings
     num_tokens = settings.tokens or NUM_TOKENS
     facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.timeline_memory, "lru"))
     wanted = list(prompts)[: settings.requests or NUM_REQUESTS]
-    tokens = machine.ask("tokens", [prompt.text for prompt in wanted], num_tokens)
-    asked = [(one.category, one.text, ids) for one, ids in zip(wanted, tokens, strict=True) if ids]
+    asked = machine.ask("tokens", wanted, num_tokens, settings.is_raw)
     if not asked:
         raise ConfigError(
             f"prompts: none of {len(wanted)} can be given to this model with {num_tokens} tokens of answer"
@@ -254,6 +252,8 @@ def _record(
     comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "threads")}
     comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
     comparison.notes += _fewer(settings, len(wanted))
+    if facts["is_templated"] and not settings.is_raw:
+        comparison.notes.append("prompts are put through the model's chat template")
     if len(asked) < len(wanted):
         comparison.notes.append(f"{len(wanted) - len(asked)} prompts were left out: the model cannot take them")
     return facts, trace, schedule

@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertly.lab.compare.playing import PlayedRequest
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.worker import Worker, WorkerError
-from expertly.scheduler.presets import get_system
+from expertly.lab.compare.worker import Worker, WorkerError, load_arguments
+from expertly.lab.playing import RecordedRequest
 from expertly.sim.schedule import Selection
 
 MOST_OF_FREE = 0.8
@@ -32,7 +31,7 @@ class RunFailure:
 
 @dataclass(slots=True)
 class ComparedRuns:
-    """What was measured so far: `played[memory, system][round][request]`, see playing.play."""
+    """What was measured so far: `played[memory, system][round][request]`, see Player.play."""
 
     played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
     loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class EngineRuns:
         self,
         settings: ComparisonSettings,
         arguments: dict[str, Any],  # of `expertly.load`, without memory and system
-        requests: Sequence[PlayedRequest],
+        requests: Sequence[RecordedRequest],
         lesson: tuple[str, Selection] | None,  # the trace whose training part predictors learn from
         between: Callable[[], None],  # called when nothing runs, about once a round
         progress: Progress | None = None,
@@ -132,7 +131,7 @@ class EngineRuns:
         self.runs.played.setdefault((memory, name), []).append([])
         return not self.runs.has_failed(memory, name)
 
-    def _play(self, memory: str, name: str, request: PlayedRequest) -> None:
+    def _play(self, memory: str, name: str, request: RecordedRequest) -> None:
         played = self._asked(memory, name, "play", request)
         if played is not None:
             self.runs.played[memory, name][-1].append(played)
@@ -150,17 +149,6 @@ class EngineRuns:
             self.runs.failures.append(RunFailure("engine", memory, name, str(error)))
             self._workers[name].end()
             return None
-
-
-def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[str, Any]:
-    """Those of `expertly.load` for one system: what is of use to others alone is left out."""
-    system = get_system(name)
-    given = arguments | {"memory": None if system.keeps_everything else memory, "system": name}
-    if not system.takes_weights:
-        given["predictor"] = "auto"
-    if not system.takes_plan:
-        given["plan"] = None
-    return given
 
 
 def can_be_together(each_nbytes: Sequence[int], free_nbytes: int, device: str) -> bool:

@@ -18,7 +18,7 @@ from expertly.core.units import (
     format_seconds,
     format_share,
 )
-from expertly.lab.compare.headline import best_row, failures_in_words
+from expertly.lab.compare.figures import best_row, failures_in_words
 from expertly.lab.compare.pictures import (
     KINDS,
     MEASURES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,22 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
-from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.errors import ModelUseError
 from expertly.engine.device import kind_of
-from expertly.engine.learned import find_weights, reuse_models
+from expertly.engine.learned import find_weights
 from expertly.engine.process import peak_rss_nbytes
 from expertly.hardware.measure import store_costs
-from expertly.lab.compare.playing import PlayedRequest, play
 from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import Measurement
-from expertly.lab.playing import answer, chooser, max_positions
+from expertly.lab.playing import RecordedRequest, answer, chooser, feed, learn, max_positions
+from expertly.lab.prompts import AskedPrompt, Prompt, asked, has_template
 from expertly.lab.recording import record
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
+
+PHASES = ("prefill", "decode")
 
 
 class Player:
@@ -47,6 +49,7 @@ class Player:
             "codec": told["codec"]["name"],
             "dtype": found.store.manifest.dtype,
             "device": str(self._model.device),
+            "is_templated": has_template(self._tokenizer),
             "identity": found.store.manifest.identity,
             "store": str(found.store.folder),
             "threads": torch.get_num_threads(),
@@ -63,47 +66,48 @@ class Player:
         """The most memory that this process has held."""
         return peak_rss_nbytes()
 
-    def tokens(self, texts: list[str], num_new: int) -> list[list[int]]:
-        """Of each prompt that the model can be given; an empty list for each of the others."""
+    def tokens(self, prompts: list[Prompt], num_new: int, is_raw: bool) -> list[AskedPrompt]:
+        """The prompts that the model can be given, and answer with so many tokens."""
         if self._model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model cannot be compared yet; accepted: one that decodes alone")
-        if self._tokenizer is None:
-            raise ConfigError("model: has no tokenizer, so prompts have no tokens")
         limit = max_positions(self._model)
-        found = [self._tokenizer(text)["input_ids"] for text in texts]
-        return [ids if limit is None or len(ids) + num_new <= limit else [] for ids in found]
+        return asked(prompts, self._tokenizer, is_raw=is_raw, most=None if limit is None else limit - num_new)[0]
 
-    def record(
-        self, folder: str, requests: list[tuple[str | None, str, list[int]]], num_tokens: int, how: dict[str, Any]
-    ) -> list[str]:
-        """Answer the requests (category, text, tokens) and write the full trace; why optional fields are absent."""
+    def record(self, folder: str, prompts: list[AskedPrompt], num_tokens: int, how: dict[str, Any]) -> list[str]:
+        """Answer the prompts and write the full trace; why optional fields are absent."""
         choose = chooser(how["temperature"], how["seed"])
         names = {"name": how["name"], "created": how["created"], "command": how["command"]}
         with record(self._model, Path(folder), full=True, **names) as recording:
-            for category, text, ids in requests:
-                recording.begin_request(category, text, len(ids))
-                answer(self._model, ids, num_tokens, choose)
+            for one in prompts:
+                recording.begin_request(one.prompt.category, one.prompt.text, len(one.tokens))
+                answer(self._model, one.tokens, num_tokens, choose)
         return [f"{field}: {reason}" for field, reason in recording.absent.items()]
 
     def learn(self, folder: str, selection: Selection) -> None:
-        """Let what predicts and what evicts learn from the training part of a trace, if they do."""
-        engine, trace = handle(self._model).engine, Trace.open(Path(folder))
-        training = make_schedule(trace, selection).training
-        for reuse in reuse_models(engine.executor):
-            teach(reuse, trace, training)
-        if engine.prefetching is not None:
-            predictor = engine.prefetching.predictor
-            for history in histories(trace, training, predictor.wants):
-                predictor.learn(history)
+        """From the training part of a trace, see playing.learn."""
+        trace = Trace.open(Path(folder))
+        learn(self._model, trace, make_schedule(trace, selection))
 
     def weights(self, predictor: str, systems: list[str]) -> LearnedWeights | None:
         """Of the systems with a learned predictor, if there are any; see `expertly.load`."""
         taking = [system for system in map(get_system, systems) if system.takes_weights]
         return find_weights(predictor, taking[0], handle(self._model).store) if taking else None
 
-    def play(self, request: PlayedRequest) -> dict[str, Any]:
-        """See playing.play."""
-        return play(self._model, request)
+    def play(self, request: RecordedRequest) -> dict[str, Any]:
+        """Feed a request. Times in seconds: to the choice of the first token, of each step after it, of all; and what
+        changed of the counters of the experts meanwhile, by phase.
+        """
+        before = {phase: self._counts(phase) for phase in PHASES}
+        played = feed(self._model, request.tokens, request.num_prompt)
+        changed = {}
+        for phase in PHASES:
+            changed[phase] = {name: count - before[phase][name] for name, count in self._counts(phase).items()}
+        times = {"ttft_s": played.ttft_s, "tpot_s": played.tpot_s, "latency_s": played.seconds}
+        return {"request": request.number, **times, "num_steps": len(played.steps_s), **changed}
+
+    def _counts(self, phase: str) -> dict[str, int]:
+        counters = asdict(expertly.stats(self._model).phase(phase))
+        return {name: value for name, value in counters.items() if isinstance(value, int)}
 
     def measure(self, everything: bool) -> None:
         """What passes and transfers cost with this model: all of it, or once more what a decode step depends on."""

@@ -40,6 +40,7 @@ class ComparisonSettings:
     hardware: str | None = None  # None: this machine as it is measured, or with a trace rtx3090
     predictor: Path | None = None
     plan: Path | None = None
+    is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
     @property
     def baseline(self) -> str:

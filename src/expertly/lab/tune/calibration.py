@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from expertly.core.errors import ExpertlyError
-from expertly.lab.playing import Played
+from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.deadline import Deadline
 from expertly.lab.tune.verification import CandidatePlayer
-from expertly.lab.tune.workload import RecordedRequest
 
 QUIET = 0.25
 """Of the steps of a request those that take least, in which nothing else ran: the longest of them counts."""

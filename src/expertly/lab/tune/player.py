@@ -10,13 +10,11 @@ from typing import Any
 from expertly import api
 from expertly.core.errors import ExpertlyError
 from expertly.engine.device import kind_of
-from expertly.engine.learned import reuse_models
 from expertly.engine.memory import available_host_nbytes
-from expertly.lab.playing import Played, feed
+from expertly.lab.playing import Played, RecordedRequest, feed, learn
 from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.workload import RecordedRequest, TunedWorkload
+from expertly.lab.tune.workload import TunedWorkload
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.sim.training import histories, teach
 
 BESIDE_NBYTES = 256 << 20
 """Of a loaded model, beside dense weights and experts: KV cache, activations."""
@@ -73,14 +71,8 @@ class EnginePlayer:
             maps=str(self.maps(candidate)) if system.learns is not None else None,
             codec=candidate.codec,
         )
-        engine, trace, training = api.handle(model).engine, self._workload.trace, self._workload.schedule.training
-        prefetching = engine.prefetching
-        if not self.maps(candidate).exists():
-            for reuse in reuse_models(engine.executor):
-                teach(reuse, trace, training)
-        if system.learns is not None and prefetching is not None and not self.maps(candidate).exists():
-            for history in histories(trace, training, prefetching.predictor.wants):
-                prefetching.predictor.learn(history)
+        if system.learns is not None and not self.maps(candidate).exists():
+            learn(model, self._workload.trace, self._workload.schedule)
         first = self._workload.requests[0]
         feed(model, first.tokens, first.num_prompt)
         return model

@@ -69,7 +69,7 @@ class Simulation:
         return self._study(1, "none", None).geometry_of(candidate.system).segments_per_expert
 
     def plan(self, candidate: Candidate) -> SplitPlan | None:
-        """What a planned candidate begins with: as `expertly configure` makes it of the training part. Raises
+        """What a planned candidate begins with: as `expertly lab configure` makes it of the training part. Raises
         ConfigError where its memory is too little.
         """
         if not candidate.is_planned:

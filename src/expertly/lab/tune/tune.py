@@ -13,10 +13,12 @@ from typing import Any
 
 from expertly import api
 from expertly.core.costs import CODECS
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import StoreError
 from expertly.core.files import disk_errors, write_atomic
 from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_codec, save_choice, this_machine
 from expertly.engine.learned import find_weights
+from expertly.lab.playing import RecordedRequest
+from expertly.lab.prompts import Prompt
 from expertly.lab.tune.calibration import Calibration, calibrate, representatives
 from expertly.lab.tune.candidates import Candidate, Space
 from expertly.lab.tune.deadline import Clock, Deadline
@@ -26,7 +28,7 @@ from expertly.lab.tune.search import SearchResult, finalists, search
 from expertly.lab.tune.simulation import Simulation
 from expertly.lab.tune.verdict import Verdict, decide
 from expertly.lab.tune.verification import CandidatePlayer, Progress
-from expertly.lab.tune.workload import RecordedRequest, TunedWorkload, record_workload
+from expertly.lab.tune.workload import TunedWorkload, record_workload
 from expertly.model.packing import pack_cached
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
@@ -60,6 +62,7 @@ class Wishes:
     seed: int = 0
     time_limit_s: float = 300.0
     command: str = ""
+    is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ MeasureMachine = Callable[[], Hardware]
 
 def tune(
     wishes: Wishes,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     machine: MeasureMachine,
     *,
     clock: Clock = time.monotonic,
@@ -158,7 +161,7 @@ def tune(
 
 def _observed(
     wishes: Wishes,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     stores: Mapping[str, PackedStore],
     load: Load,
     machine: MeasureMachine,
@@ -173,8 +176,6 @@ def _observed(
     tell("recording", 0, 1)
     model, tokenizer = load_base(memory=wishes.memory)
     try:
-        if tokenizer is None:
-            raise ConfigError(f"model={wishes.model!r}: has no tokenizer, so prompts have no tokens")
         workload = record_workload(
             model,
             tokenizer,
@@ -184,6 +185,7 @@ def _observed(
             seed=wishes.seed,
             deadline=deadline.share(RECORDING),
             command=wishes.command,
+            is_raw=wishes.is_raw,
         )
         stages.end("recording")
         tell("measuring", 0, 1)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from expertly.engine.choice import Gain
+from expertly.lab.playing import RecordedRequest
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.deadline import Deadline
 from expertly.lab.tune.verification import MIN_TURNS, CandidatePlayer, Progress, Turns, is_faster, take_turns
-from expertly.lab.tune.workload import RecordedRequest
 
 WANTED_PLAYS = 60
 """Requests that are run in all, if that can be done by cutting them short."""

@@ -8,15 +8,42 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import comb
 from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
 from expertly.engine.choice import Gain
-from expertly.lab.playing import Played
+from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.candidates import Candidate
 from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.interval import median_interval
-from expertly.lab.tune.workload import RecordedRequest
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """`low` is at most the true median, and `high` at least it, in CONFIDENCE of all cases each; with fewer than five
+    values they are the least and the largest, which is less sure.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Of independent values, by their order: how many of n lie above the median is a fair coin thrown n times."""
+    ordered = sorted(values)
+    count = len(ordered)
+    below = 0.0
+    place = count - 1
+    for number in range(count):
+        below += comb(count, number) / 2**count
+        if below >= CONFIDENCE:
+            place = number
+            break
+    return Interval(statistics.median(ordered), ordered[count - 1 - place], ordered[place])
+
 
 MIN_TURNS = 5
 """Fewer do not say which of two is faster."""

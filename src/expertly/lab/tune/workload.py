@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.lab.playing import answer, chooser, max_positions
+from expertly.lab.playing import RecordedRequest, answer, chooser, max_positions, recorded_requests
+from expertly.lab.prompts import Prompt, asked, has_template
 from expertly.lab.recording import record
 from expertly.lab.tune.deadline import Deadline
 from expertly.sim.schedule import Schedule, Selection, make_schedule
@@ -19,23 +20,10 @@ SPLIT = (1, 1)
 """Requests that systems learn from, and those that they are tried on."""
 
 LEAST_REQUESTS = 2
-LEAST_NEW_TOKENS = LEAST_STEPS = 8
+LEAST_NEW_TOKENS = 8
 
 TEMPERATURE = 0.8
 """Greedy answers of small models go round in circles, and route alike all the time."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """Tokens as they were recorded; the first `num_prompt` are the prompt."""
-
-    tokens: tuple[int, ...]
-    num_prompt: int
-
-    def cut(self, share: float) -> RecordedRequest:
-        """With that share of its steps, LEAST_STEPS of them at least."""
-        num_steps = max(LEAST_STEPS, int(share * (len(self.tokens) - self.num_prompt)))
-        return RecordedRequest(self.tokens[: self.num_prompt + num_steps], self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +36,20 @@ class TunedWorkload:
     num_requests: int
     num_left_out: int  # prompts, for want of time or because the model cannot take them
     absent: dict[str, str]  # fields that could not be recorded, with reasons
+    is_templated: bool = False  # prompts were put through the model's chat template
 
 
 def record_workload(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     folder: Path,
     *,
     max_new_tokens: int,
     seed: int,
     deadline: Deadline,
     command: str = "",
+    is_raw: bool = False,
 ) -> TunedWorkload:
     """Answer the prompts in turn, as far as time goes, two of them in any case; sampled, with the seed.
 
@@ -70,34 +60,31 @@ def record_workload(
         raise ModelUseError("an encoder-decoder model's passes are of two kinds: it cannot be tuned yet")
     limit = max_positions(model)
     most = max_new_tokens if limit is None else min(max_new_tokens, limit // 2)
-    encoded = [tokenizer(prompt, return_token_type_ids=False)["input_ids"] for prompt in prompts]
-    fitting = [(text, ids) for text, ids in zip(prompts, encoded, strict=True) if _fits(ids, limit, most)]
+    fitting, _ = asked(prompts, tokenizer, is_raw=is_raw, most=None if limit is None else limit - most)
     if len(fitting) < LEAST_REQUESTS:
         accepted = f"at least {LEAST_REQUESTS}" + ("" if limit is None else f" of at most {limit - most} tokens")
         raise ConfigError(f"prompts: {len(fitting)} of {len(prompts)} can be given to this model; accepted: {accepted}")
     choose, num_done = chooser(TEMPERATURE, seed), 0
     with record(model, folder, full=True, command=command) as recording:
-        for number, (text, ids) in enumerate(fitting):
+        for number, one in enumerate(fitting):
             if number >= LEAST_REQUESTS and deadline.is_over:
                 break
             its = deadline.share(1 / (len(fitting) - number))
-            recording.begin_request(None, text, len(ids))
-            answer(model, ids, most + 1, choose, partial(_may_go_on, its))
+            recording.begin_request(one.prompt.category, one.prompt.text, len(one.tokens))
+            answer(model, one.tokens, most + 1, choose, partial(_may_go_on, its))
             num_done += 1
     trace = Trace.open(folder)
     schedule = make_schedule(trace, Selection(split=SPLIT, seed=seed))
-    requests = tuple(_request(trace, span.first_row, span.num_rows) for span in schedule.test)
-    return TunedWorkload(trace, schedule, requests, num_done, len(prompts) - num_done, recording.absent)
-
-
-def _fits(ids: Sequence[int], limit: int | None, max_new_tokens: int) -> bool:
-    return len(ids) > 0 and (limit is None or len(ids) + max_new_tokens <= limit)
+    return TunedWorkload(
+        trace,
+        schedule,
+        tuple(recorded_requests(trace, schedule)),
+        num_done,
+        len(prompts) - num_done,
+        recording.absent,
+        has_template(tokenizer) and not is_raw,
+    )
 
 
 def _may_go_on(deadline: Deadline, num_tokens: int) -> bool:
     return num_tokens <= LEAST_NEW_TOKENS or not deadline.is_over
-
-
-def _request(trace: Trace, first: int, num_rows: int) -> RecordedRequest:
-    tokens = trace.rows("token", first, first + num_rows).tolist()
-    return RecordedRequest(tuple(tokens), int(trace.rows("is_prefill", first, first + num_rows).sum()))

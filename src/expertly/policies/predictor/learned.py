@@ -250,7 +250,7 @@ class Learned(RankingPredictor):
 def _checked(geometry: Geometry, weights: LearnedWeights | None, distance: int) -> LearnedWeights:
     if weights is None:
         raise ConfigError(
-            "prediction 'learned': no weights of a predictor; make them with `expertly train-predictor TRACE --out "
+            "prediction 'learned': no weights of a predictor; make them with `expertly lab train TRACE --out "
             "FILE` and name the file: predictor=FILE (--predictor FILE)"
         )
     for name in ("num_experts", "top_k"):

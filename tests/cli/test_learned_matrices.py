@@ -1,4 +1,4 @@
-"""`expertly maps` of activation matrices: what it makes, what it says, what it refuses."""
+"""`expertly lab learned` of activation matrices: what it makes, what it says, what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.training import histories
 from expertly.trace.reader import Trace
-from tests.cli.test_maps import LAYERS, LENGTHS, make_trace, printed, refused
+from tests.cli.test_learned_maps import LAYERS, LENGTHS, make_trace, printed, refused
 from tests.policies.learned_builders import IDENTITY, assert_same_state, make_matrices, make_store
 
 
@@ -40,23 +40,23 @@ def test_info_says_what_there_is(files, capsys):
 
 
 def test_info_says_the_same_to_people(files, capsys):
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     out = capsys.readouterr().out
     assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
     assert "2 L E = 44 of them; here are 9.1%" in out and "6 of at most 8 matrices" in out
     save_learned(files[0], make_matrices(), IDENTITY, {"model": "\x1b[2J"})
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_merge_and_trim(files, tmp_path, capsys):
+def test_merge(files, tmp_path, capsys):
     out = tmp_path / "d.matrices"
     facts = printed(capsys, "merge", out, *files[:2])
     assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (5, 8, 8)
     assert facts["identity"] == IDENTITY and str(files[1]) in facts["about"]["source"]
     facts = printed(capsys, "merge", out, *files[:2], "--capacity", 20)
     assert facts["decode_matrices"] == 9 == read_learned(out, Matrices, identity=IDENTITY).learned.decode.num_matrices
-    facts = printed(capsys, "trim", out, "--capacity", 3)
+    facts = printed(capsys, "merge", out, out, "--capacity", 3)
     assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, str(out))
 
 
@@ -75,7 +75,7 @@ def test_export_writes_plain_arrays(files, tmp_path, capsys):
     with np.load(out, allow_pickle=False) as arrays:
         for name, array in make_matrices().state().items():
             np.testing.assert_array_equal(arrays[name], array)
-    assert main(["maps", "export", str(files[0]), str(out)]) == 0
+    assert main(["lab", "learned", "export", str(files[0]), str(out)]) == 0
     assert "10 matrices" in capsys.readouterr().err
 
 

@@ -1,19 +1,20 @@
-"""`expertly maps build`: what a recorded trace teaches fmoe or moe-infinity, in a file that `generate --maps` reads."""
+"""`expertly lab learned build`."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import positive_int, probability, seed, split
-from expertly.cli.maps_summary import write_file
+from expertly.cli.arguments import probability, seed, split
+from expertly.cli.learned import write_file
 from expertly.cli.model_identity import identity_of
-from expertly.cli.output import add_json_flag, message, progress_bar
+from expertly.cli.output import message, progress_bar
 from expertly.core.errors import ConfigError
+from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.core.observation import History, Want
@@ -29,53 +30,44 @@ DEFAULT_DISTANCE = 3
 DEFAULT_QUOTA = 0.125
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("build", help="make a file of a trace", description=__doc__)
-    add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE", help="a folder made by `expertly trace record`, `import` or `synth`")
-    add("out", type=Path, metavar="OUT", help="the file to write")
-    add(
-        "--kind",
+@dataclass(frozen=True, kw_only=True)
+class LearnedBuildOptions:
+    trace: Path = argument(
+        REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
+    )
+    out: Path = argument(REQUIRED, "the file to write", metavar="OUT", type=Path)
+    kind: str = option(
+        "maps",
+        "maps (default: expert maps, for fmoe) or matrices (activation matrices, for moe-infinity)",
+        metavar="KIND",
         choices=KINDS,
-        default=KINDS[0],
-        help="maps (default: expert maps, for fmoe) or matrices (activation matrices, for moe-infinity)",
     )
-    add(
-        "--model",
+    model: str | None = option(
+        None,
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the maps are of"
+        " a trace, and no engine takes them",
         metavar="MODEL",
-        help="the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the maps are of "
-        "a trace, and no engine takes them",
     )
-    add(
-        "--split",
-        type=split,
-        metavar="7:3",
-        help="only of the requests that `simulate --split` learns from",
+    split: Any | None = option(
+        None, "only of the requests that `simulate --split` learns from", metavar="7:3", type=split
     )
-    add("--seed", type=seed, default=0, metavar="N", help="of the split's shuffle (default: 0)")
-    add(
-        "--capacity",
-        type=positive_int,
+    seed: Any = option(0, "of the split's shuffle", metavar="N", type=seed)
+    capacity: int | None = option(
+        None,
+        "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go",
         metavar="N",
-        help="maps, or matrices of prompts and of decoding each, at most; the most redundant ones go (default: "
-        f"{DEFAULT_CAPACITY['maps']}, {DEFAULT_CAPACITY['matrices']})",
+        type=int,
+        least=1,
     )
-    add(
-        "--quota",
-        type=probability,
-        metavar="X",
-        help=f"share of the maps that one request may fill (default: {DEFAULT_QUOTA})",
+    quota: Any | None = option(None, "share of the maps that one request may fill", metavar="X", type=probability)
+    distance: int | None = option(
+        None, "layers that maps predict ahead: in redundancy embeddings count D/L", metavar="D", type=int, least=1
     )
-    add(
-        "--distance",
-        type=positive_int,
-        metavar="D",
-        help=f"layers that maps predict ahead: in redundancy embeddings count D/L (default: {DEFAULT_DISTANCE})",
-    )
-    add_json_flag(parser)
+    json: bool = json_flag()
 
 
-def run(args: argparse.Namespace) -> int:
+def build(args: LearnedBuildOptions) -> int:
+    """What a recorded trace teaches fmoe or moe-infinity, in a file that --maps of a command reads."""
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 
@@ -97,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapStore:
+def _maps(args: LearnedBuildOptions, trace: Trace, spans: list[RowRange]) -> MapStore:
     from expertly.policies.learned import ModelShape
     from expertly.policies.predictor.fmoe.store import MapStore
 
@@ -118,7 +110,7 @@ def _maps(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> MapS
     return store
 
 
-def _matrices(args: argparse.Namespace, trace: Trace, spans: list[RowRange]) -> Matrices:
+def _matrices(args: LearnedBuildOptions, trace: Trace, spans: list[RowRange]) -> Matrices:
     from expertly.policies.learned import ModelShape
     from expertly.policies.predictor.eam import EAM, EAMOptions
 

@@ -61,13 +61,13 @@ def test_a_file_that_cannot_be_read_is_an_error_where_it_was_named(
 
 
 def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["maps", "info", str(file), "--json"]) == 0
+    assert main(["lab", "learned", "info", str(file), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["tokens"], facts["weights"], facts["experts"]) == (70, 22 * 22, 22)
     assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (3, [8, 6, 8], [2, 3, 3])
     assert (facts["identity"], facts["about"]["created"]) == (IDENTITY, "2026-01-02T03:04:05+00:00")
     assert facts["file_bytes"] == file.stat().st_size
-    assert main(["maps", "info", str(file)]) == 0
+    assert main(["lab", "learned", "info", str(file)]) == 0
     out = capsys.readouterr().out
     first, *lines = out.splitlines()
     assert "3 layers of 6 to 8 experts, top-2 to 3 | learned of reuse from 70 tokens | " in first
@@ -75,7 +75,7 @@ def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str])
     assert any("484 of 22 experts: discount 0.9, horizon 8" in line for line in lines)
     assert "\x1b" not in out, "a terminal does not obey a file"
     file.write_bytes(file.read_bytes()[:-4])
-    assert main(["maps", "info", str(file)]) == 2
+    assert main(["lab", "learned", "info", str(file)]) == 2
     assert "reach beyond" in capsys.readouterr().err
 
 
@@ -85,9 +85,9 @@ def test_other_commands_say_what_they_take(file: Path, tmp_path: Path, capsys: p
     maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), file.read_bytes()
     save_learned(maps, make_store(), IDENTITY)
     accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
-    for arguments in (("trim", str(file), "--capacity", "5"), ("export", str(file), out), ("merge", out, str(file))):
-        assert main(["maps", *arguments]) == 2
+    for arguments in (("export", str(file), out), ("merge", out, str(file))):
+        assert main(["lab", "learned", *arguments]) == 2
         assert accepted in capsys.readouterr().err
-    assert main(["maps", "merge", out, str(maps), str(file)]) == 2
+    assert main(["lab", "learned", "merge", out, str(maps), str(file)]) == 2
     assert accepted in capsys.readouterr().err
     assert file.read_bytes() == before and not Path(out).exists()

@@ -1,4 +1,4 @@
-"""`expertly maps`: what it makes, what it says, what it refuses."""
+"""`expertly lab learned`: what it makes, what it says, what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from expertly.cli.main import main
-from expertly.cli.maps import MAPS_COMMANDS
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
 from expertly.policies.learned import ModelShape, save_learned
@@ -70,7 +69,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert main(["maps", *map(str, argv), "--json"]) == 0
+    assert main(["lab", "learned", *map(str, argv), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n") == 1
     result: dict[str, Any] = json.loads(out)
@@ -78,24 +77,20 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["maps", *map(str, argv)]) == 2
+    assert main(["lab", "learned", *map(str, argv)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
     return err
 
 
 def test_help_lists_the_subcommands(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["maps", "--help"])
-    assert stop.value.code == 0
+    assert main(["lab", "learned", "--help"]) == 0
     out = capsys.readouterr().out
-    for name in MAPS_COMMANDS:
-        assert any(line.split()[:1] == [name] and len(line.split()) > 2 for line in out.splitlines())
+    for name in ("build", "info", "merge", "export"):
+        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["info"], ["merge", "a"], ["trim", "a"], ["build", "a", "b", "--split", "7"]]
-)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["info"], ["merge", "a"], ["build", "a", "b", "--split", "7"]])
 def test_bad_arguments_are_errors(arguments, capsys):
     refused(capsys, *arguments)
 
@@ -117,7 +112,7 @@ def test_info_says_what_there_is(files, capsys):
 
 
 def test_info_says_the_same_to_people(files, capsys):
-    assert main(["maps", "info", str(files[0])]) == 0
+    assert main(["lab", "learned", "info", str(files[0])]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[toy | 3 layers of 6 to 8 experts, top-2 to 3 | 15 of at most 20 maps | 4 requests")
     found = {line[: line.index("  ")]: line for line in lines[1:]}
@@ -129,7 +124,7 @@ def test_info_says_the_same_to_people(files, capsys):
 
 def test_a_terminal_does_not_obey_a_file(tmp_path, capsys):
     save_learned(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
-    assert main(["maps", "info", str(tmp_path / "a.maps")]) == 0
+    assert main(["lab", "learned", "info", str(tmp_path / "a.maps")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "x1b[2J" in out and "'a\\nb'" in out
 
@@ -153,11 +148,11 @@ def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_trim_keeps_fewer(files, tmp_path, capsys):
-    facts = printed(capsys, "trim", files[0], "--capacity", 6, "--out", tmp_path / "c.maps")
+def test_a_file_merged_alone_keeps_fewer(files, tmp_path, capsys):
+    facts = printed(capsys, "merge", tmp_path / "c.maps", files[0], "--capacity", 6)
     assert (facts["maps"], facts["capacity"], facts["file"]) == (6, 6, str(tmp_path / "c.maps"))
     assert_same(load_maps(files[0]), make_store())
-    printed(capsys, "trim", files[0], "--capacity", 5)
+    printed(capsys, "merge", files[0], files[0], "--capacity", 5)
     assert load_maps(files[0], IDENTITY).num_maps == 5
     assert load_maps(files[0]).requests.max() < 0
 
@@ -228,9 +223,9 @@ def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
 def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys):
     experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
     np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
-    assert main(["trace", "import", str(tmp_path / "law.npz"), str(tmp_path / "trace")]) == 0
+    assert main(["lab", "trace", "import", str(tmp_path / "law.npz"), str(tmp_path / "trace")]) == 0
     capsys.readouterr()
-    assert main(["maps", "build", str(tmp_path / "trace"), str(tmp_path / "a.maps"), "--quota", "1"]) == 0
+    assert main(["lab", "learned", "build", str(tmp_path / "trace"), str(tmp_path / "a.maps"), "--quota", "1"]) == 0
     out, err = capsys.readouterr()
     assert "made up" in err and "30 of at most 1000 maps | 2 requests | without embeddings" in out
     store = load_maps(tmp_path / "a.maps")
@@ -254,7 +249,7 @@ def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
         assert_same(load_maps(path, identity, shape), load_maps(paths[0], identity, shape))
     printed(capsys, "build", trace, paths[3])
     message = refused(capsys, "merge", tmp_path / "all.maps", *paths)
-    assert "identity='trace:toy'" in message and "`expertly maps build --model` names it" in message
+    assert "identity='trace:toy'" in message and "`expertly lab learned build --model` names it" in message
     wider = tuple(TraceLayer(*numbers, 48, 16, 3, 4) for numbers in zip(shape.num_experts, shape.top_k, strict=True))
     for number, (others, expected) in enumerate(
         (
@@ -275,44 +270,9 @@ def test_build_for_no_model_is_an_error(trace, tmp_path, capsys, model):
     assert model in refused(capsys, "build", trace, tmp_path / "a.maps", "--model", tmp_path / model)
 
 
-def test_size_of_the_papers_models(capsys):
-    facts = printed(capsys, "size")
-    assert facts["capacities"] == [1000, 2000, 4000, 8000, 16000, 32000]
-    sizes = {model["geometry"]: model for model in facts["models"]}
-    for name, num_experts, hidden_size in (
-        ("mixtral-8x7b", 32 * 8, 4096),
-        ("qwen1.5-moe", 24 * 60, 2048),
-        ("phi-3.5-moe", 32 * 16, 4096),
-    ):
-        assert sizes[name]["maps_bytes"] == [4 * num_experts * capacity for capacity in facts["capacities"]]
-        assert sizes[name]["embeddings_bytes"] == [4 * hidden_size * capacity for capacity in facts["capacities"]]
-        assert sizes[name]["coverage"][0] == {"similarity": 0.75, "maps": 2 * num_experts}
-
-
-def test_size_prints_maps_and_embeddings_on_two_lines(capsys):
-    assert main(["maps", "size", "--geometry", "qwen1.5-moe", "--capacity", "1000,32000"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["memory", "1000", "maps", "32000", "maps", "75%", "need", "98%", "need"]
-    assert lines[2].split() == ["qwen1.5-moe:", "maps", "5.49", "MiB", "175.78", "MiB", "2880", "5237"]
-    assert lines[3].split() == ["embeddings", "7.81", "MiB", "250", "MiB"] and len(lines) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--geometry", "nonsense"], "geometry='nonsense'"),
-        (["--capacity", "0"], "capacity='0'"),
-        (["--capacity", "1,,2"], "capacity='1,,2'"),
-        (["--capacity", "many"], "capacity='many'"),
-    ],
-)
-def test_size_refuses(arguments, expected, capsys):
-    assert expected in refused(capsys, "size", *arguments)
-
-
 def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
     files[0].write_bytes(files[0].read_bytes()[:-3])
-    for arguments in (["info"], ["trim", "--capacity", "3"], ["merge", tmp_path / "c.maps"]):
+    for arguments in (["info"], ["merge", tmp_path / "c.maps"]):
         assert str(files[0]) in refused(capsys, *arguments, files[0])
     assert "a.maps" in refused(capsys, "export", files[0], tmp_path / "c.npz")
     assert "absent" in refused(capsys, "info", tmp_path / "absent")
@@ -322,7 +282,7 @@ def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
 def test_works_without_torch(trace, tmp_path):
     path = str(tmp_path / "a.maps")
     lines = ["from expertly.cli.main import main"]
-    for arguments in (["build", str(trace), path], ["info", path], ["size"]):
-        lines.append(f"assert main({['maps', *arguments]!r}) == 0")
+    for arguments in (["build", str(trace), path], ["info", path]):
+        lines.append(f"assert main({['lab', 'learned', *arguments]!r}) == 0")
     done = run_without_torch("\n".join(lines))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`expertly generate` from the command line to the text, on a tiny random model."""
+"""`expertly run` with a prompt, from the command line to the text, on a tiny random model without a chat template."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ def expected(model: Path) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def generate(model: Path, *arguments: str) -> int:
-    return main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "20", *arguments])
+def run(model: Path, *arguments: str, prompt: str = PROMPT) -> int:
+    return main(["run", str(model), prompt, "--raw", "--max-new-tokens", "20", *arguments])
 
 
 def test_text_then_one_line_of_measures(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
-    assert generate(model, "--memory", "50%") == 0
+    assert run(model, "--memory", "50%") == 0
     out = capsys.readouterr().out
-    text, _, line = out.rstrip("\n").rpartition("\n")
+    text, line, budget = out.rstrip("\n").rsplit("\n", 2)
     assert text.rstrip("\n") == expected.rstrip("\n")
-    for word in ("20 tokens", "TTFT", "TPOT", "decode hit rate", "stall", "loaded", "budget", "50.0% of", "system lru"):
+    for word in ("20 tokens", "TTFT", "TPOT", "% of experts hit", "stall", "loaded"):
         assert word in line
+    assert "50.0% of" in budget and "system lru" in budget
+    assert main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == expected, "as it was called before"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_text_then_one_line_of_measures(model: Path, expected: str, capsys: pyte
 def test_json_is_one_object_with_the_same_text(
     model: Path, expected: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
-    assert generate(model, "--memory", "50%", "--json", *arguments) == 0
+    assert run(model, "--memory", "50%", "--json", *arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert result.keys() >= KEYS
     assert result["text"] == expected
@@ -63,10 +66,10 @@ def test_json_is_one_object_with_the_same_text(
 
 
 def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: pytest.CaptureFixture[str]):
-    assert generate(model, "--memory", "50%", "--stats") == 0
+    assert run(model, "--memory", "50%", "--stats") == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["decode"]]
     assert rows == [["0", "decode"], ["1", "decode"], ["2", "decode"], ["all", "decode"]]
-    assert generate(model, "--memory", "50%", "--stats", "--json") == 0
+    assert run(model, "--memory", "50%", "--stats", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert sum(layer["decode"]["misses"] for layer in result["layers"]) == result["phases"]["decode"]["misses"]
@@ -74,11 +77,11 @@ def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: pytest.Captu
 
 def test_shares_that_are_not_equal_are_shown(model: Path, capsys: pytest.CaptureFixture[str]):
     system = "lru:allocation=adapmoe"
-    assert generate(model, "--memory", "50%", "--system", system, "--stats", "--max-new-tokens", "3") == 0
+    assert run(model, "--memory", "50%", "--system", system, "--stats", "--max-new-tokens", "3") == 0
     assert "[experts kept by layer 3 3 3 | allocation adapmoe | learned online, from 2 decoded tokens | moves 0]" in (
         capsys.readouterr().out
     )
-    assert generate(model, "--memory", "50%", "--system", system, "--json", "--max-new-tokens", "3") == 0
+    assert run(model, "--memory", "50%", "--system", system, "--json", "--max-new-tokens", "3") == 0
     assert json.loads(capsys.readouterr().out)["allocation"] == {
         "name": "adapmoe",
         "experts": [3, 3, 3],
@@ -86,35 +89,35 @@ def test_shares_that_are_not_equal_are_shown(model: Path, capsys: pytest.Capture
         "recall": None,
         "moves": 0,
     }
-    assert generate(model, "--memory", "50%", "--json", "--max-new-tokens", "3") == 0
+    assert run(model, "--memory", "50%", "--json", "--max-new-tokens", "3") == 0
     assert json.loads(capsys.readouterr().out)["allocation"] is None
 
 
 def test_compressed_experts_say_what_they_save_and_cost(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
     arguments = ("--memory", "75%", "--codec", "planes", "--stats")
-    assert generate(model, *arguments) == 0
+    assert run(model, *arguments) == 0
     out = capsys.readouterr().out
     assert out.startswith(expected.rstrip("\n"))
     (line,) = (line for line in out.splitlines() if line.startswith("[codec planes: it was asked for | stored in "))
     for words in ("decoded ", " of processor time", "read "):
         assert words in line
     assert "threads that compute beside decoders: " in line
-    assert generate(model, *arguments, "--json") == 0
+    assert run(model, *arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected
     assert result["codec"]["name"] == "planes" and 0 < result["codec"]["ratio"] < 1
     assert min(result[key] for key in ("bytes_disk", "bytes_decoded", "decode_s")) > 0
-    assert generate(model, "--memory", "75%", "--codec", "none", "--stats") == 0
+    assert run(model, "--memory", "75%", "--codec", "none", "--stats") == 0
     assert "\n[codec none: it was asked for | read " in capsys.readouterr().out
 
 
 def test_auto_says_what_it_chose(model: Path, capsys: pytest.CaptureFixture[str]):
-    assert generate(model) == 0
+    assert run(model) == 0
     assert "memory auto" in capsys.readouterr().err
 
 
 def test_one_token_has_no_tpot(model: Path, capsys: pytest.CaptureFixture[str]):
-    assert generate(model, "--memory", "50%", "--max-new-tokens", "1", "--json") == 0
+    assert run(model, "--memory", "50%", "--max-new-tokens", "1", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["tokens"], result["tpot_s"]) == (1, None)
 
@@ -122,7 +125,7 @@ def test_one_token_has_no_tpot(model: Path, capsys: pytest.CaptureFixture[str]):
 def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: pytest.CaptureFixture[str]):
     texts = []
     for seed in ("1", "1", "2"):
-        assert generate(model, "--memory", "50%", "--temperature", "2", "--seed", seed, "--json") == 0
+        assert run(model, "--memory", "50%", "--temperature", "2", "--seed", seed, "--json") == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
     assert len({*texts, expected}) == 3
@@ -137,17 +140,16 @@ def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: pyte
         (("--memory", "lots"), ("memory", "lots", "25%")),
         (("--memory", "100"), ("memory", "least")),
         (("--memory", "50%", "--segments", "3"), ("segments=3", "16")),
+        (("--max-new-tokens", "0"), ("--max-new-tokens", "0", "from 1")),
         (("--order", "nonsense"), ("order", "nonsense", "resident")),
-        (("--memory", "50%", "--prompt", ""), ("prompt", "no token")),
         (("--codec", "zip"), ("codec='zip'", "none, planes, auto")),
-        (("--codec", "planes", "--compressed", "30%"), ("compressed='30%'", "codec='planes'", "memory=")),
     ],
 )
 @pytest.mark.parametrize("is_json", [False, True])
 def test_bad_settings_name_themselves(
     model: Path, arguments: tuple[str, ...], words: tuple[str, ...], is_json: bool, capsys: pytest.CaptureFixture[str]
 ):
-    assert generate(model, *arguments, *(["--json"] if is_json else [])) == 2
+    assert run(model, *arguments, *(["--json"] if is_json else [])) == 2
     out, err = capsys.readouterr()
     error = err.splitlines()[-1]
     assert error.startswith("expertly: error: ") and "Traceback" not in err
@@ -157,15 +159,15 @@ def test_bad_settings_name_themselves(
 
 
 def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert generate(tmp_path / "nowhere", "--memory", "50%") == 2
+    assert run(tmp_path / "nowhere", "--memory", "50%") == 2
     err = capsys.readouterr().err
     assert "nowhere" in err and "Traceback" not in err
 
 
 def test_a_prompt_from_stdin_and_text_that_comes_span_by_span(model: Path, expected: str):
-    command = [sys.executable, "-m", "expertly", "generate", str(model), "--memory", "50%", "--max-new-tokens", "20"]
+    command = [sys.executable, "-m", "expertly", "run", str(model), "-", "--memory", "50%", "--max-new-tokens", "20"]
     process = subprocess.Popen(
-        [*command, "--prompt", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--raw"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(PROMPT.encode())
@@ -181,7 +183,7 @@ def test_a_prompt_from_stdin_and_text_that_comes_span_by_span(model: Path, expec
 
 @pytest.mark.slow
 def test_interrupting_ends_at_once_without_a_traceback(model: Path, start: Callable[..., RunningCommand]):
-    running = start("generate", model, "--memory", "50%", "--max-new-tokens", "100000", "--prompt", PROMPT)
+    running = start("run", model, PROMPT, "--raw", "--memory", "50%", "--max-new-tokens", "100000")
     running.wait_until(lambda: bool(running.out))
     running.send_signal(signal.SIGINT)
     assert running.exit_code(10) == 130
@@ -193,10 +195,10 @@ def test_a_system_that_predicts_says_what_came_of_it(
 ):
     maps = tmp_path / "my.maps"
     arguments = ("--system", "fmoe:distance=2", "--memory", "60%", "--maps", str(maps))
-    assert generate(model, *arguments, "--stats") == 0
+    assert run(model, *arguments, "--stats") == 0
     out = capsys.readouterr().out
     assert expected.strip() in out
-    (line,) = [line for line in out.splitlines() if line.startswith("[20 tokens")]
+    (line,) = [line for line in out.splitlines() if "of experts in memory" in line]
     for word in ("prefetch accuracy", "coverage", "predictions late", "system fmoe:distance=2"):
         assert word in line
     rows = [line.split("  ")[0] for line in out.splitlines()]
@@ -205,7 +207,7 @@ def test_a_system_that_predicts_says_what_came_of_it(
     for label in ("there in time, predicted 1 ahead", "GOODPRED, predicted 1 ahead", "GOODPRED, predicted 2 ahead"):
         assert label in rows
     assert f"maps file {maps} (0 maps at the start)" in out
-    assert generate(model, *arguments, "--matcher", "inline", "--json") == 0
+    assert run(model, *arguments, "--matcher", "inline", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected
     assert result["prediction"]["maps_read"] > 0 and result["prediction"]["matcher"] == "inline"
@@ -218,5 +220,5 @@ def test_maps_and_matcher_that_cannot_be(model: Path, tmp_path: Path, capsys: py
         (("--matcher", "fast"), "accepted: auto, thread, inline"),
         (("--system", "fmoe", "--maps", str(tmp_path / "no" / "my.maps")), "in a folder that exists"),
     ):
-        assert generate(model, *arguments) == 2
+        assert run(model, *arguments) == 2
         assert words in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""How a command is made: a function of one frozen dataclass whose fields are its options.
+
+`expertly.options` says what a field may tell of itself. Options of the panels "Advanced" and "Research" are shown by
+--help-all alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
+
+import typer
+from rich.markup import escape
+
+from expertly.options import REQUIRED, OptionInfo
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+def group(help: str, commands: Mapping[str, Callable[..., int]]) -> typer.Typer:
+    """Commands under one name."""
+    app = typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES)
+    for name, function in commands.items():
+        add_command(app, name, function)
+    return app
+
+
+def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hidden: bool = False) -> None:
+    """`function` takes the dataclass that its one parameter is annotated with and returns the exit code. The command's
+    help is what its docstring says, or that of its module, "`expertly NAME`: what it does".
+    """
+    (options,) = (kind for what, kind in get_type_hints(function).items() if what != "return")
+    told = {one.name: one for one in fields(options) if "option" in one.metadata}
+
+    def run(**values: Any) -> int:
+        return function(options(**{name: values[name] for name in told}))
+
+    parameters = [_parameter(one) for one in told.values()]
+    if any(one.metadata["option"].panel is not None for one in told.values()):
+        parameters.append(_help_all())
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
+    text = inspect.cleandoc(text[:1].upper() + text[1:])
+    app.command(name, help=escape(text), hidden=hidden)(run)
+
+
+def _parameter(one: Field[Any]) -> inspect.Parameter:
+    told: OptionInfo = one.metadata["option"]
+    default = ... if one.default is REQUIRED else one.default
+    how: dict[str, Any] = {"metavar": told.metavar, "help": escape(told.help)}
+    if told.is_parsed:
+        how["parser"] = _parser(told)
+    kind: Any = told.type if isinstance(told.type, type) else str
+    if told.is_several:
+        kind = list[kind]
+    if told.is_argument:
+        return _keyword(one.name, typer.Argument(default, **how), kind)
+    flag = f"--{one.name.replace('_', '-')}"
+    if told.type is bool:
+        how["metavar"] = ""
+    how |= {"hidden": told.panel is not None, "rich_help_panel": told.panel}
+    if told.choices is not None:
+        how["autocompletion"] = lambda incomplete: [name for name in told.known() if name.startswith(incomplete)]
+    return _keyword(one.name, typer.Option(default, flag, **how), kind)
+
+
+def _keyword(name: str, info: Any, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind | None)
+
+
+def _parser(told: OptionInfo) -> Callable[[Any], Any]:
+    """What reads the text, with our sentence of what it is to be; a default comes through as it is."""
+
+    def parse(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        try:
+            return told.parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{text!r}: must be {error}") from None
+
+    return parse
+
+
+def _help_all() -> inspect.Parameter:
+    def show(context: typer.Context, asked: bool) -> None:
+        if asked:
+            for parameter in context.command.params:
+                parameter.hidden = False  # type: ignore[attr-defined]
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    how: dict[str, Any] = {"is_eager": True, "expose_value": False, "callback": show, "help": "Show every option."}
+    return _keyword("help_all", typer.Option(False, "--help-all", **how), bool)
