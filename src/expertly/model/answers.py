@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPart:
     """A piece of one answer: text that was thought or is said, or a whole call."""
 
     kind: Literal["reasoning", "content", "call"]
@@ -120,16 +120,16 @@ class AnswerReader:
         for event in self._parser.initial_events:  # of what the prompt begins
             self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
 
-    def add(self, text: str) -> list[Part]:
+    def add(self, text: str) -> list[AnswerPart]:
         """What is certain now and was not before."""
         self._text += text
         return self._parts(lambda parser: parser.feed(text), text)
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """The rest."""
         return self._parts(lambda parser: parser.finalize()[1], "")
 
-    def _parts(self, advance: Any, text: str) -> list[Part]:
+    def _parts(self, advance: Any, text: str) -> list[AnswerPart]:
         if self._parser is None:
             return self._shown("content", text)
         try:
@@ -139,8 +139,8 @@ class AnswerReader:
             opened = list(self._opens.finditer(self._text)) if self._opens is not None else []
             return self._shown("content", self._text[opened[-1].start() :] if opened else text)
 
-    def _events(self, events: list[dict[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         for event in events:
             name = event.get("field")
             if event["type"] == "region_chunk" and not event.get("dirty"):
@@ -154,20 +154,20 @@ class AnswerReader:
                     parts += self._called(_call(said["function"]))
         return parts
 
-    def _called(self, call: Call) -> list[Part]:
+    def _called(self, call: Call) -> list[AnswerPart]:
         if self._is_single and "call" in self._told:
             return []
         self._told.add("call")
-        return [Part("call", call=call)]
+        return [AnswerPart("call", call=call)]
 
-    def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[Part]:
+    def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
         """Without the blank lines that templates put between marks and text."""
         if kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun):
             text = text.lstrip()
         if not text or ("call" in self._told and text.isspace()):
             return []
         self._told.add(kind)
-        return [Part(kind, text)]
+        return [AnswerPart(kind, text)]
 
 
 def _call(said: Any) -> Call:

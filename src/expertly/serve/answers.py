@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from expertly.model.answers import AnswerReader, Part
+from expertly.model.answers import AnswerPart, AnswerReader
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.sampling import SampledToken
@@ -20,11 +20,11 @@ def usage(request: ServedRequest) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[Part]:
+def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPart]:
     """What `delta` adds to its text. Each delta is read once, in the order they came."""
     reader = readers.get(delta.index)
     if reader is None:
-        return [Part("content", delta.text)] if delta.text else []
+        return [AnswerPart("content", delta.text)] if delta.text else []
     parts = reader.add(delta.text) if delta.text else []
     return parts + (reader.end() if delta.reason is not None else [])
 
@@ -77,7 +77,7 @@ class ChatAnswer(_Answer):
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         parts = parts_of(self._readers, delta)
         if delta.choices and not any(part.kind == "content" for part in parts):
-            parts.append(Part("content"))  # tokens without text have log probabilities as well
+            parts.append(AnswerPart("content"))  # tokens without text have log probabilities as well
         untold = delta.choices
         for part in parts:
             logprobs = self._logprobs(untold) if self.has_logprobs and part.kind == "content" else None
@@ -88,7 +88,7 @@ class ChatAnswer(_Answer):
             chunks.append(self._chunk(delta.index, {}, reason=reason))
         return chunks
 
-    def _told_part(self, index: int, part: Part) -> Json:
+    def _told_part(self, index: int, part: AnswerPart) -> Json:
         if part.call is not None:
             number = self._num_calls[index]
             self._num_calls[index] += 1

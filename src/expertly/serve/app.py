@@ -34,7 +34,7 @@ from expertly.serve.http import (
 from expertly.serve.reading import check, parse_json
 from expertly.serve.request import ServedRequest as Asked
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
-from expertly.serve.schema import ChatRequest, CompletionRequest, Named
+from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName
 from expertly.serve.service import Service
 from expertly.serve.view import View
 
@@ -66,7 +66,7 @@ _REFUSALS = {
 }
 
 
-TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, Named)
+TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, but of /v1/responses."""
 
@@ -179,9 +179,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         asked = check(ResponsesRequest, parse_json(await read_body(request, limit)))
         return await answer(request, await service.respond(asked), asked.stream, b"")
 
-    @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", Named)
+    @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", ModelName)
     async def load_model(request: Request) -> Response:
-        service.check_model(check(Named, parse_json(await read_body(request, limit))).model)
+        service.check_model(check(ModelName, parse_json(await read_body(request, limit))).model)
         ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
         return Response(ready, media_type=EventStream.media_type)
 

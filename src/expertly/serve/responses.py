@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from expertly.model.answers import AnswerReader, Part
+from expertly.model.answers import AnswerPart, AnswerReader
 from expertly.serve.answers import Json, parts_of
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.request import Delta, ServedRequest
@@ -167,7 +167,7 @@ class ResponsesAnswer:
             self.chunks(delta)
         return self._object(self._status())
 
-    def _told(self, part: Part) -> list[Json]:
+    def _told(self, part: AnswerPart) -> list[Json]:
         events = []
         if self._open != part.kind:
             events += self._closed()
@@ -181,7 +181,7 @@ class ResponsesAnswer:
             self._event(name, **self._place(), content_index=0, delta=part.text, **_no_logprobs(part.kind)),
         ]
 
-    def _opened(self, part: Part) -> list[Json]:
+    def _opened(self, part: AnswerPart) -> list[Json]:
         if part.call is not None:
             call = part.call
             item: Json = {

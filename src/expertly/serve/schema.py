@@ -58,11 +58,11 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Named(Strict):
+class ModelName(Strict):
     model: str = Field(max_length=512)
 
 
-class Generation(Named):
+class Generation(ModelName):
     """What both ways of asking have."""
 
     stream: bool | None = None
