@@ -88,7 +88,8 @@ class SchemaGrammar:
 
 
 def _text(schema: dict[str, Any], param: str) -> str:
-    text = json.dumps(schema)
+    """In one line: a model that may write white space between values may write it for ever."""
+    text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: {len(text)} characters; accepted: {MAX_SCHEMA}", param)
     return text
