@@ -18,6 +18,9 @@ _ACCEPTED = (
     'accepted: {"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}, "category": "text" may be '
     "added, one object a line"
 )
+PROMPTS_HELP = 'JSON Lines: {"prompt": "text"} or a chat, {"messages": [...]}, a line; .gz or "-" for stdin'
+RAW_HELP = "prompts are texts to continue: the model's chat template is not used"
+
 _ROLES = ("system", "user", "assistant")
 
 
