@@ -17,12 +17,12 @@ import torch
 import expertly
 from expertly import api
 from expertly.cli.generation import generation_config
-from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import chat_tokens, has_template
+from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
 
