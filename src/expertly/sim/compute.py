@@ -52,7 +52,7 @@ def compute_model(hardware: Hardware, geometry: Geometry, dense: DenseShape | No
             f"hardware {hardware.name!r}: its [compute] was measured for {measured.model} "
             f"({measured.num_layers} layers of {measured.layer}), which is not the geometry to simulate "
             f"({geometry.num_layers} layers, the first {geometry.layers[0]}); remove [compute] to use a roofline, or "
-            "measure this model with `expertly doctor --model MODEL --hardware-out FILE.toml`"
+            "measure this model with `expertly doctor MODEL --hardware-out FILE.toml`"
         )
     return Measured(measured, geometry.segments_per_expert)
 

@@ -1,4 +1,4 @@
-"""A machine and a model on it, in the simulator's terms, as `expertly doctor --hardware-out --model` measures them."""
+"""A machine and a model on it, in the simulator's terms, as `expertly doctor MODEL --hardware-out` measures them."""
 
 from __future__ import annotations
 
