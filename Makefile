@@ -17,8 +17,9 @@ PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
+DOCS_STAMP := $(VENV)/.expertly-docs
 
-.PHONY: help setup demo test lint types unit format clean
+.PHONY: help setup demo test lint types unit format docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "make test    set up, lint, check types, run the tests"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make format  rewrite the code as 'make lint' wants it"
+	@echo "make docs    write the tables of docs/ from bench/results, and the site into site/"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -65,6 +67,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/python tools/docs_tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site
 	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +

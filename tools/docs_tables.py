@@ -1,4 +1,4 @@
-"""The tables of measurements in docs/, written from bench/results/*.json.
+"""The tables of docs/ that are generated: measurements from bench/results/*.json, and the options of `expertly.load`.
 
     python tools/docs_tables.py            rewrite what stands between the marks of every page
     python tools/docs_tables.py --check    change nothing; exit 1 where a page is not what its files say
@@ -16,6 +16,8 @@ A page asks for a table with a comment, in YAML; what follows it up to the closi
 `where` keeps the rows whose field is one of the values, in the order of the file. A column's text is a Python format string
 over a row's fields; beside Python's own formats there are those of UNITS. A field that a row lacks makes its cell "-".
 
+Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
+
 Refused: a file that is missing, one that was measured from a tree with uncommitted changes, a field that no row has.
 """
 
@@ -27,14 +29,18 @@ import re
 import string
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from expertly.options import LoadOptions
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
 ASKED = re.compile(r"<!-- results: (?P<file>\S+)\n(?P<spec>.*?)\n-->\n(?P<table>.*?)<!-- /results -->", re.DOTALL)
+OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
 
 UNITS: Mapping[str, Callable[[float], str]] = {
     "ms": lambda seconds: f"{seconds * 1e3:.3g} ms",
@@ -112,7 +118,17 @@ def render_page(text: str, folder: Path = RESULTS) -> str:
         made = render_table(match["file"], yaml.safe_load(match["spec"]), folder)
         return f"<!-- results: {match['file']}\n{match['spec']}\n-->\n\n{made}\n<!-- /results -->"
 
-    return ASKED.sub(table, text)
+    return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{render_options()}\n<!-- /options -->", ASKED.sub(table, text))
+
+
+def render_options() -> str:
+    lines = ["| option | default | |", "| --- | --- | --- |"]
+    for field in fields(LoadOptions):
+        if "option" not in field.metadata:  # taken only to be refused with a sentence
+            continue
+        told = field.metadata["option"].help.replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{field.default}` | {told} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
