@@ -13,8 +13,9 @@ A page asks for a table with a comment, in YAML; what follows it up to the closi
     -->
     <!-- /results -->
 
-`where` keeps the rows whose field is one of the values, in the order of the file. A column's text is a Python format string
-over a row's fields; beside Python's own formats there are those of UNITS. A field that a row lacks makes its cell "-".
+`where` keeps the rows whose field is one of the values, in the order of the file. A column's text is a Python format
+string over a row's fields; beside Python's own formats there are those of UNITS. A field that a row lacks makes its
+cell "-".
 
 Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
 
@@ -59,6 +60,9 @@ class TableError(Exception):
 
 
 class _Cells(string.Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs[field_name], field_name  # the whole name: some have a dot in them
+
     def format_field(self, value: Any, format_spec: str) -> Any:
         return UNITS[format_spec](value) if format_spec in UNITS else super().format_field(value, format_spec)
 
@@ -84,11 +88,13 @@ def render_table(file: str, spec: dict[str, Any], folder: Path = RESULTS) -> str
     for field, values in spec.get("where", {}).items():
         rows = [row for row in rows if row.get(field) in (values if isinstance(values, list) else [values])]
     columns: dict[str, str] = spec["columns"]
-    known = {name for row in rows for name in row}
+    known = {name for row in report["results"] for name in row}
     for title, cell in columns.items():
-        asked = {name.split("[")[0] for _, name, _, _ in string.Formatter().parse(cell) if name}
+        asked = {name for _, name, _, _ in string.Formatter().parse(cell) if name}
         if not asked <= known:
-            raise TableError(f"bench/results/{file}: column {title!r} asks for {sorted(asked - known)}; no row has that")
+            raise TableError(
+                f"bench/results/{file}: column {title!r} asks for {sorted(asked - known)}; no row has that"
+            )
     lines = [columns, ["---"] * len(columns), *([_cell(cell, row) for cell in columns.values()] for row in rows)]
     machine = report["machine"]
     source = (
