@@ -124,17 +124,19 @@ def render_page(text: str, folder: Path = RESULTS) -> str:
         made = render_table(match["file"], yaml.safe_load(match["spec"]), folder)
         return f"<!-- results: {match['file']}\n{match['spec']}\n-->\n\n{made}\n<!-- /results -->"
 
-    return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{render_options()}\n<!-- /options -->", ASKED.sub(table, text))
+    return ASKED.sub(table, text)
 
 
-def render_options() -> str:
+def with_options(text: str) -> str:
+    """The page with the table of options that it asks for made anew."""
     lines = ["| option | default | |", "| --- | --- | --- |"]
     for field in fields(LoadOptions):
         if "option" not in field.metadata:  # taken only to be refused with a sentence
             continue
         told = field.metadata["option"].help.replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{field.default}` | {told} |")
-    return "\n".join(lines) + "\n"
+    table = "\n".join(lines)
+    return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{table}\n\n<!-- /options -->", text)
 
 
 def main() -> int:
@@ -145,7 +147,7 @@ def main() -> int:
     for page in sorted((REPOSITORY / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         try:
-            made = render_page(text)
+            made = with_options(render_page(text))
         except TableError as error:
             print(f"{page.relative_to(REPOSITORY)}: {error}", file=sys.stderr)
             failed = True
