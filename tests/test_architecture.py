@@ -32,14 +32,13 @@ ROOMS = (
     "api",
     "serve",
     "lab",
-    "reproduce",
     "cli",
     "__main__",
 )
 """From the lowest to the highest: a room imports only rooms below it (docs/architecture.md)."""
 APART = {"engine": {"sim"}, "store": {"scheduler", "trace"}, "model": {"scheduler", "trace"}, "sim": {"store", "model"}}
 """Rooms below that a room does without: engine and simulator are two drivers of one scheduler."""
-PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim", "reproduce")
+PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim")
 """Importable, and all of it usable, without torch."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -114,7 +115,8 @@ def _choose(
     """Look at everything that can be refused before anything is opened; packs the model at its first use."""
 
     def pack(codec: str) -> PackedStore:
-        return pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
+        store = pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
+        return _checked(store, asked.verify)
 
     why_system = store = request = None
     if asked.system == AUTO_SYSTEM:
@@ -207,6 +209,22 @@ def handle(model: Any) -> Handle:
     if not isinstance(found, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
     return found
+
+
+def _checked(store: PackedStore, verify: str) -> PackedStore:
+    """What `verify` says of it. Raises StoreError where the dense part is damaged, or the config claims too much."""
+    if verify == "never":
+        store.check_claims()
+        return store.unchecked()
+    store.check_dense()
+    store.check_claims()
+    if store.codec == "none" and not store.sums:
+        logging.getLogger("expertly").warning(
+            "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of it "
+            "reads it once and adds them (verify=never: this is not said)",
+            store.folder,
+        )
+    return store
 
 
 def _known_of(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MATCHERS = ("auto", "thread", "inline")
+VERIFY = ("first", "never")
 
 
 ADVANCED, RESEARCH = "Advanced", "Research"
@@ -201,6 +202,14 @@ class LoadOptions:
         panel=RESEARCH,
         choices=lambda: MATCHERS,
     )
+    verify: Literal["first", "never"] = option(
+        "first",
+        "when bytes of the store are compared with their checksums: first (config and dense part while loading, each "
+        "part of an expert when it is first read) or never; compressed experts are compared at every read",
+        metavar="WHEN",
+        panel=ADVANCED,
+        choices=lambda: VERIFY,
+    )
     ring: int | None = option(
         None,
         "staging slots, through which a layer streams what it does not keep (default: one token's experts, and all "
@@ -229,6 +238,8 @@ class LoadOptions:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.matcher not in MATCHERS:
             raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         if self.total_memory is not None and self.memory not in (None, AUTO):
             raise ConfigError(
                 f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"

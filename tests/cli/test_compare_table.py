@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from expertly.cli.compare_table import summary
-from expertly.lab.compare.settings import BOUNDS, default_systems
+from expertly.lab.compare.settings import BOUNDS, USUAL_SYSTEMS
 from tests.sim.drive import make_trace, random_passes, sized
 
-SYSTEMS = default_systems().split(",")
+SYSTEMS = USUAL_SYSTEMS.split(",")
 
 
 def figures(number: int, has_spread: bool) -> dict[str, Any]:

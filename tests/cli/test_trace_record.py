@@ -46,6 +46,27 @@ def tokens_of(text: str) -> list[int]:
     return ids
 
 
+def test_chats_are_recorded_by_the_models_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A plain prompt is a user's message; with --raw it is the text that it is, and a chat is refused."""
+    chatty = make_checkpoint("qwen3_moe", tmp_path / "chatty", seed=31, tokenizer=True)
+    template = "{% for one in messages %}[{{ one.role }}] {{ one.content }} {% endfor %}[assistant]"
+    (chatty / "chat_template.jinja").write_text(template)
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + '\n{"prompt": "Hello"}\n')
+    assert record(chatty, tmp_path / "chats.jsonl", tmp_path / "trace") == 0
+    trace = Trace.open(tmp_path / "trace")
+    for request, text in zip(
+        trace.requests, ("[system] Be brief. [user] Hello [assistant]", "[user] Hello [assistant]"), strict=True
+    ):
+        rows = trace.rows("token", request.first_row, request.first_row + request.num_prompt_tokens)
+        assert rows.tolist() == tokens_of(text)
+    capsys.readouterr()
+    assert record(chatty, tmp_path / "chats.jsonl", tmp_path / "raw", "--raw") == 2
+    assert "line 1: holds messages, with --raw" in capsys.readouterr().err
+    assert record(model, tmp_path / "chats.jsonl", tmp_path / "none") == 2
+    assert "the model has no chat template" in capsys.readouterr().err
+
+
 def test_a_trace_of_the_tokens_that_the_unmodified_model_makes(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

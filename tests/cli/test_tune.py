@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from expertly.cli.arguments import duration
 from expertly.cli.main import main
-from expertly.cli.tune import time_limit
 from expertly.data import demo_prompts
 from expertly.lab.prompts import read_prompts
 from tests.families import make_checkpoint
@@ -107,7 +107,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_times_as_people_write_them() -> None:
-    assert [time_limit(text) for text in ("300s", "300", "5m", "1.5m")] == [300.0, 300.0, 300.0, 90.0]
+    assert [duration(text) for text in ("300s", "300", "5m", "1.5m")] == [300.0, 300.0, 300.0, 90.0]
 
 
 def test_the_texts_that_ship_are_of_several_kinds() -> None:

@@ -24,19 +24,19 @@ import expertly
 from expertly import api
 from expertly.api import handle
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError, EngineClosedError, NanError, TransferError
+from expertly.core.errors import ConfigError, EngineClosedError, NanError, StoreError, TransferError
 from expertly.engine import cpu, transfer
 from expertly.engine import group as groups
 from expertly.engine.group import Workers
 from expertly.model.packing import pack
-from expertly.store.packed import experts_name
+from expertly.store.packed import PackedStore, experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.engine.predictors import Everything, Failing
-from tests.families import generate, make_checkpoint, make_prompts
+from tests.families import NUM_EXPERTS, generate, make_checkpoint, make_prompts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -386,6 +386,44 @@ def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             generate(model, case.prompts)
         assert_works(model, case)
+
+
+# -- bytes that flipped ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("segments", "devices"), [(1, "cpu"), (4, "cpu"), (2, TWO)])
+def test_a_byte_that_flipped_in_an_expert_fails_the_requests_that_need_it(
+    segments: int, devices: str, own: tuple[Case, Path]
+) -> None:
+    """Until the file is whole again. With verify=never nobody is told."""
+    case, store = own
+    path, offset = PackedStore.open(store).layer_extent(1)
+    whole = path.read_bytes()
+    nbytes = (len(whole) - offset) // NUM_EXPERTS
+    damaged = bytearray(whole)
+    for expert in range(NUM_EXPERTS):  # the exponent of a weight of the last segment
+        damaged[offset + (expert + 1) * nbytes - 1] ^= 1
+    path.write_bytes(damaged)
+    with loaded_on(devices, store, segments=segments) as model:
+        for _ in range(2):
+            with pytest.raises(TransferError, match=rf"{path.name}: layer 1, expert \d, segment.*: .*pack"):
+                generate(model, case.prompts)
+        check_nothing_moves(model)
+        path.write_bytes(whole)  # the same file
+        assert_works(model, case)
+    path.write_bytes(damaged)
+    with loaded_on(devices, store, segments=segments, verify="never") as model:
+        generate(model, case.prompts)
+
+
+@pytest.mark.parametrize("name", ["config.json", "dense.safetensors"])
+def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, own: tuple[Case, Path]) -> None:
+    _, store = own
+    raw = bytearray((store / name).read_bytes())
+    raw[-2 if name == "config.json" else -1] ^= 1
+    (store / name).write_bytes(raw)
+    with pytest.raises(StoreError, match=f"{name}: checksum"):
+        expertly.load(str(store), memory="50%", device="cpu")
 
 
 # -- NaN -------------------------------------------------------------------------------------------------------------

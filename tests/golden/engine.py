@@ -136,6 +136,6 @@ def record() -> dict[str, Case]:
 @cache
 def _predictions() -> Mapping[str, str]:
     """What each preset predicts by; "none" where it predicts nothing."""
-    status, printed = run_command("systems")
+    status, printed = run_command("lab", "systems")
     assert status == 0
     return {system["name"]: system["prediction"] for system in printed["systems"]}

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.lab.compare.settings import BOUNDS, default_systems
+from expertly.lab.compare.settings import BOUNDS, USUAL_SYSTEMS
 from expertly.lab.plots import COLOUR, NUM_COLOURS, THEME, Picture, check_plot, draw_shares, drawing, marks_of
 from expertly.scheduler.presets import runnable_systems
 from tests.lab.compare.html import read
 
 
-@pytest.mark.parametrize("systems", [default_systems().split(","), runnable_systems()], ids=["usual", "all"])
+@pytest.mark.parametrize("systems", [USUAL_SYSTEMS.split(","), runnable_systems()], ids=["usual", "all"])
 def test_no_two_systems_look_the_same(systems: list[str]) -> None:
     """By colour and form, as points of a plot are drawn; bounds by how their lines are dashed."""
     marks = marks_of(systems, [name for name in BOUNDS if name not in systems])
@@ -25,7 +25,7 @@ def test_no_two_systems_look_the_same(systems: list[str]) -> None:
 
 
 def test_each_usual_system_has_a_colour_of_its_own_in_light_and_dark() -> None:
-    systems = default_systems().split(",")
+    systems = USUAL_SYSTEMS.split(",")
     assert "expertly-ahead" in systems and len(systems) <= NUM_COLOURS
     colours = [THEME[f"s{number}"] for number in range(len(systems))]
     assert len({light for light, _ in colours}) == len({dark for _, dark in colours}) == len(systems)

@@ -73,12 +73,16 @@ def test_a_changed_source_is_packed_anew_and_its_old_store_refused(tmp_path: Pat
         pack(source, tmp_path / "store")
 
 
-def test_a_changed_tokenizer_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_what_lies_beside_the_weights_is_brought_up_to_date(tmp_path: Path) -> None:
     source = make_checkpoint("mixtral", tmp_path / "source")
     store = pack(source, tmp_path / "store")
     (source / "generation_config.json").write_text('{"max_new_tokens": 7}')
     pack(source, tmp_path / "store", progress=lambda *now: pytest.fail("packed again")).verify(full=True)
     assert (store.folder / "generation_config.json").read_text() == '{"max_new_tokens": 7}'
+    (source / "generation_config.json").unlink()
+    (store.folder / "notes.txt").write_text("somebody's own")
+    pack(source, tmp_path / "store").verify(full=True)
+    assert not (store.folder / "generation_config.json").exists() and (store.folder / "notes.txt").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,44 @@ def test_a_garbled_config_is_named(tmp_path: Path, content: bytes | None) -> Non
     path = write_checkpoint(tmp_path) / "config.json"
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = write_checkpoint(tmp_path) / name
+    path.unlink()
+    make = {"a pipe": os.mkfifo, "a device": lambda at: at.symlink_to("/dev/zero"), "a folder": Path.mkdir}[kind]
+    make(path)
+    with pytest.raises(CheckpointError, match=kind if name == "config.json" else f"no {INDEX}"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("claim", "told"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: there are tensors for 256"),
+        ({"text_config": {"n_routed_experts": 10**9}}, "text_config.n_routed_experts=1000000000"),
+        ({"moe_num_experts": [64, 10**5]}, "moe_num_experts=100000"),
+        ({"num_layers": 1e18}, "num_layers=1e"),
+        ({"num_hidden_layers": 61, "num_experts": 512, "shared_expert_intermediate_size": 10**6}, None),
+    ],
+)
+def test_a_config_that_claims_more_than_there_is_is_refused(
+    tmp_path: Path, claim: dict[str, Any], told: str | None
+) -> None:
+    """Of 512 experts, stacked in one tensor, and few of everything else."""
+    write_checkpoint(tmp_path, config={"model_type": "toy", **claim})
+    (tmp_path / INDEX).unlink()
+    stacked = {"model.layers.0.mlp.experts.down_proj": entry("U8", (512, 1, 1), (0, 512))}
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(stacked, bytes(512)))
+    if told is None:
+        Checkpoint.open(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=re.escape(told.replace("256", "512"))):
         Checkpoint.open(tmp_path)
 
 

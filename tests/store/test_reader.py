@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError, TransferError
+from expertly.store import reader
 from expertly.store.reader import ExpertFile
 
 PAGE = 4096
@@ -166,6 +168,47 @@ def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest
         TransferError, match=rf"{path}: reading 4096 bytes at offset 8192 failed \(Input/output error\)"
     ):
         file.read_into(2 * PAGE, [aligned(PAGE)])
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
+def test_a_busy_system_is_asked_again_a_few_times(
+    code: int, file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_PAUSES_S", (0.0,) * 4)
+    whole, failures = os.preadv, [4]
+
+    def busy(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(code, os.strerror(code))
+        return whole(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", busy)
+    buffer = aligned(2 * PAGE)
+    file.read_into(PAGE, [buffer])
+    assert bytes(buffer) == path.read_bytes()[PAGE : 3 * PAGE]
+    failures[0] = 5
+    with pytest.raises(TransferError, match=f"offset {PAGE} failed .{os.strerror(code)}"):
+        file.read_into(PAGE, [buffer])
+
+
+@pytest.mark.parametrize("refused_from", [0, PAGE])
+def test_what_the_device_refuses_comes_through_the_page_cache(
+    refused_from: int, direct: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a read, or what a short one left of it; no page stays cached."""
+    whole = os.preadv
+
+    def odd(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fd == direct._direct and offset >= refused_from:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(fd, [buffers[0][:PAGE]], offset)
+
+    monkeypatch.setattr(os, "preadv", odd)
+    buffer = aligned(4 * PAGE)
+    assert not direct.read_into(0, [buffer])
+    assert cached_pages(path) == 0
+    assert bytes(buffer) == path.read_bytes()[: 4 * PAGE]
 
 
 @pytest.mark.parametrize("shortfall", [PAGE, 100])

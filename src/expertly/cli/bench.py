@@ -12,6 +12,7 @@ from pathlib import Path
 from expertly.cli import compare
 from expertly.cli.arguments import temperature
 from expertly.cli.loading import MODEL_HELP
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP
 from expertly.options import argument, json_flag, option
 
 DEFAULT_SYSTEMS = "lru,expertly"
@@ -22,7 +23,8 @@ class BenchOptions:
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     memory: str = option("10%,25%,50%", "for experts: shares of them or amounts", metavar="SIZE,SIZE")
     system: str = option(DEFAULT_SYSTEMS, "what `expertly lab systems` lists", metavar="A,B")
-    prompts: str | None = option(None, 'JSON Lines, {"prompt": "text"} a line (default: ours)', metavar="FILE")
+    prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
     requests: int = option(5, "prompts that are answered", metavar="N", least=1)
     tokens: int = option(24, "of each answer", metavar="N", least=1)
     rounds: int = option(2, "times that everything is run", metavar="N", least=1)
@@ -39,6 +41,7 @@ def run(args: BenchOptions) -> int:
             memory=args.memory,
             system=args.system,
             prompts=args.prompts,
+            raw=args.raw,
             requests=args.requests,
             tokens=args.tokens,
             rounds=args.rounds,

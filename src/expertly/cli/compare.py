@@ -19,8 +19,14 @@ from expertly.cli.configure_sources import is_trace
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout
 from expertly.cli.system_files import plan_for, predictor_for
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.lab.compare.settings import ComparisonSettings, check_memories, check_systems
-from expertly.lab.prompts import Prompt, read_prompts
+from expertly.lab.compare.settings import (
+    DEFAULT_MEMORY,
+    USUAL_SYSTEMS,
+    ComparisonSettings,
+    check_memories,
+    check_systems,
+)
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
@@ -40,14 +46,15 @@ class CompareOptions:
         metavar="MODEL|TRACE",
     )
     system: str = option(
-        "lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead",
-        "default: lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead; NAME:KEY=VALUE changes a part of one",
+        USUAL_SYSTEMS,
+        f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one",
         metavar="A,B",
     )
-    memory: str = option("10%,25%,50%", "shares of the experts or amounts", metavar="SIZE,SIZE")
+    memory: str = option(DEFAULT_MEMORY, "shares of the experts or amounts", metavar="SIZE,SIZE")
     out: Path = option(REQUIRED, "where the report goes: a new or an empty folder", metavar="DIR", type=Path)
     force: bool = option(False, "replace an earlier comparison in DIR")
-    prompts: str | None = option(None, 'JSON Lines, {"prompt": "text"} a line', metavar="FILE")
+    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
     requests: int | None = option(
         None, "default: 5 with a model (with --split both parts), 20 with a trace", metavar="N", type=int, least=1
     )
@@ -159,6 +166,7 @@ def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
         hardware=args.hardware,
         predictor=args.predictor,
         plan=args.plan,
+        is_raw=args.raw,
         **given,
     )
     _check_files(settings)

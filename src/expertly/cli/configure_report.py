@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from expertly.cli.configure import SYSTEM
 from expertly.cli.configure_sources import ConfiguratorInput, is_trace, segments_of
-from expertly.cli.output import format_nbytes, format_seconds, format_share, table
+from expertly.cli.output import table
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from expertly.cli.configure import ConfigureOptions

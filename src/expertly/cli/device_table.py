@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from expertly.cli.output import format_nbytes, format_seconds, format_share, table
+from expertly.cli.output import table
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 
 def device_table(devices: list[dict[str, Any]]) -> str:

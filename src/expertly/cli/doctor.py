@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli import doctor_hardware
-from expertly.cli.output import format_nbytes, message, print_json, reserved_stdout, table
+from expertly.cli.output import message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.units import format_nbytes
 from expertly.hardware.profile import DiskProfile, MachineProfile
 from expertly.options import json_flag, option
 

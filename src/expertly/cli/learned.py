@@ -10,8 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, format_share, message, print_json, printable
+from expertly.cli.output import message, print_json, printable
 from expertly.core.errors import ConfigError, StoreError
+from expertly.core.units import format_nbytes, format_share
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, format_seconds, message, print_json, progress_bar, reserved_stdout, table
+from expertly.cli.output import message, print_json, progress_bar, reserved_stdout, table
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
+from expertly.core.units import format_nbytes, format_seconds
 from expertly.options import argument, json_flag, option
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype

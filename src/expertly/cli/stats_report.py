@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from expertly.cli.device_table import device_table
-from expertly.cli.output import format_nbytes, format_seconds, format_share, table
+from expertly.cli.output import table
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 
 def report(result: dict[str, Any]) -> str:

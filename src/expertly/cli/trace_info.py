@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_share, message, print_json, progress_bar, table
+from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.cli.trace_summary import fields_table, headline, trace_facts
+from expertly.core.units import format_share
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:

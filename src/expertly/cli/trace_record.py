@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import seed, temperature
 from expertly.cli.generation import generation_config
 from expertly.cli.loading import MODEL_HELP, load_model
-from expertly.cli.output import format_nbytes, format_seconds, message, print_json, progress_bar, reserved_stdout
+from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
-from expertly.lab.prompts import AskedPrompt, Prompt, asked, read_prompts
+from expertly.core.units import format_nbytes, format_seconds
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
 from expertly.options import REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
@@ -61,12 +62,8 @@ class _Progress:
 @dataclass(frozen=True, kw_only=True)
 class TraceRecordOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    prompts: str = option(
-        REQUIRED,
-        'JSON Lines, {"prompt": "text", "category": "text"} a line (category may be left out); .gz or "-" for '
-        "stdin; each is a request, run alone",
-        metavar="FILE",
-    )
+    prompts: str = option(REQUIRED, PROMPTS_HELP + ', each a request, run alone; "category" is kept', metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
     out: Path = option(REQUIRED, "where the trace goes: a new or an empty folder", metavar="DIR", type=Path)
     max_new_tokens: int = option(100, "of a request", metavar="N", least=1)
     temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
@@ -91,7 +88,7 @@ def run(args: TraceRecordOptions) -> int:
 
         model, tokenizer = load_model(args.model, args)
         try:
-            requests = _tokenised(prompts, model, tokenizer)
+            requests = _tokenised(prompts, model, tokenizer, args.raw)
             result = _record(model, requests, args)
             result["skipped"] = len(prompts) - len(requests)
         finally:
@@ -103,11 +100,11 @@ def run(args: TraceRecordOptions) -> int:
     return 0
 
 
-def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any) -> list[AskedPrompt]:
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bool) -> list[AskedPrompt]:
     """The prompts that the model can be given; each of the others is named in a message."""
     from expertly.lab.playing import max_positions
 
-    found, left_out = asked(prompts, tokenizer, most=max_positions(model))
+    found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
     for why in left_out:
         message(f"expertly: skipped: {why}")
     if not found:

@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, print_json, table
+from expertly.cli.output import print_json, table
+from expertly.core.units import format_nbytes
 
 if TYPE_CHECKING:
     from expertly.trace.reader import Trace

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from expertly.cli.output import format_nbytes, format_seconds, format_share, printable, table
+from expertly.cli.output import printable, table
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 
 def report(result: dict[str, Any]) -> str:

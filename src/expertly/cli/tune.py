@@ -15,24 +15,19 @@ from expertly.cli.arguments import duration, seed
 from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.data import demo_prompts
-from expertly.lab.prompts import Prompt, read_prompts
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
 from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.tune import Tuned
     from expertly.sim.hardware import Hardware
 
-DEFAULT_REQUESTS = 16
-DEFAULT_NEW_TOKENS = 64
-DEFAULT_TIME_LIMIT = "300s"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     model: str | None = argument(None, "a folder, a packed store or a hub id", metavar="MODEL")
-    prompts: str | None = option(
-        None, 'what you ask of it: JSON Lines, {"prompt": "text"} a line; .gz or "-" for stdin', metavar="FILE"
-    )
+    prompts: str | None = option(None, "what you ask of it. " + PROMPTS_HELP, metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
     memory: str = option("auto", 'for experts: "25%" of them, "1.5GiB" or "auto" (default)', metavar="SIZE")
     requests: int = option(
         16,
@@ -49,18 +44,6 @@ class TuneOptions:
     seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed)
     out: Path | None = option(None, "write all that was measured, as --json prints it", metavar="FILE", type=Path)
     json: bool = json_flag()
-
-
-def time_limit(text: str) -> float:
-    """Seconds of "300s", "300" or "5m"."""
-    number, scale = (text[:-1], {"s": 1.0, "m": 60.0}[text[-1]]) if text[-1:] in ("s", "m") else (text, 1.0)
-    try:
-        value = float(number) * scale
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 86400:
-        raise ValueError("from 1 second to a day, for instance 90s or 5m")
-    return value
 
 
 def run(args: TuneOptions) -> int:
@@ -84,6 +67,7 @@ def run(args: TuneOptions) -> int:
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
             time_limit_s=args.time_limit,
+            is_raw=args.raw,
             command=shlex.join(["expertly", *sys.argv[1:]]),
         )
         with progress_bar("turns") as progress:

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import format_nbytes, format_seconds, format_share, table
+from expertly.cli.output import table
+from expertly.core.units import format_nbytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from expertly.cli.tune import TuneOptions

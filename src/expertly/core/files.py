@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,9 @@ from types import NoneType, UnionType
 from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ExpertlyError
+
+MAX_JSON_NBYTES = 256 << 20
+"""Of a file of JSON: the index of the largest checkpoint has a tenth of it."""
 
 MAX_TEXT = 4096
 """Characters of a text that `from_json` takes."""
@@ -127,8 +131,15 @@ def finite(value: Any) -> Any:
 
 
 def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
-    """The JSON object in `path`; anything else raises `error` naming the file."""
+    """The JSON object in `path`; anything else raises `error` naming the file. What is no file (a pipe, a device) or
+    longer than MAX_JSON_NBYTES is not read.
+    """
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise error(f"{path}: {_kind_of(about.st_mode)}; must be a file")
+        if about.st_size > MAX_JSON_NBYTES:
+            raise error(f"{path}: {about.st_size} bytes; accepted: {MAX_JSON_NBYTES}")
         raw = path.read_bytes()
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
@@ -141,6 +152,11 @@ def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise error(f"{path}: holds a JSON {type(value).__name__}; must be an object")
     return value
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def from_json(kind: Any, raw: Any, where: str, error: type[ExpertlyError]) -> Any:

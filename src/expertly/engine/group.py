@@ -32,6 +32,7 @@ from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.observations import Channel, Seen
 from expertly.scheduler.scheduler import Scheduler
 from expertly.store.frames import FrameIndex
+from expertly.store.sums import Sums
 
 _LOOK_EVERY_S = 1.0
 """Whoever waits for threads looks so often whether they still run."""
@@ -80,6 +81,9 @@ class StoreOfShare:
 
     def frame_index(self, layer: int) -> FrameIndex | None:
         return self._store.frame_index(layer)
+
+    def block_sums(self, layer: int) -> Sums | None:
+        return self._store.block_sums(layer)
 
 
 class _Ran(NamedTuple):

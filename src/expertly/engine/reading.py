@@ -22,6 +22,7 @@ from expertly.core.messages import Span
 from expertly.engine.numa import MemoryNode
 from expertly.store.frames import FrameDecoder, FrameIndex, padded
 from expertly.store.reader import ExpertFile
+from expertly.store.sums import FirstReads, Sums
 
 MIN_READ_NBYTES = 1 << 20
 """A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
@@ -44,6 +45,9 @@ class ExtentSource(Protocol):
 
     def frame_index(self, layer: int) -> FrameIndex | None:
         """Where the layer's frames lie, by the experts' places in the file; None where they are stored as they are."""
+
+    def block_sums(self, layer: int) -> Sums | None:
+        """What such experts are compared with when they are first read, by the same places; None: with nothing."""
 
 
 class Moved(NamedTuple):
@@ -84,29 +88,49 @@ def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> So
 
 
 class PlainSource:
-    """Experts stored as they are: a read goes straight from the file into the slots."""
+    """Experts stored as they are: a read goes straight from the file into the slots, and the first of each block is
+    compared with its sum by the thread that reads it.
+    """
 
     batch_nbytes = MIN_READ_NBYTES
 
     def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
         self._files = files
-        self._offsets = []  # of each expert in its layer's file
-        for layer, shape in enumerate(geometry.layers):
-            begin = store.layer_extent(layer)[1]
-            places = (store.expert_in_file(layer, expert) for expert in range(shape.num_experts))
-            self._offsets.append([begin + place * shape.expert_nbytes for place in places])
+        self._places: list[list[int]] = []  # of each expert in its layer's file
+        self._begins: list[int] = []  # of the first expert there
+        self._first_reads: list[FirstReads | None] = []
+        self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._num_readers = num_readers
+        for layer, shape in enumerate(geometry.layers):
+            begin, sums = store.layer_extent(layer)[1], store.block_sums(layer)
+            nbytes = shape.expert_nbytes, self._segment_nbytes[layer]
+            self._begins.append(begin)
+            self._places.append([store.expert_in_file(layer, expert) for expert in range(shape.num_experts)])
+            self._first_reads.append(None if sums is None else FirstReads(layer, files[layer], begin, *nbytes, sums))
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         layer, nbytes = span.layer, len(buffer)
-        file = self._files[layer]
-        offset = self._offsets[layer][span.expert] + span.segment * self._segment_nbytes[layer]
+        file, place, first = (
+            self._files[layer],
+            self._places[layer][span.expert],
+            span.segment * self._segment_nbytes[layer],
+        )
+        offset = self._begins[layer] + place * self._expert_nbytes[layer] + first
+        first_reads = self._first_reads[layer]
+        if first_reads is not None and first_reads.are_over(place, first, nbytes):
+            first_reads = None
         if nbytes <= MIN_READ_NBYTES:
-            return (partial(_read_plain, file, offset, buffer),), nbytes
-        size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
-        starts = range(0, nbytes, size)
-        return [partial(_read_plain, file, offset + start, buffer[start : start + size]) for start in starts], nbytes
+            starts, size = range(1), nbytes
+        else:
+            size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
+            if first_reads is not None and not first_reads.block_nbytes % PAGE_NBYTES:  # whole blocks to each reader
+                size = -(-size // first_reads.block_nbytes) * first_reads.block_nbytes
+            starts = range(0, nbytes, size)
+        if first_reads is None:
+            return [partial(_read_plain, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
+        check = partial(_read_checked, first_reads, place)
+        return [partial(check, first + at, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
 
     def close(self) -> None:
         _close(self._files)
@@ -115,6 +139,14 @@ class PlainSource:
 def _read_plain(file: ExpertFile, offset: int, buffer: memoryview) -> Moved:
     is_direct = file.read_into(offset, [buffer])
     return Moved(0 if is_direct else len(buffer))
+
+
+def _read_checked(
+    first_reads: FirstReads, place: int, first: int, file: ExpertFile, offset: int, buffer: memoryview
+) -> Moved:
+    moved = _read_plain(file, offset, buffer)
+    first_reads.check(place, first, buffer)
+    return moved
 
 
 def _close(files: list[ExpertFile]) -> None:

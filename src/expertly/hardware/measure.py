@@ -112,6 +112,9 @@ class _OneExtent:
     def expert_in_file(self, layer: int, expert: int) -> int:
         return expert
 
+    def block_sums(self, layer: int) -> None:
+        return None
+
     def frame_index(self, layer: int) -> None:
         return None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import CheckpointError
+from expertly.core.errors import CheckpointError, ExpertlyError
 from expertly.core.files import is_plain_name, read_json_object
 from expertly.core.headers import parse_safetensors_header, read_header_bytes
 
@@ -70,6 +71,9 @@ class Checkpoint:
         for name, file_name in weight_map.items():
             if name not in tensors or tensors[name].path.name != file_name:
                 raise CheckpointError(f"{folder / file_name}: tensor {name!r} is not in it, but {INDEX_NAME} says so")
+        check_claims(
+            folder / "config.json", config, {name: ref.shape for name, ref in tensors.items()}, CheckpointError
+        )
         return cls(folder, config, tensors, headers)
 
     @cached_property
@@ -134,13 +138,50 @@ class Checkpoint:
         return buffer
 
 
+_COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert)s?(_|$)|^(en|de)coder_layers$")
+"""Names of fields of a config that say how many parts a model is made of."""
+
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+
+_FEW = 256
+"""Layers or experts that are built in no time, whatever tensors there are."""
+
+
+def check_claims(
+    path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], failure: type[ExpertlyError]
+) -> None:
+    """Refuse, before a model is built of it, a config with far more layers or experts than there are tensors for.
+
+    `shapes`: of all tensors. As many parts are accepted as there are numbers in their names, or as the tensors of many
+    experts hold. Raises `failure` naming the field.
+    """
+    numbers = {number for name in shapes for number in _NUMBER.findall(name)}
+    stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and ("expert" in name or "moe" in name))
+    most = max(_FEW, len(numbers), *stacked)
+    for field, value in _counts(config):
+        if value > most:
+            raise failure(f"{path}: {field}={value}: there are tensors for {most} at most")
+
+
+def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value, f"{outer}{key}.")
+        elif _COUNTS.search(key):
+            yield from (
+                (outer + key, one)
+                for one in (value if isinstance(value, list) else [value])
+                if isinstance(one, int | float)
+            )
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name to file name; empty where the checkpoint is one file."""
     if (folder / SINGLE_NAME).is_file():  # as transformers: before the index
         return {}
     path = folder / INDEX_NAME
     if not path.is_file():
-        if path.is_symlink() or (folder / SINGLE_NAME).is_symlink():
+        if any(one.is_symlink() and not one.exists() for one in (path, folder / SINGLE_NAME)):
             raise CheckpointError(f"{folder}: its weights are a broken link: an unfinished download?")
         others = sorted(
             p.name for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)

@@ -37,10 +37,13 @@ def check_store_dtype(name: object, field: str = "dtype") -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and checksum (CRC-32 of zlib) of one file of the store."""
+    """Size and checksum (CRC-32 of zlib) of one file of the store; of a large one also its xxh3_64, which takes a
+    tenth of the time.
+    """
 
     nbytes: int
     checksum: int
+    xxh3: int | None = None  # stores of before have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
 def _entry(path: Path, name: str, raw: object) -> FileEntry:
     if not is_plain_name(name):
         raise StoreError(f"{path}: files[{name!r}]: must be a file name in the same folder")
-    entry = FileEntry(raw.get("nbytes", -1), raw.get("checksum", -1)) if isinstance(raw, dict) else None
-    if entry is None or not all(type(value) is int and value >= 0 for value in (entry.nbytes, entry.checksum)):
+    values = [raw.get("nbytes"), raw.get("checksum"), raw.get("xxh3") or 0] if isinstance(raw, dict) else [None]
+    if not all(type(value) is int and value >= 0 for value in values):
         raise StoreError(f"{path}: files[{name!r}]={raw!r:.80}: must hold nbytes and checksum, whole numbers from 0")
-    return entry
+    return FileEntry(raw["nbytes"], raw["checksum"], raw.get("xxh3"))  # type: ignore[index, attr-defined]

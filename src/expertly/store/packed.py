@@ -6,19 +6,22 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import read_json_object
+from expertly.core.files import disk_errors, read_json_object, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, read_safetensors_header
-from expertly.store.checkpoint import INDEX_NAME
+from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
-from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, Manifest
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
+from expertly.store.sums import BlockSummer, Sums, open_sums, sums_name
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
@@ -32,8 +35,10 @@ def experts_name(layer: int) -> str:
 
 
 def expert_files(codec: str, layer: int) -> tuple[str, ...]:
-    """Names of all files of a layer's experts."""
-    return (planes_name(layer), index_name(layer)) if codec == "planes" else (experts_name(layer),)
+    """Names of all files of a layer's experts; a store of before there were sums has none."""
+    if codec == "planes":
+        return planes_name(layer), index_name(layer)
+    return experts_name(layer), sums_name(layer)
 
 
 def experts_shape(layer: LayerGeometry) -> tuple[int, int, int, int]:
@@ -64,6 +69,7 @@ class PackedStore:
     extents: tuple[tuple[Path, int], ...]  # file and offset of expert 0, of each layer
     dense: Mapping[str, TensorInfo]
     frames: tuple[FrameIndex, ...] = ()  # of each layer; empty where experts are stored as they are
+    sums: tuple[Sums, ...] = ()  # of each layer whose experts are stored as they are; empty: reads are not checked
     why_codec: str = ""  # where it was chosen
 
     @classmethod
@@ -82,8 +88,9 @@ class PackedStore:
             )
         layers = range(len(manifest.layers))
         expert_names = [name for layer in layers for name in expert_files(manifest.codec, layer)]
+        has_sums = any(sums_name(layer) in manifest.files for layer in layers)
         for name in ("config.json", INDEX_NAME, DENSE_NAME, *expert_names):
-            if name not in manifest.files:
+            if name not in manifest.files and (has_sums or ".sums." not in name):
                 raise StoreError(f"{folder / MANIFEST_NAME}: files lacks {name!r}")
         for name, entry in manifest.files.items():
             _check_size(folder / name, entry.nbytes)
@@ -94,9 +101,13 @@ class PackedStore:
             )
             return cls(folder, manifest, tuple((index.path, 0) for index in frames), dense, frames)
         code = STORE_DTYPES[manifest.dtype]
-        return cls(
-            folder, manifest, tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers)), dense
-        )
+        extents = tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers))
+        sums: tuple[Sums, ...] = ()
+        if has_sums:
+            sums = tuple(
+                open_sums(folder, i, layer, manifest.files[sums_name(i)]) for i, layer in enumerate(manifest.layers)
+            )
+        return cls(folder, manifest, extents, dense, sums=sums)
 
     def geometry(self, segments: int = 1) -> Geometry:
         """Raises ConfigError where `segments` does not divide an intermediate size."""
@@ -111,6 +122,12 @@ class PackedStore:
     def frame_index(self, layer: int) -> FrameIndex | None:
         """Where the layer's frames lie, in the file of `layer_extent`; None where experts are stored as they are."""
         return self.frames[layer] if self.frames else None
+
+    def block_sums(self, layer: int) -> Sums | None:
+        """What the layer's experts are compared with when they are first read; None: with nothing. Frames have sums of
+        their own, which every read compares.
+        """
+        return self.sums[layer] if self.sums else None
 
     @property
     def codec(self) -> str:
@@ -151,38 +168,83 @@ class PackedStore:
         """Bytes on disk."""
         return sum(entry.nbytes for entry in self.manifest.files.values())
 
+    def check_claims(self) -> None:
+        """Raises StoreError where the config has far more layers or experts than the store."""
+        shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in self.dense.items()}
+        shapes |= {f"experts.{i}": experts_shape(layer) for i, layer in enumerate(self.manifest.layers)}
+        check_claims(self.folder / "config.json", self.config, shapes, StoreError)
+
+    def check_dense(self) -> None:
+        """Compare config, index and dense part with the manifest. Raises StoreError naming the one that is damaged."""
+        for name in ("config.json", INDEX_NAME, DENSE_NAME):
+            entry, checksum = self.manifest.files[name], 0
+            fast = None if entry.xxh3 is None else xxhash.xxh3_64()
+            for chunk in _chunks(self.folder / name, is_read_again=True):
+                if fast is None:
+                    checksum = zlib.crc32(chunk, checksum)
+                else:
+                    fast.update(chunk)
+            if fast is None:
+                self._compare(name, checksum, entry.checksum)
+            else:
+                self._compare(name, fast.intdigest(), entry.xxh3)
+
+    def unchecked(self) -> PackedStore:
+        """The same, and what is read of it is compared with nothing."""
+        return replace(self, sums=())
+
+    def _compare(self, name: str, found: int, written: int | None) -> None:
+        if found != written:
+            raise StoreError(
+                f"{self.folder / name}: checksum {found:08x}, but it was written with {written:08x}: damaged; remove "
+                "the store and pack again"
+            )
+
     def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
         """Open again, checking sizes and headers; `full` reads all files, compares checksums and decodes all frames.
 
-        `progress(done_nbytes, total_nbytes)`. Raises StoreError naming the first file that is damaged.
+        A store of before there were sums has them then. `progress(done_nbytes, total_nbytes)`. Raises StoreError naming
+        the first file that is damaged.
         """
         PackedStore.open(self.folder)
         if not full:
             return
         done = 0
         frames = {index.path: index for index in self.frames}
+        summers: dict[str, BlockSummer] = {}
+        if self.codec == "none" and not self.sums:
+            begins = enumerate(zip(self.manifest.layers, self.extents, strict=True))
+            summers = {experts_name(i): BlockSummer(layer, skip=begin) for i, (layer, (_, begin)) in begins}
         for name, entry in self.manifest.files.items():
             checksum = 0
-            index = frames.get(self.folder / name)
+            index, summer = frames.get(self.folder / name), summers.get(name)
             for chunk in _chunks(self.folder / name) if index is None else checked_chunks(index):
                 checksum = zlib.crc32(chunk, checksum)
+                if summer is not None:
+                    summer.add(chunk)
                 done += len(chunk)
                 if progress is not None:
                     progress(done, self.nbytes)
-            if checksum != entry.checksum:
-                raise StoreError(
-                    f"{self.folder / name}: checksum {checksum:08x}, but it was written with {entry.checksum:08x}: "
-                    "damaged; remove the store and pack again"
-                )
+            self._compare(name, checksum, entry.checksum)
+        if summers:
+            self._add_sums([summer.file_bytes() for summer in summers.values()])
+
+    def _add_sums(self, files: Sequence[bytes]) -> None:
+        entries = {}
+        with disk_errors(self.folder, "the store is whole; adding sums to it", StoreError, ""):
+            for layer, data in enumerate(files):
+                write_atomic(self.folder / sums_name(layer), data)
+                entries[sums_name(layer)] = FileEntry(len(data), zlib.crc32(data))
+            replace(self.manifest, files={**self.manifest.files, **entries}).write(self.folder)
 
 
-def _chunks(path: Path) -> Iterator[memoryview]:
+def _chunks(path: Path, is_read_again: bool = False) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_CHUNK_NBYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 yield buffer[:count]
-            if hasattr(os, "posix_fadvise"):
+            if hasattr(os, "posix_fadvise") and not is_read_again:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None

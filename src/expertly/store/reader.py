@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,12 @@ from expertly.core.geometry import PAGE_NBYTES
 
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
+
+_PASSING = (errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM)
+"""Errors of a system that has too much to do: the same read may work a moment later."""
+
+_PAUSES_S = (0.001, 0.01, 0.1, 0.5)
+"""Before each further try of a read that failed so."""
 
 
 class ExpertFile:
@@ -43,15 +51,16 @@ class ExpertFile:
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> bool:
         """Fill `buffers` one after the other from `offset`; returns whether the page cache was bypassed.
 
-        It is where the offset and each buffer's address and length are multiples of 4096. Raises TransferError
-        naming file and offset on a read error or where the file ends early.
+        It is where the offset and each buffer's address and length are multiples of 4096; what the device refuses or
+        leaves over comes through the page cache. A read that the system has no room for is tried again a few times.
+        Raises TransferError naming file and offset on a read error or where the file ends early.
         """
         assert self._buffered >= 0, "read after close"
         buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
         direct = self._direct >= 0 and offset % PAGE_NBYTES == 0 and all(map(_is_aligned, buffers))
         total = sum(map(len, buffers))
         try:
-            self._read(self._direct if direct else self._buffered, offset, buffers)
+            direct = self._read(self._direct if direct else self._buffered, offset, buffers)
         except OSError as error:
             raise TransferError(
                 f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
@@ -60,10 +69,22 @@ class ExpertFile:
             self._drop(offset, total)
         return direct
 
-    def _read(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    def _read(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Whether all came past the page cache."""
         left = [view for view in buffers if len(view)]
+        pauses = iter(_PAUSES_S)
         while left:
-            count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+            try:
+                count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+            except OSError as error:
+                if fd == self._direct and error.errno == errno.EINVAL:  # the device wants larger blocks than pages
+                    fd = self._buffered
+                    continue
+                pause = next(pauses, None) if error.errno in _PASSING else None
+                if pause is None:
+                    raise
+                time.sleep(pause)
+                continue
             if count == 0:
                 raise TransferError(
                     f"{self.path}: ends at offset {offset}, {sum(map(len, left))} bytes short: truncated"
@@ -75,6 +96,7 @@ class ExpertFile:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+        return fd == self._direct
 
     def _drop(self, offset: int, nbytes: int) -> None:
         """Forget the pages just read. Those that another open read of the same file shares are only read again."""

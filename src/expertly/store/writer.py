@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import xxhash
+
 from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
@@ -35,6 +37,7 @@ from expertly.store.packed import (
     experts_shape,
     is_packed_store,
 )
+from expertly.store.sums import BlockSummer, sums_name
 
 Progress = Callable[[int, int], None]
 """`progress(done_nbytes, total_nbytes)`."""
@@ -123,11 +126,23 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._write_planes(layer, geometry, experts)
             return
         spec = TensorSpec(EXPERTS_KEY, STORE_DTYPES[self._plan.dtype], experts_shape(geometry))
-        self._write_tensors(experts_name(layer), [spec], experts)
+        summer = BlockSummer(geometry)
+
+        def summed() -> Iterator[Bytes]:
+            for chunk in experts:
+                summer.add(chunk.data.cast("B") if chunk.nbytes else memoryview(b""))
+                yield chunk
+
+        entry = self._write_tensors(experts_name(layer), [spec], summed())
+        sums = summer.file_bytes()
+        with store_errors(self._partial, f"writing {sums_name(layer)}"):
+            write_atomic(self._partial / sums_name(layer), sums)
+        self._mark({experts_name(layer): entry, sums_name(layer): FileEntry(len(sums), zlib.crc32(sums))})
 
     def write_dense(self, chunks_of: Callable[[TensorSpec], Iterable[Bytes]]) -> None:
         """Write the dense tensors, each given in chunks that add up to it."""
-        self._write_tensors(DENSE_NAME, self._dense, (chunk for spec in self._dense for chunk in chunks_of(spec)))
+        chunks = (chunk for spec in self._dense for chunk in chunks_of(spec))
+        self._mark({DENSE_NAME: self._write_tensors(DENSE_NAME, self._dense, chunks)})
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file: config, tokenizer."""
@@ -165,7 +180,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             shutil.rmtree(self._partial, ignore_errors=True)
         self.close()
 
-    def _write_tensors(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> None:
+    def _write_tensors(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> FileEntry:
         header = safetensors_header(specs)
 
         def parts() -> Iterator[tuple[bytes | memoryview, int]]:
@@ -176,7 +191,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         entry = self._write(name, parts())
         total = len(header) + sum(spec.nbytes for spec in specs)
         assert entry.nbytes == total, f"{name}: {entry.nbytes} bytes written, not {total}"
-        self._mark({name: entry})
+        return entry
 
     def _write_planes(self, layer: int, geometry: LayerGeometry, experts: Iterable[Bytes]) -> None:
         num_frames = frames_per_expert(geometry)
@@ -204,9 +219,11 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """Write a large file of `parts`, each with the bytes of weights that it is."""
         path = self._partial / name
         checksum = nbytes = 0
+        fast = xxhash.xxh3_64()
         with store_errors(self._partial, f"writing {name}"), path.open("wb") as file:
             for part, weights_nbytes in parts:
                 checksum = zlib.crc32(part, checksum)
+                fast.update(part)
                 nbytes += file.write(part)
                 if weights_nbytes:
                     self._report(weights_nbytes)
@@ -214,7 +231,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # the store is read past the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return FileEntry(nbytes, checksum)
+        return FileEntry(nbytes, checksum, fast.intdigest())
 
     def _mark(self, entries: Mapping[str, FileEntry]) -> None:
         """Files that are done, all of them or, after a crash, none."""
@@ -262,12 +279,16 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
 def copy_extras(source: Path, folder: Path) -> None:
     """Bring the small files beside a checkpoint's weights (tokenizer, generation config, chat template, licence) up to
-    date in its store; what has not changed is not written.
+    date in its store. What has not changed is not written; what transformers would read and the checkpoint has no more
+    is removed.
     """
+    for path in sorted(folder.iterdir()):
+        is_read = path.suffix not in (".md", ".txt") or path.name in ("vocab.txt", "merges.txt")
+        if is_read and path.name not in _EXTRA_NAMES and _is_extra(path) and not _is_extra(source / path.name):
+            with store_errors(folder, f"removing {path.name}"):
+                path.unlink(missing_ok=True)
     for path in sorted(source.iterdir()):
-        is_extra = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
-        is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
-        if not is_extra or is_other or not path.is_file() or path.stat().st_size > _MAX_EXTRA_NBYTES:
+        if not _is_extra(path):
             continue
         try:
             data = path.read_bytes()
@@ -277,6 +298,12 @@ def copy_extras(source: Path, folder: Path) -> None:
             target = folder / path.name
             if not target.is_file() or target.read_bytes() != data:
                 write_atomic(target, data)
+
+
+def _is_extra(path: Path) -> bool:
+    has_name = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
+    is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
+    return has_name and not is_other and path.is_file() and path.stat().st_size <= _MAX_EXTRA_NBYTES
 
 
 def _check_place(folder: Path, partial: Path) -> None:

@@ -188,9 +188,10 @@ def _draw_bar(picture: Picture, axes: Any, bar: Mapping[str, Any], y: float, len
     begin, end = max(0, bar["begin_ns"]), min(length_ns, bar["end_ns"])
     a_point = (axes.get_xlim()[1]) / (_TOKEN_WIDTH - _TOKEN_FRAME["left"] - _TOKEN_FRAME["right"])  # in ns
     is_load = bar["kind"] in ("demand", "ahead")
-    edge = {"edgecolor": COLOUR["paper"], "linewidth": 0.5} if is_load else {"linewidth": 0}
     tip = picture.tip(f"{bar['said']}: {bar['begin_ns'] / 1e6:.3f} to {bar['end_ns'] / 1e6:.3f} ms")
     width = max(_LEAST_WIDTH * a_point, end - begin)
+    is_apart = is_load and width > 3 * a_point  # a line between neighbours would hide thin ones
+    edge = {"edgecolor": COLOUR["paper"], "linewidth": 0.5} if is_apart else {"linewidth": 0}
     axes.add_artist(Rectangle((begin, y), width, _LANE, facecolor=COLOUR[KINDS[bar["kind"]][0]], **edge, **tip))
     text = f"{bar['layer']}.{bar['expert']}" if is_load else ""
     if text and end - begin > 6 * len(text) * a_point:

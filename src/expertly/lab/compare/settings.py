@@ -9,7 +9,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import parse_memory
-from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
+from expertly.scheduler.presets import get_system, runnable_systems
 
 BASELINE = "lru"
 """What the others are measured by, where it runs beside them; else the first one."""
@@ -17,7 +17,7 @@ BASELINE = "lru"
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Simulated beside every comparison: what no system can beat, and every expert kept."""
 
-_USUAL = ("lru", "lfu", "lcp", "moepic", "adapmoe", "expertly", "expertly-ahead")
+USUAL_SYSTEMS = "lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead"
 DEFAULT_MEMORY = "10%,25%,50%"
 
 
@@ -56,11 +56,6 @@ class ComparisonSettings:
         values = asdict(self) | {"baseline": self.baseline, "timeline_memory": self.timeline_memory}
         values |= {name: None if values[name] is None else str(values[name]) for name in ("predictor", "plan")}
         return values | {"split": None if self.split is None else f"{self.split[0]}:{self.split[1]}"}
-
-
-def default_systems() -> str:
-    """The usual ones, as far as they are there."""
-    return ",".join(name for name in _USUAL if name in SYSTEMS.built_in)
 
 
 def check_systems(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,3 @@
+"""The papers' experiments: a file a paper; `findings` has the rules, `runs` where they run, `metrics` what is measured,
+`runner` runs and reports them.
+"""

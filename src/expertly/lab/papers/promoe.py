@@ -1,0 +1,469 @@
+"""ProMoE: figures 3 to 5, 8, 9 and 11 to 25, in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from expertly.core.geometry import Geometry
+from expertly.lab.accuracy import Accuracy, accuracies, is_below, means
+from expertly.lab.dataset import Dataset
+from expertly.lab.papers import findings as rules
+from expertly.lab.papers.findings import Cell, Check, Experiment, Finding, FindingTable, show
+from expertly.lab.papers.metrics import (
+    HITS,
+    TPOT,
+    TTFT,
+    WAITING,
+    Metric,
+    grid,
+    of_categories,
+    of_prompts,
+    of_steps,
+    of_time,
+    table_of,
+)
+from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need
+from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
+from expertly.sim.schedule import first_rows
+from expertly.sim.study import Memory
+from expertly.sim.training import popularity
+from expertly.sim.workload import RowRange
+
+HARDWARE = "rtx4090"
+LRU = "lru:order=id:preemption=late"
+SYSTEMS = {"static": "static:order=id:preemption=late", "lru": LRU, "promoe": "promoe"}
+RATES = ("10%", "25%", "50%", "75%")
+BLOCKED = Metric("of it blocked", "share", lambda row: row.waiting(False))
+
+# -- 3 to 5: what an LRU cache leaves to wait for, and how evenly experts are used ----------------------------------
+
+EVEN = 0.5
+"""Of all demands, at most, that the most popular quarter serves where use counts as even."""
+
+
+def baseline(lab: Lab) -> Finding:
+    runs = lab.runs(HARDWARE)
+    found = {rate: runs.row(LRU, rate) for rate in RATES}
+    half = found["50%"]
+    blocked, in_prompts = half.waiting(True) or 0.0, half.waiting(False)
+    cdf = _served(lab, runs)
+    checks: list[Check | None] = [
+        TPOT.monotonic("TPOT falls with the cache rate", found, rises=False),
+        rules.compared(
+            "with half of the experts kept waiting is a large part of decode still",
+            ("blocked in decode", blocked),
+            ("a quarter", 0.25),
+            f"{half.hit_rate:.1%} are hits at 50 %: these tokens share more experts than the paper's",
+            above=True,
+            unit="share",
+        ),
+    ]
+    if in_prompts is not None:
+        checks.append(
+            rules.compared(
+                "and a larger part of prompts",
+                ("blocked in prompts", in_prompts),
+                ("in decode", blocked),
+                lambda: f"{of_prompts(half)}; in decode {of_steps(half)}",
+                above=True,
+                unit="share",
+            )
+        )
+    checks.append(
+        rules.compared(
+            "5: use of experts is even",
+            ("the most popular quarter serves", cdf[0.25]),
+            ("half of all", EVEN),
+            f"the requests are of {of_categories(lab)}; the popular half serves {show(cdf[0.5], 'share')}",
+            above=False,
+            unit="share",
+        )
+    )
+    tables = [
+        table_of(f"3, 4: `{LRU}`", found, TTFT, BLOCKED, TPOT, WAITING, HITS, key="kept"),
+        FindingTable.of("5: access by popularity", {"most popular": "share", "serve": "share"}, [*cdf.items()]),
+    ]
+    return lab.finding(lab.setting(runs), tables, checks)
+
+
+def _served(lab: Lab, runs: Runs) -> dict[float, float]:
+    """Of demands, by the most popular part of a layer's experts; the mean over layers."""
+    counts = popularity(lab.trace, runs.study.schedule.training, Geometry(lab.subject.layers))
+    uses = np.zeros((len(lab.subject.layers), lab.num_experts))
+    for key, count in counts.items():
+        uses[key // lab.num_experts, key % lab.num_experts] = count
+    ranked = np.sort(uses, axis=1)[:, ::-1]
+    total = np.maximum(ranked.sum(axis=1), 1)
+    nums = {part: -(-int(lab.num_experts * part * 100) // 100) for part in (0.1, 0.25, 0.5, 0.75)}
+    return {part: float((ranked[:, :num].sum(axis=1) / total).mean()) for part, num in nums.items()}
+
+
+# -- 8, 9: how often predictors are right --------------------------------------------------------------------------
+
+LEARNED_AT = (2, 4, 8)
+
+
+def accuracy(lab: Lab) -> Finding:
+    schedule = lab.schedule(2)
+    training = first_rows(schedule.training, 6 * lab.num_tokens)
+    spans: list[RowRange] = [*training, *schedule.test]
+    weights = lab.subject.weights
+    assert weights is not None, "an experiment's needs are met"
+    rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_rows) for span in spans])
+    num = sum(span.num_rows for span in training)
+    test = np.arange(num, len(rows))
+    is_prefill = np.concatenate(
+        [lab.trace.rows("is_prefill", s.first_row, s.first_row + s.num_rows) for s in schedule.test]
+    )
+    judged = test[~is_prefill] if not is_prefill.all() else test
+    found = accuracies(lab.trace, Dataset(lab.trace, spans), rows, weights, np.arange(num), judged)
+    mean = means(found)
+    at = {(one.layer, one.distance): one for one in found}
+
+    def right(layer: int, k: int, name: str) -> float | None:
+        one: Accuracy | None = at.get((layer, k))
+        return None if one is None else getattr(one, name)
+
+    cells: list[tuple[Cell, ...]] = [
+        (k, row["learned"], row["lookahead"], row["token_id"], row["lookahead_below_token_id"])
+        for k, row in mean.items()
+    ]
+    by_layer: list[tuple[Cell, ...]] = [
+        (layer, *(right(layer, k, name) for k in mean for name in ("learned", "lookahead")))
+        for layer in sorted({one.layer for one in found})
+    ]
+    num_layers = len(lab.subject.layers)
+    from_first = ", ".join(f"{min(k, num_layers)} at k = {k}" for k in mean)
+    first_layer = f"layers nearer to the first than k are predicted from it, {from_first} of {num_layers}"
+    checks = [
+        rules.everywhere(
+            "the learned predictor is at least as good as both others",
+            {
+                f"k={k}": mean[k]["learned"] >= max(mean[k]["lookahead"], mean[k]["token_id"])
+                for k in LEARNED_AT
+                if k in mean
+            },
+            "mean over layers, at k = 2, 4, 8",
+            f"{lab.subject.weights_note}; {num} tokens of it count token ids",
+        ),
+        rules.monotonic(
+            "skip prediction gets worse with k",
+            {f"k={k}": row["lookahead"] for k, row in mean.items()},
+            first_layer,
+            rises=False,
+            unit="share",
+        ),
+        rules.compared(
+            "from k = 8 on skip prediction is about as good as the token id, or worse",
+            ("skip at the largest k", mean[max(mean)]["lookahead"]),
+            ("token id", mean[max(mean)]["token_id"]),
+            first_layer,
+            above=False,
+            unit="share",
+            by=-0.02,
+        ),
+        rules.monotonic(
+            "the learned one loses less by distance: it falls, too",
+            {f"k={k}": row["learned"] for k, row in mean.items()},
+            first_layer,
+            rises=False,
+            unit="share",
+        ),
+    ]
+    crossover = next((k for k, row in mean.items() if row["lookahead"] < row["token_id"]), None)
+    below = sum(is_below(one) for one in found)
+    notes = [
+        f"skip prediction falls below the token id from k = {crossover} on in the mean (the paper: past 8, with 26 "
+        f"layers; {num_layers} here), and in {below} of {len(found)} pairs of layer and distance",
+        "a layer nearer to the first than k is predicted from the first, by skip prediction too",
+    ]
+    columns = {"k": "", "learned": "share", "skip": "share", "token id": "share", "layers skip < token id": ""}
+    columns_of = {"layer": "", **{f"{name}, k={k}": "share" for k in mean for name in ("learned", "skip")}}
+    tables = [
+        FindingTable.of("Mean over layers: right, of the K named", columns, cells),
+        FindingTable.of("By layer", columns_of, by_layer),
+    ]
+    setting = f"{len(judged)} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
+    return lab.finding(setting, tables, checks, notes)
+
+
+# -- 11 to 17: beside static and LRU caches, technique by technique, and by how much is kept ------------------------
+
+
+def fastest(rows: dict[str, Row], where: str = "") -> list[Check | None]:
+    """ProMoE before static and LRU in prompts and in decode."""
+    return [metric.best(f"ProMoE has the lowest {metric.header}{where}", rows, "promoe") for metric in (TTFT, TPOT)]
+
+
+def overall(lab: Lab) -> Finding:
+    runs = lab.runs(HARDWARE)
+    rows = runs.rows(SYSTEMS, "50%")
+    ours, has_prompts = rows["promoe"], lab.subject.has_prompts
+    faster_ttft = Metric("ProMoE is faster", "x", lambda row: row["ttft_s"] / ours["ttft_s"] if has_prompts else None)
+    faster_tpot = Metric("ProMoE is faster, decode", "x", lambda row: row.tpot_s / ours.tpot_s)
+    checks = [
+        *fastest(rows),
+        TPOT.better(
+            "LRU is faster than static in decode",
+            rows,
+            "lru",
+            "static",
+            f"static hits {rows['static'].hit_rate:.1%}, LRU {rows['lru'].hit_rate:.1%}: popularity lasts here",
+        ),
+        TTFT.better(
+            "and slower in prompts, by thrashing",
+            rows,
+            "static",
+            "lru",
+            lambda: of_prompts(rows["lru"], rows["static"]),
+        ),
+    ]
+    table = table_of("At half of the experts", rows, TTFT, faster_ttft, TPOT, faster_tpot)
+    return lab.finding(lab.setting(runs, "50%"), [table], checks)
+
+
+TECHNIQUES = {
+    "LRU, by id, late": LRU,
+    "+ prefetch": "promoe:order=id:preemption=late:segments=1",
+    "+ chunked": "promoe:order=id:preemption=late",
+    "+ early preemption": "promoe:order=id",
+    "+ reordered": "promoe",
+}
+
+
+def _reads(runs: Runs, system: str, memory: str) -> float | None:
+    """What prompts demanded, in units of what was absent when their routers spoke: above 1 something was read twice."""
+    parts = get_system(runs.subject.fitted(system)[0])
+    prompts = PhaseCounters()
+    simulator = runs.study.simulate(parts, Memory(memory).budget(runs.study.geometry_of(parts)))
+    for counters in simulator.scheduler.counters:
+        prompts.add(counters.prefill)
+    absent = prompts.demanded_nbytes - prompts.hit_nbytes
+    return (prompts.loaded_nbytes - prompts.prefetched_nbytes) / absent if absent else None
+
+
+def techniques(lab: Lab) -> Finding:
+    runs = lab.runs(HARDWARE)
+    rows = runs.rows(TECHNIQUES)
+    base, whole, prefetch, chunked = (
+        rows[label] for label in ("LRU, by id, late", "+ reordered", "+ prefetch", "+ chunked")
+    )
+    has_prompts = lab.subject.has_prompts
+    reads = {label: _reads(runs, system, "25%") if has_prompts else None for label, system in TECHNIQUES.items()}
+    columns = {"": "", "TTFT": "ms", "of the first": "x", "read, of absent": "number", "TPOT": "ms"}
+    columns["of the first, decode"] = "x"
+    cells: list[tuple[Cell, ...]] = []
+    for label, row in rows.items():
+        ratio = row["ttft_s"] / base["ttft_s"] if has_prompts else None
+        cells.append((label, row["ttft_s"], ratio, reads[label], row.tpot_s, row.tpot_s / base.tpot_s))
+
+    def why_slower() -> str:
+        before, after = next((a, b) for a, b in pairwise(rows.values()) if b.tpot_s > a.tpot_s)
+        is_cut = after["segments"] > before["segments"]
+        return of_time(after, before) + ("; and every piece of an expert takes a launch of its own" if is_cut else "")
+
+    checks = [
+        TPOT.monotonic("in decode each technique makes it faster", rows, why_slower, rises=False, slack=0.005),
+    ]
+    if has_prompts:
+        checks += [
+            rules.compared(
+                "prefetching alone brings a prompt little, or costs",
+                ("LRU", base["ttft_s"]),
+                ("+ prefetch", prefetch["ttft_s"] * 1.05),
+                lambda: of_prompts(base, prefetch),
+                above=False,
+                unit="ms",
+            ),
+            rules.compared(
+                "early preemption and reordering bring prompts most of it",
+                ("with both", whole["ttft_s"]),
+                ("without", chunked["ttft_s"] * 0.95),
+                lambda: of_prompts(whole, chunked),
+                above=False,
+                unit="ms",
+            ),
+            rules.compared(
+                "reordering ends the thrash: nothing is read twice",
+                ("read, of absent", reads["+ reordered"] or 0.0),
+                ("LRU by id", reads["LRU, by id, late"] or 0.0),
+                lambda: of_prompts(whole, base),
+                above=False,
+            ),
+        ]
+    table = FindingTable.of("One technique after the other", columns, cells)
+    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+
+
+def rates(lab: Lab) -> Finding:
+    runs = lab.runs(HARDWARE)
+    found = {rate: runs.rows(SYSTEMS, rate) for rate in RATES}
+    tables = []
+    for metric, decode in ((TTFT, False), (TPOT, True)):
+        if decode or lab.subject.has_prompts:
+            columns = {"kept": "", **dict.fromkeys(SYSTEMS, "ms"), **{f"{name}, waiting": "share" for name in SYSTEMS}}
+            cells: list[tuple[Cell, ...]] = [
+                (rate, *map(metric.of, rows.values()), *(row.waiting(decode) for row in rows.values()))
+                for rate, rows in found.items()
+            ]
+            tables.append(FindingTable.of(metric.header, columns, cells))
+    least = {rate: WAITING.told(rows, "promoe") for rate, rows in found.items()}
+    checks = [check for rate, rows in found.items() for check in fastest(rows, f", {rate} kept")]
+    checks.append(
+        rules.everywhere(
+            "and waits least in decode",
+            least,
+            "share of decode that is waiting",
+            lambda: "; ".join(of_steps(*rows.values()) for rows in found.values()),
+        )
+    )
+    return lab.finding(lab.setting(runs), tables, checks)
+
+
+# -- 18 to 25: several requests at once, and fewer bits a weight -----------------------------------------------------
+
+SIZES = (1, 2, 4)
+BITS = (16, 8, 4)
+
+
+def batches(lab: Lab) -> Finding:
+    found = {size: batched(lab, HARDWARE, size).rows(SYSTEMS, "50%") for size in SIZES}
+    gain = {size: rows["lru"].tpot_s / rows["promoe"].tpot_s for size, rows in found.items()}
+    columns = {"batch": "", **{f"{name}, decode": "number" for name in SYSTEMS}, "ProMoE of LRU": "x"}
+    cells: list[tuple[Cell, ...]] = [
+        (size, *(size / row.tpot_s for row in rows.values()), gain[size]) for size, rows in found.items()
+    ]
+    tables = [FindingTable.of("Tokens a second of decode, about: batch over the time of a pass", columns, cells)]
+    checks: list[Check | None] = []
+    one, four = (found[size]["promoe"] for size in (1, 4))
+    if lab.subject.has_prompts:
+        tables.append(grid("Time of a batch's prompts", found, TTFT, "batch"))
+        checks.append(
+            rules.compared(
+                "four prompts together take much less than four times one",
+                ("4 together", four["ttft_s"]),
+                ("twice one", 2 * one["ttft_s"]),
+                lambda: (
+                    f"one prompt needs {show(prompts_need(lab, HARDWARE, 1), 'share')} of a layer's experts, "
+                    f"four together {show(prompts_need(lab, HARDWARE, 4), 'share')}"
+                ),
+                above=False,
+                unit="ms",
+            )
+        )
+    checks += [check for size, rows in found.items() for check in fastest(rows, f", batch {size}")]
+    checks += [
+        rules.monotonic(
+            "the gain over LRU grows with the batch",
+            {str(size): value for size, value in gain.items()},
+            lambda: of_time(four, found[4]["lru"]),
+            rises=True,
+            unit="x",
+            slack=0.02,
+        ),
+        rules.compared(
+            "a decode pass takes nearly as many times longer as there are requests",
+            ("4 of 1", four.tpot_s / one.tpot_s),
+            ("1.5 times", 1.5),
+            f"with half of the experts kept {four.hit_rate:.1%} are hits at batch 4: requests share experts",
+            above=True,
+            unit="x",
+        ),
+    ]
+    setting = lab.setting(batched(lab, HARDWARE, 1), "50%")
+    return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
+
+
+def bits(lab: Lab) -> Finding:
+    machine, schedule = Hardware.read(HARDWARE), lab.schedule()
+    found = {}
+    for num in BITS:
+        link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
+        runs = lab.runs_of(schedule, replace(machine, link=link))
+        found[num] = runs.rows(SYSTEMS, "50%")
+    columns = {"bits": "", **{f"{name}, TPOT": "ms" for name in SYSTEMS}, "ProMoE of LRU": "x", "ProMoE waits": "share"}
+    cells: list[tuple[Cell, ...]] = []
+    for num, rows in found.items():
+        ratio, waits = rows["lru"].tpot_s / rows["promoe"].tpot_s, rows["promoe"].waiting(True)
+        cells.append((num, *(row.tpot_s for row in rows.values()), ratio, waits))
+    ours = {num: rows["promoe"] for num, rows in found.items()}
+    checks = [check for num, rows in found.items() for check in fastest(rows, f", {num} bits")]
+    checks.append(WAITING.monotonic("with fewer bits ProMoE waits less", ours, rises=False))
+    notes = [
+        "bytes to load are scaled by the bits, by a link as many times faster; computing stays as it is, as the paper "
+        "says of it; what unpacking takes is not counted"
+    ]
+    return lab.finding(lab.setting(runs, "50%"), [FindingTable.of("By bits a weight", columns, cells)], checks, notes)
+
+
+EXPERIMENTS = (
+    Experiment(
+        "promoe",
+        ("3", "4", "5"),
+        "LRU: latency, blocking share and access by popularity",
+        "With half of the experts kept 60.4 % of decode and 82.7 % of prefill are blocked (DS-1, transformers), 79.0 "
+        "and 94.2 % (QW-2, llama.cpp); latency falls with the cache rate; modern models use experts nearly evenly "
+        "(figure 5).",
+        baseline,
+    ),
+    Experiment(
+        "promoe",
+        ("8", "9"),
+        "Accuracy of predictors by layer and distance",
+        "Token id 54 % on average; skip prediction 90.5 % at k = 1, 54.5 % at k = 8, then worse than the token id "
+        "(DS-2); the learned predictor stays highest at k = 2, 4, 8, in QW-2's layers 16 and 27, too.",
+        accuracy,
+        needs=("router_inputs", "lookahead", "weights"),
+        most=1,
+    ),
+    Experiment(
+        "promoe",
+        ("11", "12"),
+        "Beside static and LRU caches",
+        "Prefill 1.52x and 2.32x faster than static and LRU, decode 1.52x and 1.33x (transformers); 1.36x and 2.12x, "
+        "1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode.",
+        overall,
+    ),
+    Experiment(
+        "promoe",
+        ("13", "14"),
+        "Technique by technique",
+        "In prefill prefetching alone brings little or costs, early preemption 1.27x and reordered inference 2.29x; in "
+        "decode each technique brings something, 1.37x in all (transformers; llama.cpp alike).",
+        techniques,
+    ),
+    Experiment(
+        "promoe",
+        ("15", "16", "17"),
+        "By cache rate, and what is waited for",
+        "At all cache rates ProMoE is fastest: in prefill 1.72x and 1.75x before LRU, 1.22x and 1.43x before static "
+        "(DS-1, QW-2), in decode 1.58x and 1.34x; loading on the critical path falls to 25.61 and 11.18 % of decode "
+        "(LRU 45.52 and 36.31 %).",
+        rates,
+    ),
+    Experiment(
+        "promoe",
+        ("18", "19", "20", "21", "22"),
+        "Throughput and latency by batch size",
+        "Prefill throughput grows linearly with the batch, decode's hardly: experts used grow with it. ProMoE is 2.19x "
+        "and 1.19x before LRU and static in prefill, 1.22x and 1.59x in decode (llama.cpp); over LRU the gain grows "
+        "from 1.16x to 1.34x from batch 1 to 4.",
+        batches,
+        most=1,
+    ),
+    Experiment(
+        "promoe",
+        ("23", "24", "25"),
+        "By bits per weight",
+        "From 16 to 4 bits at the same cache rate ProMoE stays 2.049x (1.21x) before LRU and 1.29x (1.742x) before "
+        "static in prefill (decode) of DS-1, stable over bits; in transformers prefetching is hidden completely as "
+        "bits fall.",
+        bits,
+        most=1,
+    ),
+)

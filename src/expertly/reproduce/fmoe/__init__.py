@@ -1,1 +1,0 @@
-"""Experiments of fMoE, a figure or a group of figures a file."""

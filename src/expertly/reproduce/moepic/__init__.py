@@ -1,1 +1,0 @@
-"""Experiments of MoEpic, a figure or a group of figures a file."""

@@ -1,1 +1,0 @@
-"""Experiments of ProMoE, a figure or a group of figures a file."""

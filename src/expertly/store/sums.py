@@ -1,0 +1,128 @@
+"""Sums of experts that are stored as they are: a byte that has flipped is found when it is first read.
+
+An expert is F equal blocks of whole neurons, as many as it would be frames (`frames.frames_per_expert`). Beside the
+file of a layer's experts lies one of their sums (`sums_name`): a safetensors file of `checksum` U64 [E, F], the xxh3_64
+of each block. Stores of before there were sums have none; `pack --verify` adds them. xxhash lets go of the interpreter
+lock while it works.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from expertly.core.errors import StoreError, TransferError
+from expertly.core.geometry import LayerGeometry
+from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
+from expertly.store.frames import frames_per_expert
+from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.reader import ExpertFile
+
+Sums = tuple[tuple[int, ...], ...]
+"""Of each expert of a layer, of each of its blocks."""
+
+
+def sums_name(layer: int) -> str:
+    return f"experts-{layer:05d}.sums.safetensors"
+
+
+class BlockSummer:
+    """Takes the bytes of a layer's experts in order, cut anywhere."""
+
+    def __init__(self, layer: LayerGeometry, skip: int = 0) -> None:
+        """`skip`: bytes that come before the first expert."""
+        self._layer = layer
+        self._num_blocks = frames_per_expert(layer)
+        self._skip = skip
+        self._left = self._block_nbytes = layer.expert_nbytes // self._num_blocks
+        self._hash = xxhash.xxh3_64()
+        self._checksums: list[int] = []
+
+    def add(self, chunk: memoryview) -> None:
+        dropped = min(self._skip, len(chunk))
+        self._skip -= dropped
+        chunk = chunk[dropped:]
+        while len(chunk):
+            taken = chunk[: self._left]
+            self._hash.update(taken)
+            self._left -= len(taken)
+            chunk = chunk[len(taken) :]
+            if not self._left:
+                self._checksums.append(self._hash.intdigest())
+                self._hash, self._left = xxhash.xxh3_64(), self._block_nbytes
+
+    def file_bytes(self) -> bytes:
+        """The file of sums, once all experts have been given."""
+        assert len(self._checksums) == self._layer.num_experts * self._num_blocks, "not the bytes of a layer"
+        return safetensors_header([_spec(self._layer)]) + np.asarray(self._checksums, "<u8").tobytes()
+
+
+def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> Sums:
+    """The sums of the layer of that number; `entry` is the manifest's. Raises StoreError naming what is damaged."""
+    path, spec = folder / sums_name(number), _spec(layer)
+    again = "remove the store and pack again"
+    if entry.nbytes > len(safetensors_header([spec])) + spec.nbytes:
+        raise StoreError(f"{path}: {entry.nbytes} bytes, too many for the sums of its layer: {again}")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}): {again}") from None
+    if zlib.crc32(raw) != entry.checksum:
+        found = f"checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}"
+        raise StoreError(f"{path}: {found}: {again}")
+    header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+    info = parse_safetensors_header(path, header, StoreError, len(raw)).get(spec.name)
+    if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
+        raise StoreError(f"{path}: no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}: {again}")
+    checksums = np.frombuffer(raw, "<u8", info.nbytes // 8, info.begin).reshape(spec.shape)
+    return tuple(map(tuple, checksums.tolist()))
+
+
+def _spec(layer: LayerGeometry) -> TensorSpec:
+    return TensorSpec("checksum", "U64", (layer.num_experts, frames_per_expert(layer)))
+
+
+class FirstReads:
+    """Compares each block of a layer with its sum when it is first read; knows which have been. Any thread may call."""
+
+    def __init__(self, layer: int, file: ExpertFile, begin: int, expert_nbytes: int, segment_nbytes: int, sums: Sums):
+        """`begin`: of the first expert in the file; `segment_nbytes`: of what an error is to name."""
+        self._layer = layer
+        self._file = file
+        self._begin = begin
+        self._expert_nbytes = expert_nbytes
+        self._segment_nbytes = segment_nbytes
+        self._sums = sums
+        self.block_nbytes = expert_nbytes // len(sums[0])
+        self._is_known = [bytearray(len(blocks)) for blocks in sums]
+
+    def are_over(self, expert: int, first: int, nbytes: int) -> bool:
+        """Has all been compared that lies in the `nbytes` from byte `first` of the expert at that place in the file?"""
+        block = self.block_nbytes
+        return self._is_known[expert].find(0, first // block, -(-(first + nbytes) // block)) < 0
+
+    def check(self, expert: int, first: int, view: memoryview) -> None:
+        """`view` has been read from byte `first` of an expert. A block that only begins or ends in it is read again as
+        a whole. Raises TransferError naming file, layer, expert and segment where one is not what was packed.
+        """
+        is_known, block = self._is_known[expert], self.block_nbytes
+        for number in range(first // block, -(-(first + len(view)) // block)):
+            if is_known[number]:
+                continue
+            begin = number * block - first
+            part = view[begin : begin + block]
+            if begin < 0 or len(part) < block:
+                part = memoryview(bytearray(block))
+                self._file.read_into(self._begin + expert * self._expert_nbytes + number * block, [part])
+            found, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
+            if found != packed:
+                one, last = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
+                segments = f"segment {one}" if one == last else f"segments {one} to {last}"
+                raise TransferError(
+                    f"{self._file.path}: layer {self._layer}, expert {expert}, {segments}: checksum {found:016x}, but "
+                    f"it was packed with {packed:016x}: damaged; remove the store and pack again"
+                )
+            is_known[number] = 1

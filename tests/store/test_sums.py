@@ -1,0 +1,123 @@
+"""Sums of experts that are stored as they are: what is read first is compared, once, however spans lie to blocks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertly.core.errors import StoreError, TransferError
+from expertly.core.geometry import LayerGeometry
+from expertly.store.packed import PackedStore
+from expertly.store.reader import ExpertFile
+from expertly.store.sums import FirstReads
+from tests.store.builders import PLAN, expert_bytes, write_store
+
+LAYER = LayerGeometry(3, 2, hidden_size=64, intermediate_size=192, num_matrices=3, itemsize=2)  # 4 blocks of 18 KiB
+PLAN_OF_BLOCKS = replace(PLAN, layers=(LAYER,), sites=("a.x",))
+BLOCK = LAYER.expert_nbytes // 4
+
+
+class CountedFile(ExpertFile):
+    """How many bytes were read for the check."""
+
+    num_bytes = 0
+
+    def read_into(self, offset: int, buffers: list[memoryview]) -> bool:  # type: ignore[override]
+        self.num_bytes += sum(map(len, buffers))
+        return super().read_into(offset, buffers)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PackedStore:
+    return write_store(tmp_path / "store", PLAN_OF_BLOCKS)
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("segments", "num_read_again", "told"),  # blocks: those that segments cut are read again, once
+    [(1, 0, "0"), (2, 0, "1"), (4, 0, "3"), (8, 4, "6 to 7"), (3, 2, "2"), (64, 4, "48 to 63")],
+)
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_each_block_is_compared_once(
+    store: PackedStore, segments: int, num_read_again: int, told: str, is_damaged: bool
+) -> None:
+    path, begin = store.layer_extent(0)
+    expert = 1
+    nbytes = LAYER.expert_nbytes // segments
+    if is_damaged:
+        flip(path, begin + (expert + 1) * LAYER.expert_nbytes - 1)
+    sums = store.block_sums(0)
+    assert sums is not None
+    with closing(CountedFile(path)) as file:
+        first_reads = FirstReads(0, file, begin, LAYER.expert_nbytes, nbytes, sums)
+        raw = path.read_bytes()[begin + expert * LAYER.expert_nbytes :]
+        for number in range(segments):
+            first, view = number * nbytes, memoryview(raw)[number * nbytes : (number + 1) * nbytes]
+            if is_damaged and first + nbytes > 3 * BLOCK and not first_reads.are_over(expert, first, nbytes):
+                with pytest.raises(
+                    TransferError, match=rf"{path.name}: layer 0, expert {expert}, segments? {told}: .*pack"
+                ):
+                    first_reads.check(expert, first, view)
+                assert not first_reads.are_over(expert, first, nbytes)  # nor the next time
+                continue
+            first_reads.check(expert, first, view)
+            assert first_reads.are_over(expert, first, nbytes)
+        if not is_damaged:
+            assert file.num_bytes == num_read_again * BLOCK
+            first_reads.check(expert, 0, memoryview(bytes(LAYER.expert_nbytes)))  # not looked at any more
+        assert not first_reads.are_over(0, 0, 1)
+
+
+def test_a_store_of_before_there_were_sums_opens_and_verifying_adds_them(store: PackedStore) -> None:
+    sums, manifest = store.sums, store.folder / "manifest.json"
+    written = json.loads(manifest.read_text())
+    old = dict(written, files={name: entry for name, entry in written["files"].items() if ".sums." not in name})
+    for entry in old["files"].values():
+        entry.pop("xxh3", None)
+    manifest.write_text(json.dumps(old))
+    (store.folder / "experts-00000.sums.safetensors").unlink()
+    opened = PackedStore.open(store.folder)
+    opened.check_dense()
+    assert opened.sums == () and opened.block_sums(0) is None
+    opened.verify(full=True)
+    again = PackedStore.open(store.folder)
+    assert again.sums == sums
+    again.verify(full=True)
+    expert = expert_bytes(0, 2, PLAN_OF_BLOCKS)
+    with closing(ExpertFile(again.layer_extent(0)[0])) as file:
+        FirstReads(0, file, again.layer_extent(0)[1], len(expert), len(expert), sums[0]).check(2, 0, expert.data)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "dense.safetensors"])
+def test_a_flipped_byte_beside_the_experts_is_named(store: PackedStore, name: str, is_old: bool) -> None:
+    if is_old:  # of a store whose large files have a CRC-32 alone
+        files = {name: replace(entry, xxh3=None) for name, entry in store.manifest.files.items()}
+        store = replace(store, manifest=replace(store.manifest, files=files))
+    store.check_dense()
+    flip(store.folder / name, -2)
+    with pytest.raises(StoreError, match=rf"{name}: checksum .* written with .*pack again"):
+        store.check_dense()
+
+
+def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
+    path = store.folder / "experts-00000.sums.safetensors"
+    flip(path, -1)
+    with pytest.raises(StoreError, match=f"{path.name}: checksum"):
+        PackedStore.open(store.folder)
+    with path.open("ab") as file:
+        file.write(b"more")
+    manifest = json.loads((store.folder / "manifest.json").read_text())
+    manifest["files"][path.name]["nbytes"] += 4
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match="too many"):
+        PackedStore.open(store.folder)
