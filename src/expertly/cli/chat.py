@@ -62,7 +62,7 @@ class Turn:
         parts = [f"{len(self.token_ids)} tokens"]
         if self.tpot_s:
             parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
-        parts += [f"TTFT {format_seconds(self.ttft_s)}", f"TPOT {format_seconds(self.tpot_s)}"]
+        parts.append(f"TTFT {format_seconds(self.ttft_s)}")
         best = f" (a cache at best: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")
