@@ -14,7 +14,7 @@ from pathlib import Path
 from expertly.core.errors import CheckpointError
 from expertly.core.files import existing_parent, is_plain_name
 from expertly.core.headers import read_safetensors_header
-from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef
+from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _UNKNOWN_OFFSET = -1
@@ -181,6 +181,8 @@ class HubModel:
         config = json.loads((folder / "config.json").read_bytes())
         if not isinstance(config, dict):
             raise CheckpointError(f"model={self.name!r}: config.json is no object")
+        shapes = {name: ref.shape for name, ref in tensors.items()}
+        check_claims(folder / "config.json", config, shapes, CheckpointError)
         return Checkpoint(folder, config, tensors, {})
 
 
