@@ -10,6 +10,7 @@ import types
 from dataclasses import dataclass
 
 import pytest
+from rich.cells import cell_len
 
 from expertly import __version__
 from expertly.cli import main as main_module
@@ -174,12 +175,10 @@ def test_libraries_cannot_print_into_the_result(capsys):
 
 
 def test_table_aligns_columns():
-    assert table(("name", "n"), [("a", "1"), ("long name", "10")]).splitlines() == [
-        "name        n",
-        "---------  --",
-        "a           1",
-        "long name  10",
-    ]
+    lines = table(("name", "n"), [("a", "1"), ("long name", "10"), ("长", "[b]")]).splitlines()
+    assert [line.split()[0] for line in (lines[0], *lines[2:])] == ["name", "a", "long", "长"]
+    assert lines[0].endswith("  n") and lines[3].startswith("long name") and lines[3].endswith(" 10")
+    assert cell_len(lines[4]) == cell_len(lines[3]) == cell_len(lines[1])
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2 << 30, "2 GiB")])

@@ -79,7 +79,7 @@ def test_packs_in_the_codec_that_is_asked_for(capsys: pytest.CaptureFixture[str]
     err = capsys.readouterr().err
     assert "144 KiB in float32, stored in 0." in err and "codec planes: it was asked for" in err
     assert main(["pack", str(source)]) == 0
-    assert "codec none: 0.1 MiB of experts are too few for measuring to pay" in capsys.readouterr().err
+    assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
 
 
 def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_json_is_one_object(chatting: Path, capsys: pytest.CaptureFixture[str]):
     assert result["text"] == expected(chatting, [("user", "Hello")])
     assert result["tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tpot_s"] > 0
     assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
+    assert result["hit_rate"] <= result["best_hit_rate"] <= 1, "lru cannot do better than a cache that knows the answer"
 
 
 def test_a_chat_of_three_turns(

@@ -59,7 +59,7 @@ def test_no_memory_is_refused(stated: str | int) -> None:
 @pytest.mark.parametrize(
     ("available", "experts", "dense", "cache", "nbytes", "says"),
     [
-        (8 * GIB, 40 * GIB, 2 * GIB, GIB, 5 * GIB - WORKING_NBYTES, "8.00 GiB are free"),
+        (8 * GIB, 40 * GIB, 2 * GIB, GIB, 5 * GIB - WORKING_NBYTES, "8 GiB are free"),
         (64 * GIB, GIB, 0, 0, GIB, "all experts fit"),
         (GIB, 8 * GIB, 2 * GIB, 0, 0, "(0.0% of the experts)"),
     ],
@@ -84,8 +84,8 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     (chosen,), reason, room = choose_amounts([CPU], [geometry], beside, 4096, "5GiB")
     assert (chosen, room) == (2 * GIB, GIB)
     assert reason == (
-        "total memory 5GiB: 2.00 GiB (25.0% of the experts): of 5.00 GiB this process takes 1.00; dense weights take "
-        "1.00, the KV cache of 4096 tokens 1.00, working memory 0.00 GiB"
+        "total memory 5GiB: 2 GiB (25.0% of the experts): of 5 GiB this process takes 1 GiB; dense weights take "
+        "1 GiB, the KV cache of 4096 tokens 1 GiB, working memory 0 B"
     )
 
 

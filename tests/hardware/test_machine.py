@@ -95,7 +95,7 @@ def fail(seconds: float):
     [
         (measure, "scratch_file", refuse, "folder", "error: folder /cache: a test file cannot be written there"),
         (shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20), "disk", "error: "),
-        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 30), "disk", "warning: 4096 MiB are free"),
+        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 30), "disk", "warning: 4 GiB are free"),
         (measure, "measure_disk", lambda *args: DiskRate(*args[1:3], 1e9, False), "disk", "warning: .*O_DIRECT"),
         (machine, "available_host_nbytes", lambda: 512 * MIB, "memory", "warning: 512 MiB are free"),
         (os, "getloadavg", lambda: (7.25, 0, 0), "cpu", "warning: 7.2 processes were running on 4 CPUs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import NEVER
 from expertly.sim import future as future_module
-from expertly.sim.future import RowsFile, TraceFuture, next_uses
+from expertly.sim.future import RowsFile, TraceFuture, belady_hits, next_uses
 from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from tests.sim.drive import make_trace, random_passes, sized
@@ -109,3 +110,20 @@ def test_rows_come_back_wherever_they_are_read() -> None:
     file.write(0, rows[:1000])
     for first, num in ((0, 1), (1, 400), (511, 2), (700, 2300), (5, 3), (2999, 1), (0, 3000)):
         assert np.array_equal(file.read(first, num), rows[first : first + num])
+
+
+def test_no_cache_hits_more_than_is_said_to_be_possible():
+    """Against every choice of what to keep, from every content to begin with."""
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        demands = rng.integers(0, 5, rng.integers(0, 9)).tolist()
+        for capacity in range(4):
+            states = {frozenset(kept): 0 for kept in itertools.combinations(range(5), capacity)}
+            for expert in demands:
+                after: dict[frozenset[int], int] = {}
+                for kept, hits in states.items():
+                    others = [kept] if expert in kept else [kept, *(kept - {one} | {expert} for one in kept)]
+                    for other in others:
+                        after[other] = max(after.get(other, 0), hits + (expert in kept))
+                states = after
+            assert belady_hits(demands, capacity) == max(states.values()), (demands, capacity)

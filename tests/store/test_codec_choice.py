@@ -13,6 +13,7 @@ import pytest
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
+from expertly.core.units import format_nbytes
 from expertly.store import codec_choice
 from expertly.store.codec_choice import (
     MIN_MEASURED_NBYTES,
@@ -195,7 +196,7 @@ def test_the_disk_decides(disk: float, codec: str) -> None:
 def test_a_small_model_is_not_measured() -> None:
     choice = choose_for(PLANES.layers, lambda: pytest.fail("sampled"), lambda: pytest.fail("measured"))
     nbytes = sum(layer.nbytes for layer in PLANES.layers)
-    assert choice.codec == "none" and f"{nbytes / 2**20:.1f} MiB of experts are too few" in choice.why
+    assert choice.codec == "none" and f"{format_nbytes(nbytes)} of experts are too few" in choice.why
 
 
 def test_a_damaged_frame_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 import expertly
+from expertly import api
 from expertly.cli.generation import generation_config
 from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
+from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import chat_tokens, has_template
+from expertly.sim.future import belady_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Turn:
     tpot_s: float | None  # mean of the tokens after the first
     generate_s: float
     hit_rate: float | None
+    best_hit_rate: float | None  # of a cache of this size that knows the answer beforehand and loads nothing ahead
     stall_share: float
     bytes_loaded: int
     was_stopped: bool
@@ -59,7 +63,8 @@ class Turn:
         if self.tpot_s:
             parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
         parts += [f"TTFT {format_seconds(self.ttft_s)}", f"TPOT {format_seconds(self.tpot_s)}"]
-        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded")
+        best = f" (a cache at best: {format_share(self.best_hit_rate)})"
+        parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")
         if self.was_stopped:
             parts.append("stopped")
@@ -77,6 +82,45 @@ def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -
     if not tokens:
         raise ConfigError("prompt: gives no token; write at least one word")
     return tokens
+
+
+class DecodeDemands:
+    """The experts that decoding one answer needs, in order, as the engine's observer."""
+
+    def __init__(self, model: Any) -> None:
+        self._engine = api.handle(model).engine
+        self._is_decode = False
+        self._ran: list[tuple[int, torch.Tensor]] = []
+
+    def __enter__(self) -> DecodeDemands:
+        self._engine.observer = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.observer = None
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        self._is_decode = info.phase == "decode"
+
+    def router_ran(
+        self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        if self._is_decode:
+            self._ran.append((layer, top_k_index))
+
+    def end_iteration(self, ok: bool) -> None:
+        """A pass that failed ends the answer."""
+
+    def best_hit_rate(self, memory_nbytes: int) -> float | None:
+        """Of Belady's cache in this memory."""
+        geometry = self._engine.executor.geometry
+        demands: list[int] = []
+        for layer, ids in self._ran:
+            num_experts = geometry.layers[layer].num_experts
+            chosen = (one for one in set(ids.reshape(-1).tolist()) if 0 <= one < num_experts)
+            demands += [geometry.expert_id(layer, one) for one in chosen]
+        capacity = memory_nbytes // min(layer.expert_nbytes for layer in geometry.layers)
+        return belady_hits(demands, capacity) / len(demands) if demands else None
 
 
 class Chat:
@@ -137,7 +181,7 @@ class Chat:
             torch.manual_seed(sampling.seed)
         streamer = TextStreamer(self._decode, write)
         before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
-        with _stopped_by_interrupt() as stop:
+        with _stopped_by_interrupt() as stop, DecodeDemands(model) as demands:
             cache, self._cache, self._cached = self._cache, None, []  # what fails half-way leaves none
             made = model.generate(
                 torch.tensor([tokens], device=model.device),
@@ -150,16 +194,23 @@ class Chat:
         if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
             self._cache = made.past_key_values
             self._cached = made.sequences[0].tolist()[:-1]  # the last token was not computed with
-        return self._measured(streamer, tokens, num_cached, before, start_ns, stop.is_set())
+        return self._measured(streamer, tokens, num_cached, before, start_ns, demands, stop.is_set())
 
     def _measured(
-        self, streamer: TextStreamer, tokens: list[int], num_cached: int, before: Any, start_ns: int, was_stopped: bool
+        self,
+        streamer: TextStreamer,
+        tokens: list[int],
+        num_cached: int,
+        before: Any,
+        start_ns: int,
+        demands: DecodeDemands,
+        was_stopped: bool,
     ) -> Turn:
         seconds = (time.perf_counter_ns() - start_ns) / 1e9
         after, times = expertly.stats(self._model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
         hits = now["hits"] - was["hits"]
-        demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
+        num_demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
         return Turn(
             text=self._decode(streamer.tokens),
             token_ids=streamer.tokens,
@@ -168,7 +219,8 @@ class Chat:
             ttft_s=(times[0] - start_ns) / 1e9 if times else None,
             tpot_s=(times[-1] - times[0]) / 1e9 / (len(times) - 1) if len(times) > 1 else None,
             generate_s=seconds,
-            hit_rate=hits / demands if demands else None,
+            hit_rate=hits / num_demands if num_demands else None,
+            best_hit_rate=demands.best_hit_rate(after["memory_bytes"]),
             stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
             bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
             was_stopped=was_stopped,

@@ -7,11 +7,27 @@ where stderr is a terminal.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
 
 from expertly.core.files import finite
 
@@ -49,35 +65,34 @@ def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | 
     if not sys.stderr.isatty():
         yield None
         return
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:  # with NumPy alone a command works as well
-        yield None
-        return
-    is_bytes = unit == "B"
-    suffix = unit if is_bytes else f" {unit}"
-    delay = 0.5 if is_bytes else 0.0  # bytes may be done before anyone looks
-    bar = tqdm(unit=suffix, unit_scale=is_bytes, unit_divisor=1024, leave=False, file=sys.stderr, delay=delay)
+    counted = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(), unit)
+    )
+    columns = ("{task.description}", BarColumn(), *counted, TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
 
-    def progress(what: str, done: int, total: int) -> None:
-        if what != bar.desc.removesuffix(": "):
-            bar.set_description(what, refresh=False)
-            bar.reset(total)
-        bar.update(done - bar.n)
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in tasks.values():
+                    bar.remove_task(task)
+                tasks.clear()
+                tasks[what] = bar.add_task(escape(what))
+            bar.update(tasks[what], completed=done, total=total)
 
-    with bar:
         yield progress
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
-
-    return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, rows)])
+    """Aligned columns: the first to the left, the others to the right. Lines may be longer than a terminal is wide."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for at, header in enumerate(headers):
+        made.add_column(Text(header), justify="right" if at else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=100_000, color_system=None).print(made)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def printable(value: object) -> str:

@@ -16,6 +16,7 @@ import torch
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
+from expertly.core.units import format_nbytes, format_share
 from expertly.engine.device import kind_of
 from expertly.engine.process import rss_nbytes
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
@@ -32,8 +33,6 @@ BESIDE_NBYTES = 80 << 20
 
 DEFAULT_CONTEXT = 4096
 """Tokens that experts leave room for where nobody says how many."""
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,8 @@ class BesideExperts:
         """With room for a prompt of `context` tokens."""
         working = self.fixed_nbytes + context * self.pass_nbytes
         return (
-            f"dense weights take {self.dense_nbytes / _GIB:.2f}, the KV cache of {context} tokens "
-            f"{context * self.cache_nbytes / _GIB:.2f}, working memory {working / _GIB:.2f} GiB"
+            f"dense weights take {format_nbytes(self.dense_nbytes)}, the KV cache of {context} tokens "
+            f"{format_nbytes(context * self.cache_nbytes)}, working memory {format_nbytes(working)}"
         )
 
 
@@ -86,8 +85,8 @@ class RoomBeside:
         needed = self.beside.of_tokens(num_cached, num_read)
         if needed > self.nbytes:
             raise BudgetError(
-                f"{num_read} tokens behind {num_cached}: KV cache and activations take {needed >> 20} MiB, and "
-                f"{max(0, self.nbytes) >> 20} MiB are left beside the experts; load the model with "
+                f"{num_read} tokens behind {num_cached}: KV cache and activations take {format_nbytes(needed)}, and "
+                f"{format_nbytes(max(0, self.nbytes))} are left beside the experts; load the model with "
                 f"context={num_cached + num_read} (fewer experts), or write less"
             )
 
@@ -161,7 +160,7 @@ def _divide_stated(
         room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
         if beside.of_tokens(0, context) > room.nbytes:
             raise BudgetError(
-                f"{reason}: takes {kept / _GIB:.2f} GiB, but {what}; {beside.sentence(context)}; accepted: less "
+                f"{reason}: takes {format_nbytes(kept)}, but {what}; {beside.sentence(context)}; accepted: less "
                 "memory, or a smaller context"
             )
         if request.total is not None:
@@ -221,8 +220,10 @@ def choose_amounts(
         chosen = max(0, min(left - own.of_tokens(0, tokens), expert_nbytes))
         for number, amount in zip(here, shares_of(chosen, of_experts), strict=True):
             amounts[number] = amount
-        share = "all experts fit" if chosen == expert_nbytes else f"{100 * chosen / expert_nbytes:.1f}% of the experts"
-        reason = f"{chosen / _GIB:.2f} GiB ({share}): {what}; {own.sentence(tokens)}"
+        share = (
+            "all experts fit" if chosen == expert_nbytes else f"{format_share(chosen / expert_nbytes)} of the experts"
+        )
+        reason = f"{format_nbytes(chosen)} ({share}): {what}; {own.sentence(tokens)}"
         reasons.append(reason if len(targets) == 1 else f"{owner}: {reason}")
         room = left - chosen if 0 in here else room
     over = f" over {len(targets)} devices" if len(targets) > 1 else ""
@@ -238,11 +239,11 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
     free = kind.available_nbytes(target)
     stated = None if total is None else parse_memory(total, free, "total_memory")
     if stated is None:
-        return free, f"{free / _GIB:.2f} GiB are free"
+        return free, f"{format_nbytes(free)} are free"
     if not kind.runs_on_host:
-        return stated, f"of {stated / _GIB:.2f} GiB"
+        return stated, f"of {format_nbytes(stated)}"
     own = rss_nbytes()
-    return stated - own, f"of {stated / _GIB:.2f} GiB this process takes {own / _GIB:.2f}"
+    return stated - own, f"of {format_nbytes(stated)} this process takes {format_nbytes(own)}"
 
 
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:

@@ -16,6 +16,7 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import allowed_cpus, cpu_name
+from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.transfer import NUM_READERS
@@ -60,7 +61,8 @@ def examine(
     problems = version_problems(requirements or [], _installed)
     available = available_host_nbytes()
     if available < 2 * WORKING_NBYTES:
-        text = f"{available >> 20} MiB are free; torch and a forward pass alone take about {WORKING_NBYTES >> 20}"
+        alone = f"torch and a forward pass alone take about {format_nbytes(WORKING_NBYTES)}"
+        text = f"{format_nbytes(available)} are free; {alone}"
         problems.append(Problem("warning", "memory", text))
     load, num_cpus = os.getloadavg()[0], allowed_cpus()
     if load > num_cpus / 2:
@@ -105,11 +107,13 @@ def _examine_disk(folder: Path, effort: Effort, problems: list[Problem]) -> Disk
         problems.append(Problem("error", "folder", f"{folder}: cannot be made or read ({error.strerror})"))
         return None
     if free < LEAST_FREE_NBYTES:
-        text = f"{free >> 20} MiB are free in {folder}; a packed store is as large as the model"
+        text = f"{format_nbytes(free)} are free in {folder}; a packed store is as large as the model"
         problems.append(Problem("warning", "disk", text))
     nbytes = min(effort.scratch_nbytes, free // 2)
     if nbytes < measure.READ_SIZES[-1]:
-        problems.append(Problem("error", "disk", f"{folder}: {free >> 20} MiB free is too little to measure reads"))
+        problems.append(
+            Problem("error", "disk", f"{folder}: {format_nbytes(free)} free is too little to measure reads")
+        )
         return None
     try:
         with measure.scratch_file(folder, nbytes, effort.write_s) as file:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertly.core.errors import BudgetError
+from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, kv_cache_nbytes
 
 PAGE_TOKENS = 32
@@ -30,12 +31,11 @@ class MemorySplit:
     total: int | None = None
 
     def sentence(self) -> str:
-        gib = 1 << 30
-        stated = "" if self.total is None else f"total memory {self.total / gib:.2f} GiB: "
+        stated = "" if self.total is None else f"total memory {format_nbytes(self.total)}: "
         tokens = self.num_pages * PAGE_TOKENS
         return (
-            f"{stated}dense weights {self.dense / gib:.2f}, KV cache {self.cache / gib:.2f} ({tokens} tokens), experts "
-            f"{self.experts / gib:.2f}, working memory {self.working / gib:.2f} GiB"
+            f"{stated}dense weights {format_nbytes(self.dense)}, KV cache {format_nbytes(self.cache)} "
+            f"({tokens} tokens), experts {format_nbytes(self.experts)}, working memory {format_nbytes(self.working)}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from expertly.core.errors import ConfigError, StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.resources import allowed_cpus, decoding_threads
-from expertly.core.units import format_rate
+from expertly.core.units import format_nbytes, format_rate
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
 from expertly.store.frames import (
@@ -108,7 +108,7 @@ def choose_for(
     """The codec for a model, by measuring, unless it is so small that reading all of it takes less time."""
     nbytes = sum(layer.nbytes for layer in layers)
     if nbytes < MIN_MEASURED_NBYTES:
-        return CodecChoice("none", f"{nbytes / (1 << 20):.1f} MiB of experts are too few for measuring to pay")
+        return CodecChoice("none", f"{format_nbytes(nbytes)} of experts are too few for measuring to pay")
     found, disk_rate = sample(), disk_nbytes_per_s()
     threads = decoding_threads(allowed_cpus(), NUM_READERS)  # as an engine on this machine would have
     return choose_codec(CodecRates(found.ratio, disk_rate, found.decode_nbytes_per_s(threads), threads))
