@@ -131,7 +131,7 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:
-    """Refuse what is no text for a model of so many tokens. Raises ConfigError naming the token and what is accepted."""
+    """Refuse what is no text for a model of so many tokens. Raises ConfigError naming the token and what it may be."""
     if not tokens:
         raise ConfigError(f"{name}: gives no token; write at least one word")
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
