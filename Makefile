@@ -4,6 +4,7 @@
 #   TORCH=                               install none: with VENV_FLAGS=--system-site-packages, use the system's
 #   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   for every pip install: here, PyTorch's smaller
 #                                        build for machines without a GPU
+#   TRANSFORMERS="5.17.* 5.*"            versions that test-versions tries
 #   JOBS=2                               tests at a time; those marked "alone" come after the others
 #   PYTEST_FLAGS="-m gpu"                for make unit and make test: the tests of these flags, one at a time
 PYTHON ?= python3
@@ -11,6 +12,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
+TRANSFORMERS ?= 5.17.* 5.*
 JOBS ?= 2
 PYTEST_FLAGS ?=
 
@@ -18,14 +20,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
 
-.PHONY: help setup demo test lint types unit format clean
+.PHONY: help setup demo test lint types unit format dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    set up and generate text with the demo model under a quarter of its expert memory"
+	@echo "make demo    set up and let the demo model answer with a quarter of its experts in memory"
 	@echo "make test    set up, lint, check types, run the tests"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make format  rewrite the code as 'make lint' wants it"
+	@echo "make dist    the wheel and the source distribution, in dist/"
+	@echo "make test-dist      install that wheel in an environment of its own and run the demo from it"
+	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -64,6 +69,25 @@ endif
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@ls -l dist
+
+# Elsewhere than in the checkout, so that nothing but the wheel is found.
+test-dist: dist
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel
+	$(if $(strip $(TORCH)),build/wheel/bin/pip install --quiet $(PIP_FLAGS) "$(TORCH)")
+	build/wheel/bin/pip install --quiet $(PIP_FLAGS) dist/*.whl
+	cd build/wheel && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
+
+test-versions: $(STAMP)
+	set -e; for version in $(TRANSFORMERS); do rm -rf build/versions; $(PYTHON) -m venv build/versions; \
+	    $(if $(strip $(TORCH)),build/versions/bin/pip install --quiet $(PIP_FLAGS) "$(TORCH)";) \
+	    build/versions/bin/pip install --quiet $(PIP_FLAGS) --editable '.[dev]' "transformers==$$version"; \
+	    build/versions/bin/python -m pytest -q tests/model tests/engine/test_lossless.py tests/cli/test_run.py; done
 
 clean:
 	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

@@ -94,7 +94,7 @@ class Bench:
 
     def generate(self, prompt: str) -> float:
         """TPOT as `expertly run` measures it."""
-        from expertly.cli.streaming import TextStreamer
+        from expertly.model.text import TextStreamer
 
         streamer = TextStreamer(lambda tokens: self.tokenizer.decode(tokens), lambda text: None)
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

@@ -57,7 +57,7 @@ class Client(threading.Thread):
         elif kind == "sampled":
             body |= {"top_p": 0.9, "seed": self._random.randint(0, 99), "stop": ["the"], "frequency_penalty": 0.5}
         elif kind == "refused":
-            body |= self._random.choice([{"temperature": 9}, {"model": "other"}, {"prompt": None}, {"unknown": 1}])
+            body |= self._random.choice([{"temperature": 9}, {"model": "other"}, {"prompt": None}, {"max_tokens": 0}])
         elif kind == "large":
             body |= {"prompt": "word " * 400}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)

@@ -130,7 +130,7 @@ def test_defaults_are_those_of_the_code(page: Path) -> None:
 def test_a_page_that_says_what_is_not_there_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](nowhere.md) `lru:no=1` `expertly lab learned build --no` `python bench/fmoe.py --no`\n", "utf-8"
+        "[a](nowhere.md) `lru:no=1` `expertly lab learned build --no` `python bench/tpot.py --no`\n", "utf-8"
     )
     for check in (test_links_lead_somewhere, test_commands_in_sentences_have_the_flags_that_they_name):
         with pytest.raises(AssertionError):

@@ -77,11 +77,17 @@ def served(
     model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """A model as `expertly serve` serves it."""
-    told = ServerSettings(**({"name": "demo"} | settings))
-    room = room or room_for()
-    assembled = assemble(model, tokenizer, told, room, MemorySplit(1, 1, 1, 1, room.num_pages), template)
+    told, assembled = assembled_for(model, tokenizer, room, template, **settings)
     with running(assembled, told) as serving:
         yield serving
+
+
+def assembled_for(
+    model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
+) -> tuple[ServerSettings, Assembled]:
+    told = ServerSettings(**({"name": "demo"} | settings))
+    room = room or room_for()
+    return told, assemble(model, tokenizer, told, room, MemorySplit(1, 1, 1, 1, room.num_pages), template)
 
 
 @pytest.fixture(scope="module")

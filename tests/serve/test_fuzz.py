@@ -12,7 +12,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from tests.serve.conftest import Serving, room_for, served
+from tests.serve.conftest import Serving, assembled_for, room_for, running
+from tests.serve.scripted import scripted
 
 QUIET = settings(
     max_examples=40,
@@ -25,8 +26,9 @@ QUIET = settings(
 
 @pytest.fixture(scope="module")
 def small(demo: tuple[Any, Any]) -> Iterator[Serving]:
-    """So that what is right is answered soon."""
-    with served(*demo, room_for(context=32, max_running=16)) as found:
+    """The model says what it is told to, so that what is right is answered soon."""
+    settings, assembled = assembled_for(*demo, room_for(context=64, max_running=16))
+    with running(scripted(assembled, "Hello there", demo[1]), settings) as found:
         yield found
 
 
@@ -39,7 +41,7 @@ def check(response: httpx.Response) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_made_up_bodies(small: Serving, path: str, mode: GenerationMode) -> None:
     operation = schemathesis.openapi.from_dict(httpx.get(f"{small.url}/openapi.json").json())[path]["POST"]
@@ -77,10 +79,12 @@ def test_every_field_with_every_kind_of_value(small: Serving) -> None:
     schemas = httpx.get(f"{small.url}/openapi.json").json()["components"]["schemas"]
     chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     plain = {"model": "demo", "prompt": "a", "max_tokens": 1}
+    items = {"model": "demo", "input": "a", "max_output_tokens": 1}
     with small.http() as client:
         for path, name, right in (
             ("/v1/chat/completions", "ChatRequest", chat),
             ("/v1/completions", "CompletionRequest", plain),
+            ("/v1/responses", "ResponsesRequest", items),
         ):
             assert client.post(path, json=right).status_code == 200
             for field in schemas[name]["properties"]:

@@ -86,6 +86,39 @@ def test_a_killed_server_comes_back_with_its_maps(start: Start) -> None:
         assert running.exit_code(60) == -signal.SIGKILL
 
 
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) -> None:
+    body = {"model": "demo", "prompt": "The sea", "max_tokens": 900, "temperature": 0, "logit_bias": {"0": -100}}
+    running, told = serving(start, "--memory", "100%", "--context", "1024")
+    said: list[str] = []
+    first = threading.Event()
+
+    def ask(is_stream: bool) -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{told['url']}/v1/completions", json=body | {"stream": is_stream}, timeout=60
+            ) as got:
+                for line in got.iter_lines():
+                    first.set()
+                    said.append(line)
+        except httpx.TransportError:
+            said.append("closed")
+
+    asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
+    for one in asking:
+        one.start()
+    assert first.wait(60)
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    assert running.exit_code(30) == 0
+    for one in asking:
+        one.join(30)
+    errors = [line for line in said if "error" in line]
+    assert all("this server is shutting down" in line for line in errors), errors
+    assert errors or "closed" in said
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["serve", *arguments]) == 2
     return capsys.readouterr().err
@@ -109,6 +142,9 @@ def test_others_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--max-running", "5000"), "at most 256"),
         (("--kv-tokens", "10"), "or more"),
         (("--total-memory", "1MiB"), "the least is above"),
+        (("--kv-tokens", "999999999999", "--memory", "25%"), "bytes that are free"),
+        (("--kv-tokens", "999999999999"), "the least is above"),
+        (("--cors", "example.org"), "a web site"),
         (("--api-key-file", "/nowhere"), "cannot be read"),
         (("--chat-template", "/nowhere"), "cannot be read"),
         (("--port", "70000"), "0 to 65535"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
 import openai
@@ -23,6 +25,8 @@ def test_models(serving: Serving) -> None:
     assert [model.id for model in models] == ["demo"]
     told: Any = models[0].model_extra
     assert told["expertly"]["batching"] == "continuous"
+    memory = told["expertly"]["memory"]
+    assert told["expertly"]["size_bytes"] > memory["dense_bytes"] > 0 and memory["kv_cache_bytes"] > 0
     assert serving.client().models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError) as error:
         serving.client().models.retrieve("other")
@@ -62,10 +66,68 @@ def test_an_answer_is_what_generate_writes_streamed_or_not(serving: Serving, dem
     assert len(chunks) > 10, "it came as it was written"
 
 
-def test_top_k_1_is_greedy(serving: Serving, demo: tuple[Any, Any]) -> None:
-    expected = greedy(*demo, PROMPT, 12)
-    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=12, extra_body={"top_k": 1})
-    assert got.choices[0].text == expected
+def test_fields_that_tune_are_honoured_and_unknown_ones_named_once(
+    serving: Serving, demo: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = greedy(*demo, PROMPT, 24)
+    greedily: list[dict[str, Any]] = [{"top_k": 1}, {"min_p": 1.0}, {"no_such_field": {"a": 1}, "temperature": 0}]
+    with caplog.at_level(logging.INFO, "expertly.serve"):
+        for extra in [*greedily, greedily[-1]]:
+            got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=24, extra_body=extra)
+            assert got.choices[0].text == expected, extra
+    assert caplog.text.count("no_such_field") == 1
+    penalised = serving.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"repetition_penalty": 1.5}
+    )
+    inputs = demo[1](PROMPT, return_tensors="pt", return_token_type_ids=False)
+    written = plain_demo().generate(**inputs, max_new_tokens=24, do_sample=False, repetition_penalty=1.5)
+    text = demo[1].decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert penalised.choices[0].text == text != expected
+
+
+def test_transformers_chat_says_what_it_wants_in_words_of_generate(serving: Serving, demo: tuple[Any, Any]) -> None:
+    config = {"do_sample": False, "max_new_tokens": 9, "temperature": 1.0, "no_such_word": 1}
+    got = serving.client().chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": PROMPT}],
+        extra_body={"generation_config": json.dumps(config)},
+    )
+    assert got.choices[0].message.content == greedy(*demo, chat_prompt(PROMPT), 9)
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "degrees": {"type": "integer", "minimum": 0, "maximum": 40}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+
+
+def schema_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_an_answer_follows_its_schema(serving: Serving, temperature: float) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Where is it warm?"}],
+        "temperature": temperature,
+        "seed": 5,
+        "max_tokens": 120,
+        "response_format": schema_format(CITY),
+    }
+    got = serving.client().chat.completions.create(**asked, n=2)
+    for choice in got.choices:
+        said = json.loads(choice.message.content or "")
+        assert said["city"] in ("Oslo", "Rome") and 0 <= said["degrees"] <= 40
+        assert choice.finish_reason == "stop"
+    streamed = serving.client().chat.completions.create(**asked, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == got.choices[0].message.content
+    fewer = serving.client().chat.completions.create(
+        **(asked | {"response_format": {"type": "json_object"}, "max_tokens": 8})
+    )
+    assert (fewer.choices[0].message.content or "").lstrip().startswith("{")
 
 
 def test_stop_strings_end_a_text_before_them(serving: Serving, demo: tuple[Any, Any]) -> None:
@@ -148,6 +210,23 @@ def test_logprobs_are_the_models_own(serving: Serving, demo: tuple[Any, Any]) ->
     assert all(len(top) == 2 for top in told.top_logprobs)
 
 
+def test_echo_tells_the_logprobs_of_the_prompt(serving: Serving, demo: tuple[Any, Any]) -> None:
+    got = serving.client().completions.create(
+        model="demo", prompt=[PROMPT, "The sea"], max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
+    for choice, prompt in zip(got.choices, (PROMPT, "The sea"), strict=True):
+        told: Any = choice.logprobs
+        ids = demo[1](prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            all_of_them = torch.log_softmax(plain_demo()(ids).logits[0].float(), dim=-1)
+        expected = all_of_them[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+        assert told.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-3)
+        assert "".join(told.tokens) == choice.text == prompt + greedy(*demo, prompt, 1)
+    assert got.usage is not None and got.usage.completion_tokens == 2
+    assert got.usage.prompt_tokens == sum(len(demo[1].encode(prompt)) for prompt in (PROMPT, "The sea"))
+
+
 def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tuple[Any, Any]) -> None:
     text = "日本語 🙂 schön"
     ids = demo[1].encode(text)
@@ -170,15 +249,19 @@ def test_penalties_change_what_is_repeated(serving: Serving) -> None:
         ({"max_tokens": 10**6}, 400, "messages"),
         ({"temperature": 3}, 400, "temperature"),
         ({"n": 17}, 400, "n"),
-        ({"extra_body": {"no_such_field": 1}}, 400, "no_such_field"),
+        ({"extra_body": {"min_p": 2}}, 400, "min_p"),
+        ({"extra_body": {"repetition_penalty": 0}}, 400, "repetition_penalty"),
+        ({"extra_body": {"audio": {"voice": "x"}}}, 400, None),
+        ({"modalities": ["audio"]}, 400, None),
         ({"extra_body": {"max_tokens": "7"}}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user"}]}, 400, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": schema_format({"type": "no type"})}, 400, "response_format"),
+        ({"response_format": schema_format({"$ref": "https://example.org/x"})}, 400, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"logit_bias": {"9000000": 1}}, 400, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, 400, None),
     ],
 )
 def test_errors_are_openais(serving: Serving, change: dict[str, Any], status: int, param: str | None) -> None:

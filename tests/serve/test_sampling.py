@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertly.core.errors import NanError
 from expertly.serve.sampling import SampledToken, Sampler, Sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
@@ -61,6 +62,13 @@ def test_a_seed_is_the_same_in_any_company() -> None:
         names = ["mine", "x"] if step % 2 else ["y", "x", "mine"]
         sampler.choose(names, LOGITS.expand(len(names), -1))
     assert [choice.token for name, choice in told if name == "mine"] == alone
+
+
+def test_nan_is_named() -> None:
+    sampler = Sampler(lambda choices: None)
+    sampler.add("a", Sampling(temperature=0))
+    with pytest.raises(NanError, match="output layer gave NaN"):
+        sampler.choose(["a"], torch.tensor([[0.0, torch.nan]]))
 
 
 def test_penalties_count_what_was_written() -> None:

@@ -1,4 +1,4 @@
-"""Text as tokens come: whole characters, and nothing of a stop string."""
+"""Text as tokens come: nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -6,37 +6,7 @@ import random
 
 import pytest
 
-from expertly.serve.text import Decoder, StopStrings, overlap
-
-
-def of_bytes(tokens: list[int]) -> str:
-    """A tokenizer whose tokens are bytes."""
-    return bytes(tokens).decode("utf-8", "replace")
-
-
-def with_spaces(tokens: list[int]) -> str:
-    """One that drops the space at the start of what it decodes."""
-    return "".join(f" {chr(token)}" for token in tokens).removeprefix(" ")
-
-
-@pytest.mark.parametrize("text", ["plain", "schön — 日本語 🙂 end", "🙂", ""])
-def test_characters_are_never_cut(text: str) -> None:
-    decoder = Decoder(of_bytes)
-    parts = [decoder.add(byte) for byte in text.encode()] + [decoder.end()]
-    assert "".join(parts) == text
-    assert all(part in text for part in parts if part)
-    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-
-
-def test_a_character_that_never_ends_comes_at_the_end() -> None:
-    decoder = Decoder(of_bytes)
-    assert [decoder.add(byte) for byte in b"a\xe6\x97"] == ["a", "", ""]
-    assert decoder.end() == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_tokens_keep_the_spaces_between_them() -> None:
-    decoder = Decoder(with_spaces)
-    assert "".join(decoder.add(ord(letter)) for letter in "abcdef") == "a b c d e f"
+from expertly.serve.text import StopStrings, overlap
 
 
 def whole(text: str, stops: list[str]) -> tuple[str, bool]:

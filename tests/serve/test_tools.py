@@ -1,20 +1,20 @@
-"""Calls of tools, by the official client."""
+"""What else than text is in an answer: calls of tools, and what was thought. By the official client."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import openai
 import pytest
 
-from expertly.serve.memory import MemorySplit
 from expertly.serve.prompts import Prompts
 from expertly.serve.schema import Message
-from expertly.serve.server import assemble
-from expertly.serve.settings import ServerSettings
-from tests.serve.conftest import Serving, room_for, running
+from tests.serve.conftest import Serving, assembled_for, running, served
 from tests.serve.scripted import scripted
 
 TEMPLATE = (
@@ -36,20 +36,24 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 @contextmanager
-def saying(demo: tuple[Any, Any], text: str) -> Iterator[Serving]:
-    settings, room = ServerSettings(name="demo"), room_for()
-    assembled = assemble(*demo, settings, room, MemorySplit(1, 1, 1, 1, room.num_pages), TEMPLATE)
+def saying(demo: tuple[Any, Any], text: str, template: str = TEMPLATE) -> Iterator[Serving]:
+    settings, assembled = assembled_for(*demo, template=template)
     with running(scripted(assembled, text, demo[1]), settings) as serving:
         yield serving
 
 
 def ask(serving: Serving, **more: Any) -> Any:
     return serving.client().chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
-        temperature=0,
-        max_tokens=100,
-        **({"tools": [WEATHER]} | more),
+        **(
+            {
+                "model": "demo",
+                "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+                "temperature": 0,
+                "max_tokens": 100,
+                "tools": [WEATHER],
+            }
+            | more
+        )
     )
 
 
@@ -90,27 +94,71 @@ def test_without_tools_marks_are_text(demo: tuple[Any, Any]) -> None:
             assert (got.message.content, got.message.tool_calls, got.finish_reason) == (CALL, None, "stop")
 
 
-def test_a_response_template_of_the_tokenizer_goes_first(demo: tuple[Any, Any], monkeypatch: Any) -> None:
-    template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "assistant: ",
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r"\s*CALL",
-                "close": "END",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close_pattern": r"\s*<\|endoftext\|>", "content": "text"},
+def told(chunks: Any) -> tuple[str, str, list[Any], str | None]:
+    """Content, what was thought, calls and the end of a stream."""
+    content, thought, calls, reason = "", "", [], None
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        thought += getattr(delta, "reasoning_content", None) or ""
+        calls += delta.tool_calls or ()
+        reason = chunk.choices[0].finish_reason or reason
+    return content, thought, calls, reason
+
+
+THINKING = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "thinking": {"open": "[THINK]", "close": "[/THINK]", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*CALL",
+            "close": "END",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
         },
-    }
-    monkeypatch.setattr(demo[1], "response_template", template, raising=False)
-    with saying(demo, 'I look. CALL{"name": "weather", "arguments": {"city": "Oslo"}}END') as serving:
+        "content": {"close_pattern": r"\s*<\|endoftext\|>", "content": "text"},
+    },
+}
+
+
+def test_a_response_template_of_the_tokenizer_goes_first(demo: tuple[Any, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo[1], "response_template", THINKING, raising=False)
+    call = 'CALL{"name": "weather", "arguments": {"city": "Oslo"}}END'
+    with saying(demo, f"[THINK]Oslo is far.[/THINK]\n\nI look. {call}{call}") as serving:
         got = ask(serving).choices[0]
-        assert got.message.content == "I look."
-        assert got.finish_reason == "tool_calls"
+        assert (got.message.content, got.message.reasoning_content) == ("I look.", "Oslo is far.")
+        assert got.finish_reason == "tool_calls" and len(got.message.tool_calls) == 2
         assert json.loads(got.message.tool_calls[0].function.arguments) == {"city": "Oslo"}
+        chunks = list(ask(serving, stream=True))
+        content, thought, calls, reason = told(chunks)
+        assert (content, thought, [call.index for call in calls], reason) == (
+            "I look.",
+            "Oslo is far.",
+            [0, 1],
+            "tool_calls",
+        )
+        assert sum(bool(getattr(chunk.choices[0].delta, "reasoning_content", None)) for chunk in chunks) > 2
+        assert len(ask(serving, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+
+
+THINKS_FIRST = TEMPLATE + "{% if add_generation_prompt and enable_thinking | default(true) %}<think>{% endif %}"
+
+
+def test_what_is_thought_is_apart_where_the_template_begins_it(demo: tuple[Any, Any]) -> None:
+    with saying(demo, "It is cold.\n</think>\n\nTake a coat.", THINKS_FIRST) as serving:
+        got = ask(serving, tools=[]).choices[0].message
+        assert (got.content, got.reasoning_content) == ("Take a coat.", "It is cold.\n")
+        assert told(ask(serving, tools=[], stream=True))[:2] == ("Take a coat.", "It is cold.\n")
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+            ask(serving, tools=[], response_format={"type": "json_object"})
+    for more in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
+        with saying(demo, "Take a coat.", THINKS_FIRST) as serving:
+            got = ask(serving, tools=[], **more).choices[0].message
+            assert got.content == "Take a coat." and not hasattr(got, "reasoning_content")
+    with saying(demo, "x") as serving, pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+        ask(serving, extra_body={"chat_template_kwargs": {"chat_template": "x"}})
 
 
 def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
@@ -135,10 +183,90 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
     assert demo[1].decode(tokens) == expected
 
 
-def test_a_choice_that_cannot_be_kept_is_refused(demo: tuple[Any, Any]) -> None:
-    import openai
-
-    with saying(demo, "x") as serving:
+def test_a_call_can_be_forced(demo: tuple[Any, Any]) -> None:
+    """By the demo model itself, which never saw a call."""
+    weather = json.loads(json.dumps(WEATHER))
+    weather["function"]["parameters"] = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    with served(*demo, template=TEMPLATE) as serving:
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            got = ask(serving, tools=[weather], tool_choice=choice).choices[0]
+            assert got.finish_reason == "tool_calls"
+            assert json.loads(got.message.tool_calls[0].function.arguments)["city"] in ("Oslo", "Rome")
+        for wrong in ("forced", {"type": "function", "function": {"name": "other"}}):
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
-                ask(serving, tool_choice=choice)
+                ask(serving, tools=[weather], tool_choice=wrong)
+
+
+def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo[1], "response_template", THINKING, raising=False)
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "instructions": "Be brief",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
+            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Oslo"}'},
+            {"type": "function_call_output", "call_id": "1", "output": "rain"},
+        ],
+        "tools": [{"type": "function", **WEATHER["function"]}],
+        "temperature": 0,
+    }
+    says = '[THINK]Far.[/THINK]I look. CALL{"name": "weather", "arguments": {"city": "Oslo"}}END'
+    with saying(demo, says) as serving:
+        client = serving.client()
+        whole = client.responses.create(**asked)
+        assert whole.output_text == "I look." and whole.status == "completed"
+        assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+        assert json.loads(whole.output[2].arguments) == {"city": "Oslo"}
+        assert whole.usage is not None and whole.usage.output_tokens > 5
+        with client.responses.stream(**asked) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+        assert final.output_text == "I look."
+        assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I look."
+        cut = client.responses.create(**(asked | {"max_output_tokens": 3}))
+        assert cut.status == "incomplete" and cut.incomplete_details is not None
+        for wrong in (
+            {"previous_response_id": "resp_1"},
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"tools": [{"type": "web_search"}]},
+        ):
+            with pytest.raises(openai.BadRequestError):
+                client.responses.create(**(asked | wrong))
+
+
+def test_a_template_that_does_not_end_is_told_and_others_are_served(demo: tuple[Any, Any]) -> None:
+    loops = (
+        "{% if messages[0].content == 'loop' %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    before = threading.active_count()
+    with saying(demo, "Hello", loops) as serving:
+        serving.assembled.service.prompts._render_s = 1.0
+        results: list[str] = []
+
+        def loop() -> None:
+            try:
+                ask(serving, tools=[], messages=[{"role": "user", "content": "loop"}])
+            except openai.BadRequestError as error:
+                results.append(str(error))
+
+        looping = [threading.Thread(target=loop) for _ in range(2)]
+        for one in looping:
+            one.start()
+        assert ask(serving, tools=[]).choices[0].message.content == "Hello"
+        for one in looping:
+            one.join(30)
+        assert len(results) == 2 and "did not end in 1 s" in results[0]
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() <= before, "what looped has ended"

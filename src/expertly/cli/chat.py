@@ -16,13 +16,13 @@ import torch
 
 import expertly
 from expertly import api
-from expertly.cli.streaming import TextStreamer
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import chat_tokens, has_template
 from expertly.model.generation import generate, generation_config, max_positions
+from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
 
@@ -62,7 +62,7 @@ class Turn:
         parts = [f"{len(self.token_ids)} tokens"]
         if self.tpot_s:
             parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
-        parts += [f"TTFT {format_seconds(self.ttft_s)}", f"TPOT {format_seconds(self.tpot_s)}"]
+        parts.append(f"TTFT {format_seconds(self.ttft_s)}")
         best = f" (a cache at best: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")

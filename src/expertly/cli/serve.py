@@ -49,6 +49,9 @@ class ServeOptions(LoadOptions):
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
     )
     drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
+    cors: str | None = option(
+        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
+    )
     log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
     json: bool = json_flag()
 
@@ -56,10 +59,11 @@ class ServeOptions(LoadOptions):
 def run(args: ServeOptions) -> int:
     _check_installed()
     from expertly.serve.server import ApiServer, assemble, bind
-    from expertly.serve.settings import ServerSettings, check_exposure, read_keys
+    from expertly.serve.settings import ServerSettings, check_exposure, read_keys, read_origins
 
     keys = read_keys(args.api_key_file)
     check_exposure(args.host, keys)
+    cors = read_origins(args.cors, keys)
     template = _read_template(args.chat_template)
     settings = ServerSettings(
         name=args.name or _name_of(args.model),
@@ -68,6 +72,7 @@ def run(args: ServeOptions) -> int:
         keys=keys,
         max_body_nbytes=args.max_body,
         log_prompts=args.log_prompts,
+        cors=cors,
         drain_s=float(args.drain_seconds),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

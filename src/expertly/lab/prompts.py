@@ -51,11 +51,11 @@ def has_template(tokenizer: Any) -> bool:
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Up to where the model is to go on. Raises ConfigError where the template refuses the messages."""
-    from jinja2 import TemplateError
+    from expertly.model.text import TEMPLATE_ERRORS
 
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
     tokens: list[int] = tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"]
     return tokens

@@ -174,6 +174,7 @@ class Batch:
         own.eos_token_id = -1 if own.eos_token_id is None else own.eos_token_id  # each request brings its own
         manager = self._model.init_continuous_batching(own, config)
         manager.logit_processor = self._processor
+        self._processor.has_run = False
         manager.start()
         return manager
 
@@ -203,6 +204,8 @@ class Batch:
     def _recover(self) -> None:
         """The manager has ended, and with it all its requests."""
         error = self._manager.background_thread_status.fatal_error or RuntimeError("the batch's thread ended")
+        if not self._processor.has_run:  # it cannot even begin: another would not either
+            error = EngineClosedError(f"continuous batching cannot run: {type(error).__name__}: {error}")
         with self._lock:
             if self._is_closed:
                 return
@@ -213,11 +216,14 @@ class Batch:
             self._processor.in_pass = []
             try:
                 self._manager.stop(block=True)
+                if isinstance(error, EngineClosedError):
+                    raise error
                 self._manager = self._make()
             except Exception as raised:  # whatever it is, nothing runs any more: who waits is told
                 self._is_closed = True
                 others = []
-                error = EngineClosedError(f"continuous batching could not be begun again: {raised}")
+                if raised is not error:
+                    error = EngineClosedError(f"continuous batching could not be begun again: {raised}")
         self._failed(of_step, others, error)
 
 
@@ -232,6 +238,7 @@ class _ChooserProcessor:
         self._chooser = chooser
         self._processors = processors
         self.in_pass: list[Any] = []
+        self.has_run = False  # since it was given to a manager
 
     @property
     def names(self) -> list[str]:
@@ -246,6 +253,7 @@ class _ChooserProcessor:
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
         self.in_pass = list(requests_in_batch)
+        self.has_run = True
         return arg_storage
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, args: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -22,6 +23,7 @@ from expertly.serve.http import (
     ClientGone,
     EventStream,
     Guard,
+    as_event,
     on_api_error,
     on_bug,
     on_gone,
@@ -31,7 +33,8 @@ from expertly.serve.http import (
 )
 from expertly.serve.reading import check, parse_json
 from expertly.serve.request import ServedRequest as Asked
-from expertly.serve.schema import ChatRequest, CompletionRequest
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName
 from expertly.serve.service import Service
 from expertly.serve.view import View
 
@@ -63,6 +66,11 @@ _REFUSALS = {
 }
 
 
+TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream, but of /v1/responses."""
+
+
 def make_app(service: Service, view: View) -> Any:
     """The ASGI application. It takes requests from when `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
@@ -70,7 +78,16 @@ def make_app(service: Service, view: View) -> Any:
     _add_state(app, service, view)
     _add_texts(app, service)
     _add_schema(app)
-    return Guard(app, service.settings)
+    guarded: Any = Guard(app, service.settings)
+    if service.settings.cors:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=service.settings.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    return guarded
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -112,8 +129,7 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
 
     @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals("401", "403", "404"))
     async def model(name: str) -> Response:
-        if name != service.about.name:
-            raise ApiError(404, f"the model {name!r} is not here", param="model", code="model_not_found")
+        service.check_model(name)
         return JSONResponse(service.about.as_dict())
 
     @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals("401", "403"))
@@ -133,49 +149,53 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     limit = service.settings.max_body_nbytes
     refusals = _refusals("400", "401", "403", "404", "413", "415", "429", "503")
 
-    async def answer(request: Request, made: tuple[Asked, Any], is_stream: bool, includes_usage: bool) -> Response:
+    async def answer(request: Request, made: tuple[Asked, Any], is_stream: bool | None, last: bytes = DONE) -> Response:
         asked, told = made
         service.start(asked)
         gone: Callable[[], None] = lambda: service.scheduler.cancel(asked)  # noqa: E731
         if is_stream:
-            return EventStream(_events(asked, told, includes_usage), gone)
+            return EventStream(_events(asked, told), gone, last, getattr(told, "failure", ApiError.body))
         try:
             deltas = await unless_gone(request.receive, _all(asked))
         finally:
             gone()
         return JSONResponse(told.whole(deltas))
 
-    @app.post(
-        "/v1/chat/completions",
-        summary="Answer a conversation",
-        openapi_extra=_takes(ChatRequest),
-        responses=refusals,
-    )
+    def post(path: str, summary: str, model: type[BaseModel]) -> Any:
+        return app.post(path, summary=summary, openapi_extra=_takes(model), responses=refusals)
+
+    @post("/v1/chat/completions", "Answer a conversation", ChatRequest)
     async def chat(request: Request) -> Response:
         asked = check(ChatRequest, parse_json(await read_body(request, limit)))
-        return await answer(request, await service.chat(asked), bool(asked.stream), asked.includes_usage)
+        return await answer(request, await service.chat(asked), asked.stream)
 
-    @app.post(
-        "/v1/completions",
-        summary="Continue a text",
-        openapi_extra=_takes(CompletionRequest),
-        responses=refusals,
-    )
+    @post("/v1/completions", "Continue a text", CompletionRequest)
     async def complete(request: Request) -> Response:
         asked = check(CompletionRequest, parse_json(await read_body(request, limit)))
-        return await answer(request, await service.complete(asked), bool(asked.stream), asked.includes_usage)
+        return await answer(request, await service.complete(asked), asked.stream)
+
+    @post("/v1/responses", "Answer a conversation, as items", ResponsesRequest)
+    async def respond(request: Request) -> Response:
+        asked = check(ResponsesRequest, parse_json(await read_body(request, limit)))
+        return await answer(request, await service.respond(asked), asked.stream, b"")
+
+    @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", ModelName)
+    async def load_model(request: Request) -> Response:
+        service.check_model(check(ModelName, parse_json(await read_body(request, limit))).model)
+        ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
+        return Response(ready, media_type=EventStream.media_type)
 
 
 async def _all(asked: Asked) -> list[Any]:
     return [delta async for delta in asked]
 
 
-async def _events(asked: Asked, told: ChatAnswer | CompletionAnswer, includes_usage: bool) -> AsyncIterator[Any]:
+async def _events(asked: Asked, told: ChatAnswer | CompletionAnswer | ResponsesAnswer) -> AsyncIterator[Any]:
     async for delta in asked:
         for chunk in told.chunks(delta):
             yield chunk
-    if includes_usage:
-        yield told.usage_chunk()
+    for chunk in told.last_chunks():
+        yield chunk
 
 
 # -- the schema: bodies are read by us, so that everything wrong with one is told in one shape -----------------------
@@ -196,7 +216,7 @@ def _add_schema(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         made = make()
-        taken = [(model, "validation") for model in (ChatRequest, CompletionRequest)]
+        taken = [(model, "validation") for model in TAKEN]
         _, definitions = models_json_schema(taken, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
         made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         return made

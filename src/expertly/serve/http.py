@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from expertly.core.errors import ExpertlyError
 from expertly.serve.errors import ApiError, failed, invalid
 from expertly.serve.settings import ServerSettings, is_known, is_loopback
 
@@ -66,18 +67,23 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each of `events` as one, then `[DONE]`; an ApiError on the way is the last one.
+    """Server-sent events: each of `events` as one, then `last`; an ApiError on the way is the last one, as `failure`
+    tells it.
 
     `closed` is called once, when the stream has ended, however it did.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Any], closed: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[Any], closed: Callable[[], None], last: bytes, failure: Callable[[ApiError], Any]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._closed = closed
+        self._last = last
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -92,14 +98,16 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": as_event(event), "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": self._last, "more_body": True})
         except ApiError as error:
-            await send({"type": "http.response.body", "body": as_event(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": as_event(self._failure(error)), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def as_event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """With its type as its name, where it has one."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Guard:
@@ -161,7 +169,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """A bug of ours: told to the log, not to the client."""
+    """What is wrong with the model has a sentence for the client; a bug of ours is told to the log alone."""
+    if isinstance(error, ExpertlyError):
+        return error_response(failed(str(error)))
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(failed("the server has a bug: its log says more"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertly.core.errors import ConfigError
+from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.resources import parse_memory
 from expertly.engine.device import choose_devices, kind_of
 from expertly.model.packing import pack_cached
@@ -73,7 +73,25 @@ def plan(wishes: ServeWishes) -> ServePlan:
             least = shape.pages_of_one() * PAGE_TOKENS
             raise ConfigError(f"--kv-tokens {wishes.kv_tokens}: accepted: {least} or more, for one text of {context}")
     memory, split = _split(wishes, shape, pages)
+    _check_room(wishes, split, _stated_experts(memory, shape))
     return ServePlan(memory, Room(context, PAGE_TOKENS, split.num_pages, wishes.max_running, wishes.max_queue), split)
+
+
+def _stated_experts(memory: str | int, shape: Shape) -> int:
+    """Bytes of `memory` that is a size; of "auto", which takes what is left, none."""
+    return min(shape.all_experts, parse_memory(memory, shape.all_experts) or 0)
+
+
+def _check_room(wishes: ServeWishes, split: MemorySplit, experts: int) -> None:
+    """Raises BudgetError where the first device has less than what is to be on it: a cache is made as a whole."""
+    target = choose_devices(wishes.device, wishes.devices)[0]
+    free = kind_of(target).available_nbytes(target)
+    if wishes.devices is None and split.dense + split.cache + split.working + experts > free:
+        raise BudgetError(
+            f"dense weights of {split.dense} bytes, a KV cache of {split.cache} for {split.num_pages * PAGE_TOKENS} "
+            f"tokens, working memory of {split.working} and experts of {experts} are more than the {free} bytes that "
+            "are free; accepted: less of --kv-tokens, --context, --max-running, --memory or --total-memory"
+        )
 
 
 def _context(wished: int | None, most: int | None) -> int:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
+import inspect
 import json
+import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jinja2
-
 from expertly.core.errors import ConfigError
+from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
+from expertly.model.text import TEMPLATE_ERRORS
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
+
+RENDER_S = 10.0
+"""That a chat template may take for one conversation."""
+
+_MAX_RENDERED = 4
+"""Conversations at a time: a template that does not end takes no thread from the others before so many do not."""
 
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}\n\n{% endfor -%}"
 """For a model that was never taught to chat: its messages are a text that it continues."""
@@ -33,33 +42,52 @@ def _bytes_by_letter() -> dict[str, int]:
 
 _BYTE_OF = _bytes_by_letter()
 
-_BROKEN = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a template may raise over messages that it was not written for."""
-
 
 class Prompts:
     """One tokenizer for writing prompts, in a thread of its own, and one for reading tokens: neither waits.
 
-    `template` replaces the model's own.
+    Chat templates are rendered in other threads, each with a deadline. `template` replaces the model's own.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        template: str | None = None,
+        model: Any = None,
+        render_s: float = RENDER_S,
+    ) -> None:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so there is no text to serve")
         self._reader = tokenizer
         self._reader_lock = threading.Lock()
+        self.tokenizer = tokenizer
         self._writer = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "expertly-serve-prompts")
+        self._renderers = ThreadPoolExecutor(_MAX_RENDERED, "expertly-serve-templates")
+        self._render_s = render_s
         self.vocabulary = vocabulary
         own = getattr(tokenizer, "chat_template", None)
         self.is_plain = template is None and not own
         self._template = PLAIN_TEMPLATE if self.is_plain else template
         source = self._template or (own if isinstance(own, str) else json.dumps(own))
         self.takes_tools = "tools" in source
+        known = None if self.is_plain or model is None else known_template(tokenizer, model)
+        self.answers = AnswerFormat(known, thinks="<think>" in source)
+        self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
-    async def of_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Raises ApiError where the template refuses them."""
-        return await self._write(self._of_messages, messages, tools)
+    async def of_messages(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        """`variables`: more that the template is told. Raises ApiError where it refuses them, or does not end."""
+        for name in variables or ():
+            if name in self._own_names:
+                raise invalid(
+                    f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads"
+                )
+        render = self._rendering(messages, tools, variables or {})
+        text = await asyncio.get_running_loop().run_in_executor(self._renderers, self._rendered, render)
+        return await self._write(self._encoded, text)
 
     async def of_text(self, text: str) -> list[int]:
         """As the tokenizer begins a text. Raises ApiError where that is no token."""
@@ -92,39 +120,39 @@ class Prompts:
             return text, bytes(_BYTE_OF[letter] for letter in raw)
         return text, text.encode()
 
-    @property
-    def response_template(self) -> Any:
-        """How the model writes tool calls, where its tokenizer says so."""
-        return getattr(self._reader, "response_template", None)
-
-    def parsed(self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """A whole answer by the response template. Raises what it raises."""
-        found: dict[str, Any] = self._reader.parse_response(
-            self.text(answer, special=True),
-            prefix=self.text(prompt, special=True),
-            tools=[tool.model_dump(exclude_none=True) for tool in tools],
-        )
-        return found
-
     def close(self) -> None:
+        self._renderers.shutdown(cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
 
     async def _write(self, make: Any, *args: Any) -> list[int]:
         tokens: list[int] = await asyncio.get_running_loop().run_in_executor(self._thread, make, *args)
         return tokens
 
-    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def _rendering(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> Callable[[], str]:
+        """What makes the text."""
         if tools and not self.takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
-        told: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+        told = {**variables, "add_generation_prompt": True, "tokenize": False}
+        if tools:
+            told["tools"] = as_told(tools)
         if self._template is not None:
             told["chat_template"] = self._template
+        seen = [as_template_sees(message) for message in messages]
+        return lambda: self._writer.apply_chat_template(seen, **told)
+
+    def _rendered(self, render: Callable[[], str]) -> str:
         try:
-            text = self._writer.apply_chat_template(
-                [as_template_sees(message) for message in messages], add_generation_prompt=True, tokenize=False, **told
-            )
-        except _BROKEN as error:
+            return within(self._render_s, render)
+        except TimeoutError:
+            raise invalid(
+                f"messages: the model's chat template did not end in {self._render_s:g} s", "messages"
+            ) from None
+        except TEMPLATE_ERRORS as error:
             raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
+
+    def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = self._writer.encode(text, add_special_tokens=self.is_plain)
         self.check_tokens(tokens, "messages")
         return tokens
@@ -135,10 +163,47 @@ class Prompts:
         return tokens
 
 
+class _Overdue(BaseException):
+    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
+
+
+def within(seconds: float, work: Callable[[], str]) -> str:
+    """What `work` gives, in a thread of its own. Raises what it raises; TimeoutError after so long.
+
+    The thread is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the
+    process does not wait for it.
+    """
+    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((work(), None))
+        except BaseException as error:  # told to who waits
+            done.put(("", error))
+
+    thread = threading.Thread(target=run, name="expertly-serve-template", daemon=True)
+    thread.start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except queue.Empty:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overdue))
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return result
+
+
+def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """As templates and parsers expect them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
 def as_template_sees(message: Message) -> dict[str, Any]:
     """A message as templates expect it: text in one piece, arguments of calls as objects."""
     role = "system" if message.role == "developer" else message.role
     seen: dict[str, Any] = {"role": role, "content": message.text}
+    if message.reasoning_content is not None:
+        seen["reasoning_content"] = message.reasoning_content
     if message.name is not None:
         seen["name"] = message.name
     if message.tool_call_id is not None:

@@ -74,7 +74,5 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "tagged-"))]
     param = ".".join(path)[:200] or None
-    if first["type"] == "extra_forbidden":
-        return invalid(f"unknown field: {param}", param, "unknown_parameter")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return invalid(f"{param or 'the body'}: {first['msg']}", param, code)

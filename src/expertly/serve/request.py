@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from expertly.model.text import Decoder
 from expertly.serve.sampling import SampledToken, Sampling
-from expertly.serve.text import Decoder, StopStrings
+from expertly.serve.text import StopStrings
 
 Reason = Literal["stop", "length"]
 
@@ -61,12 +62,13 @@ class Text:
     def add(self, choice: SampledToken) -> Delta:
         """The model has written a token."""
         self.tokens.append(choice.token)
+        is_scripted = len(self.tokens) <= len(self.sampling.script)
         is_end = choice.token in self.ends
-        came = "" if is_end else self._decoder.add(choice.token)
+        came = "" if is_end else self._decoder.add([choice.token])
         is_last = is_end or len(self.tokens) >= self.max_tokens
         if is_last:
             came += self._decoder.end()
-        shown = self._stops.add(came)
+        shown = came if is_scripted else self._stops.add(came)
         if is_last and not self._stops.is_stopped:
             shown += self._stops.end()
         if self._stops.is_stopped or is_end:
@@ -108,12 +110,13 @@ class ServedRequest:
     @property
     def num_prompt_tokens(self) -> int:
         """Each prompt once, however many texts continue it."""
-        return sum(len(prompt) for prompt in {id(text.prompt): text.prompt for text in self.texts}.values())
+        prompts = {id(text.prompt): len(text.prompt) + len(text.sampling.script) for text in self.texts}
+        return sum(prompts.values())
 
     @property
     def num_tokens(self) -> int:
         """Written so far."""
-        return sum(len(text.tokens) for text in self.texts)
+        return sum(max(0, len(text.tokens) - len(text.sampling.script)) for text in self.texts)
 
     @property
     def is_done(self) -> bool:

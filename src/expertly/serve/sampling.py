@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
+
+from expertly.core.errors import NAN_REASONS, NanError
 
 MAX_TOP_LOGPROBS = 20
 """Alternatives that a request may ask for beside each token."""
@@ -24,17 +27,23 @@ _FIRST_LOOK = 256
 class Sampling:
     """A request's settings. `temperature` 0 is greedy; `top_k` 0 is all tokens; `seed` None draws one.
 
-    `logprobs`: how many alternatives to tell with each token; None: nothing is told.
+    `logprobs`: how many alternatives to tell with each token; None: nothing is told. `min_p`: tokens below this share
+    of the likeliest one's probability are left out. `grammar`: what the text must follow.
+    `script`: the tokens that it begins with, whatever the model thinks of them.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    grammar: Grammar | None = None
+    script: Sequence[int] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -42,7 +51,21 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.bias) or self.presence_penalty != 0 or self.frequency_penalty != 0
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return bool(self.bias) or penalties != (0, 0, 1) or self.grammar is not None
+
+
+class Grammar(Protocol):
+    """What a text may hold, token by token."""
+
+    def fork(self) -> Grammar:
+        """The same from its beginning, for one text."""
+
+    def allowed(self) -> torch.Tensor:
+        """Which tokens may come next, bool [V]. At the end of the text only those that end it."""
+
+    def take(self, token: int) -> None:
+        """This one came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +81,10 @@ class SampledToken:
 class _State:
     sampling: Sampling
     random: np.random.Generator
+    prompt: Sequence[int]
+    grammar: Grammar | None
     counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
+    num_scripted: int = 0  # so far
 
 
 Told = Callable[[Sequence[tuple[str, SampledToken]]], None]
@@ -76,21 +102,25 @@ class Sampler:
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
 
-    def add(self, name: str, sampling: Sampling) -> None:
+    def add(self, name: str, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         """Before the request is submitted. A name that is known goes on where it was."""
         with self._lock:
             if name not in self._states:
-                self._states[name] = _State(sampling, np.random.default_rng(sampling.seed))
+                grammar = None if sampling.grammar is None else sampling.grammar.fork()
+                self._states[name] = _State(sampling, np.random.default_rng(sampling.seed), prompt, grammar)
 
     def remove(self, name: str) -> None:
         with self._lock:
             self._states.pop(name, None)
 
     def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
-        """See Chooser."""
+        """See Chooser. Raises NanError where there is no likeliest token."""
         with self._lock:
             states = [self._states.get(name) for name in names]
-        greedy = logits.argmax(dim=-1).tolist()
+        highest, places = logits.max(dim=-1)
+        if bool(highest.isnan().any()):
+            raise NanError(f"the model's output layer gave NaN: {NAN_REASONS}")
+        greedy = places.tolist()
         tokens: list[int | None] = [None] * len(names)
         told = []
         for row, (name, state) in enumerate(zip(names, states, strict=True)):
@@ -98,36 +128,54 @@ class Sampler:
                 continue
             sampling = state.sampling
             token = greedy[row]
+            if state.num_scripted < len(sampling.script):
+                token = tokens[row] = sampling.script[state.num_scripted]
+                state.num_scripted += 1
+                told.append((name, _choice(logits[row], token, sampling.logprobs)))
+                continue
             if not sampling.is_greedy or sampling.changes_logits:
                 token = _draw(_adjusted(logits[row], state), state)
                 tokens[row] = token
             state.counts[token] = state.counts.get(token, 0) + 1
+            if state.grammar is not None:
+                state.grammar.take(token)
             told.append((name, _choice(logits[row], token, sampling.logprobs)))
         self._told(told)
         return tokens
 
 
 def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
-    """[V] with the biases, and the penalties of what has been written."""
+    """[V] with the biases, the penalties of what has been written, and nothing that the grammar does not allow."""
     sampling = state.sampling
     if not sampling.changes_logits:
         return logits
     logits = logits.clone()
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*state.prompt, *state.counts}), device=logits.device)
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
     if state.counts and (sampling.presence_penalty or sampling.frequency_penalty):
         ids = torch.tensor(list(state.counts), device=logits.device)
         counts = torch.tensor(list(state.counts.values()), device=logits.device, dtype=logits.dtype)
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     for token, bias in sampling.bias.items():
         logits[token] += bias
+    if state.grammar is not None:
+        allowed = state.grammar.allowed().to(logits.device)
+        logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
+        logits[len(allowed) :] = -torch.inf
     return logits
 
 
 def _draw(logits: torch.Tensor, state: _State) -> int:
-    """One token by its own random number: of those of `top_k`, the fewest that together reach `top_p`."""
+    """One token by its own random number: of those of `top_k` and `min_p`, the fewest that together reach `top_p`."""
     sampling = state.sampling
     if sampling.is_greedy:
         return int(logits.argmax())
     probabilities = torch.softmax(logits.double() / sampling.temperature, dim=-1)
+    if sampling.min_p:
+        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0.0)
+        probabilities /= probabilities.sum()
     order = None
     if sampling.top_k or sampling.top_p < 1:
         width = min(sampling.top_k or _FIRST_LOOK, len(probabilities))

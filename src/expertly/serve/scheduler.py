@@ -71,6 +71,7 @@ class RequestScheduler:
         self._problem: str | None = None
         self._step_s = 0.05  # a running mean, for Retry-After
         self._ending = threading.Lock()
+        self._is_closing = False
 
     def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
         """Take requests from now on, in the loop that runs. `make(sampler, failed)` makes what runs the model."""
@@ -80,6 +81,7 @@ class RequestScheduler:
     def close(self) -> None:
         """End the model's threads, and with an error what they leave. Any thread may call. Idempotent."""
         if self._stepper is not None:
+            self._is_closing = True  # what the model's threads say of their end is nobody's business
             self._stepper.close()
             self._problem = self._problem or _SHUTTING_DOWN
             self._later(self.abort)
@@ -204,6 +206,9 @@ class RequestScheduler:
         self._next()
 
     def _failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+        if self._is_closing:
+            self.abort()
+            return
         self.num_failed_steps += 1
         if isinstance(error, EngineClosedError):
             self._problem = str(error)
@@ -245,7 +250,7 @@ class RequestScheduler:
     def _begin(self, text: Text) -> None:
         """Or go on: what it has written is a part of its prompt then."""
         assert self._stepper is not None
-        self.sampler.add(text.name, text.sampling)
+        self.sampler.add(text.name, text.sampling, text.prompt)
         left = text.max_tokens - len(text.tokens)
         self._stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 

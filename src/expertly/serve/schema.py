@@ -1,14 +1,16 @@
 """The requests that are taken: OpenAI's, as far as a text model on one machine can serve them.
 
-Unknown fields are refused, as OpenAI does. Fields of OpenAI's that change nothing here (`user`, `metadata`, `store`)
-are taken and have no effect; those that would change the answer and cannot be served are refused by their values.
+A field that asks for something which cannot be had is an error. Any other field that is not declared here is taken and
+has no effect; `unknown_fields` names it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from expertly.serve.sampling import MAX_TOP_LOGPROBS, Sampling
 
@@ -28,20 +30,41 @@ Count = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
 
 
 class Strict(BaseModel):
-    """No field that is not declared, no text where a number belongs."""
+    """No text where a number belongs. `cannot`: fields that ask for what no text model on one machine has."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    cannot: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _asks_for_nothing_else(self) -> Strict:
+        for name, reason in self.cannot.items():
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name}: {reason}")
+        return self
+
+
+def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
+    """The names of what a checked request has and nobody reads, as `messages.audio`: without places in lists."""
+    if isinstance(value, list):
+        for one in value:
+            yield from unknown_fields(one, path)
+    elif isinstance(value, Strict):
+        yield from (path + name for name in value.model_extra or ())
+        for name in value.model_fields_set & type(value).model_fields.keys():
+            yield from unknown_fields(getattr(value, name), f"{path}{name}.")
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = Field(default=None, description="taken and has no effect")
 
 
-class Generation(Strict):
+class ModelName(Strict):
+    model: str = Field(max_length=512)
+
+
+class Generation(ModelName):
     """What both ways of asking have."""
 
-    model: str = Field(max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -50,18 +73,18 @@ class Generation(Strict):
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = Field(
         default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 is all"
     )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="not OpenAI's: leaves out tokens below this share of the likeliest one's probability",
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None, description="not OpenAI's: of tokens of the prompt and the text, beside the model's own"
+    )
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
-    user: Annotated[str, Field(max_length=512)] | None = Field(default=None, description="taken and has no effect")
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Generation:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only for stream=true")
-        return self
 
     @property
     def stops(self) -> list[str]:
@@ -76,6 +99,8 @@ class Generation(Strict):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
             seed=None if self.seed is None else self.seed % 2**64,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -109,7 +134,7 @@ class Message(Strict):
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    refusal: str | None = Field(default=None, description="taken and has no effect")
+    reasoning_content: str | None = Field(default=None, description="what it thought, for templates that show it")
 
     @model_validator(mode="after")
     def _has_what_its_role_needs(self) -> Message:
@@ -132,7 +157,7 @@ class Function(Strict):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="taken and has no effect: nothing constrains what is written")
+    strict: bool | None = Field(default=None, description="no effect: calls that tool_choice forces are always strict")
 
 
 class Tool(Strict):
@@ -140,8 +165,38 @@ class Tool(Strict):
     function: Function
 
 
+class NamedSchema(Strict):
+    name: Annotated[str, Field(max_length=256)] = "response"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class ResponseFormat(Strict):
-    type: Literal["text"]
+    """`json_object` is any JSON object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is required for type json_schema")
+        return self
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer must follow; None: any text will do."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class FunctionName(Strict):
+    name: Annotated[str, Field(max_length=256)]
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Generation):
@@ -151,16 +206,38 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = Field(
-        default=None, description="a call cannot be forced: nothing constrains what is written"
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="taken and has no effect")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: only the first call is told")
     response_format: ResponseFormat | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(
-        default=None, description="taken and has no effect"
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None, description="told to the chat template; one that does not read it thinks as it likes"
     )
-    store: bool | None = Field(default=None, description="taken and has no effect: nothing is stored")
-    service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        default=None, description="not OpenAI's: more variables for the chat template"
+    )
+    generation_config: str | None = Field(
+        default=None, description="as `transformers chat` sends it: JSON of generate's names, for what is not said else"
+    )
+    cannot: ClassVar[dict[str, str]] = {
+        "audio": "this is a text model",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "web_search_options": "this server searches nothing",
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_generate_says(cls, value: Any) -> Any:
+        """What `generation_config` says in generate's words, in OpenAI's."""
+        text = value.get("generation_config") if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            return value
+        said = parse_object(text, "generation_config")
+        told = {name: said.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        told["temperature"] = 0 if said.get("do_sample") is False else told["temperature"]
+        if not {"max_tokens", "max_completion_tokens"} & value.keys():
+            told["max_tokens"] = said.get("max_new_tokens")
+        return {name: one for name, one in told.items() if one is not None} | value
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -168,7 +245,35 @@ class ChatRequest(Generation):
             raise ValueError("top_logprobs is only for logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same thing; accepted: one of them")
+        if self.forced is not None and not self.forced:
+            raise ValueError(
+                f"tool_choice: accepted: a name among tools: {[one.function.name for one in self.offered]}"
+            )
+        if self.grammar is not None and self.offered:
+            raise ValueError("response_format: accepted: type text where tools may be called")
+        if "audio" in ((self.model_extra or {}).get("modalities") or ()):
+            raise ValueError("modalities: this is a text model; accepted: text")
         return self
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.grammar
+
+    @property
+    def forced(self) -> list[Tool] | None:
+        """One of these must be called; None: none must."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered if tool.function.name == name]
+        return self.offered if self.tool_choice == "required" else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """For the chat template, beside messages and tools."""
+        told: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            told = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        return told | (self.chat_template_kwargs or {})
 
     @property
     def limit(self) -> int | None:
@@ -194,21 +299,12 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="n, if anything")
-    suffix: None = None
-
-    @field_validator("suffix", mode="before")
-    @classmethod
-    def _no_suffix(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("text is continued, not filled in; accepted: null")
-        return value
+    cannot: ClassVar[dict[str, str]] = {"suffix": "text is continued, not filled in; accepted: null"}
 
     @model_validator(mode="after")
     def _can_be_served(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is not chosen among; accepted: the value of n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo gives no logprobs of the prompt; accepted: one of them")
         return self
 
     @property
@@ -218,3 +314,14 @@ class CompletionRequest(Generation):
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]
         return list(prompt)
+
+
+def parse_object(text: str, field: str) -> dict[str, Any]:
+    """The JSON object that a field holds as text. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{field}: must be a JSON object, as text")
+    return found

@@ -58,7 +58,7 @@ def assemble(
     Raises ConfigError where it has no tokenizer.
     """
     loaded = handle(model)
-    prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template)
+    prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template, model)
     why = why_not_together(model, PAGE_TOKENS)
     if why is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
@@ -77,6 +77,8 @@ def assemble(
         else "the model's"
         if template is None
         else "given",
+        expert_nbytes=loaded.stats.as_dict()["expert_bytes"],
+        split=split,
     )
     service = Service(about, settings, prompts, scheduler, end_tokens(model))
     view = View(about, Readings(loaded), scheduler, metrics, split, time.monotonic)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from expertly.model.answers import CALL_MARKS, AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
-from expertly.serve.prompts import Prompts
+from expertly.serve.grammar import Grammars
+from expertly.serve.memory import MemorySplit
+from expertly.serve.prompts import Prompts, as_told
+from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.sampling import Sampling
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.sampling import Grammar, Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation
+from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
 from expertly.serve.settings import ServerSettings
-from expertly.serve.tools import ToolReader
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat answer may fill what is left of the context."""
+
+MAX_IGNORED_NAMED = 100
+"""Fields without effect that the log names."""
 
 log = logging.getLogger("expertly.serve")
 
@@ -36,6 +44,8 @@ class About:
     batching: str
     why: str | None
     chat_template: str
+    expert_nbytes: int
+    split: MemorySplit
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object, and what it has no field for under `expertly`."""
@@ -46,6 +56,8 @@ class About:
             "batching": self.batching,
             "batching_reason": self.why,
             "chat_template": self.chat_template,
+            "size_bytes": self.split.dense + self.expert_nbytes,
+            "memory": self.split.as_dict(),
         }
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "expertly", "expertly": told}
 
@@ -61,25 +73,57 @@ class Service:
         self.prompts = prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
+        self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
+        self._ignored: set[str] = set()
 
     async def chat(self, asked: ChatRequest) -> tuple[ServedRequest, ChatAnswer]:
         """Raises ApiError."""
-        self._check_model(asked.model)
-        prompt = await self.prompts.of_messages(asked.messages, asked.offered)
+        request, readers = await self.conversation(asked)
+        has_logprobs = bool(asked.logprobs)
+        return request, ChatAnswer(self.about.name, self.prompts, request, has_logprobs, readers, asked.includes_usage)
+
+    async def respond(self, asked: ResponsesRequest) -> tuple[ServedRequest, ResponsesAnswer]:
+        """Raises ApiError."""
+        chat = check(ChatRequest, asked.as_chat())
+        request, readers = await self.conversation(chat)
+        self._note_ignored(name for name in unknown_fields(asked) if name not in chat.model_fields_set)
+        return request, ResponsesAnswer(asked, request, readers)
+
+    async def conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
+        """A request for the next message, and who parts each of its texts. Raises ApiError."""
+        self._check(asked)
+        prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit
         if limit is None:
             limit = self._rest_of_context(len(prompt), "messages")
-        num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        request = self._request(asked, [prompt], limit, asked.sampling(num_top), "messages")
-        readers = {}
-        if asked.offered:
-            readers = {text.index: ToolReader(self.prompts, asked.offered, prompt) for text in request.texts}
-        answer = ChatAnswer(self.about.name, self.prompts, request, num_top is not None, readers, asked.includes_usage)
-        return request, answer
+        sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
+        is_forced, answers = asked.forced is not None, self.prompts.answers
+        begun = self.prompts.text(prompt, special=True)
+        if asked.grammar is not None or is_forced:
+            param = "tool_choice" if is_forced else "response_format"
+            if answers.begins_thinking(begun):
+                raise invalid(
+                    f"{param}: the prompt begins what the model thinks, which follows no schema; accepted: a "
+                    "reasoning_effort of none, where the chat template heeds it",
+                    param,
+                )
+            sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammar, asked))
+        special = answers.fits(begun) and not is_forced
+        request = self._request(asked, [prompt], limit, sampling, "messages", special)
+        tools, is_single = as_told(asked.offered), asked.parallel_tool_calls is False
+        found = {
+            text.index: answers.reader(begun, tools, is_forced=is_forced, is_single=is_single) for text in request.texts
+        }
+        return request, {index: reader for index, reader in found.items() if reader is not None}
+
+    def _grammar(self, asked: ChatRequest) -> Grammar:
+        if asked.forced is not None:
+            return self._grammars.of_call(asked.forced, CALL_MARKS)
+        return self._grammars.of_schema(asked.grammar or {}, "response_format")
 
     async def complete(self, asked: CompletionRequest) -> tuple[ServedRequest, CompletionAnswer]:
         """Raises ApiError."""
-        self._check_model(asked.model)
+        self._check(asked)
         if len(asked.prompts) * (asked.n or 1) > MAX_CHOICES:
             raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
         prompts: list[list[int]] = []
@@ -90,7 +134,12 @@ class Service:
                 self.prompts.check_tokens(prompt, "prompt")
                 prompts.append(prompt)
         limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        request = self._request(asked, prompts, limit, asked.sampling(asked.logprobs), "prompt")
+        scores_prompt = bool(asked.echo) and asked.logprobs is not None
+        if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
+            raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
+        request = self._request(
+            asked, prompts, limit, asked.sampling(asked.logprobs), "prompt", scores_prompt=scores_prompt
+        )
         echo = {text.index: self.prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
         answer = CompletionAnswer(
             self.about.name, self.prompts, request, asked.logprobs is not None, echo, asked.includes_usage
@@ -111,7 +160,13 @@ class Service:
             for text in request.texts:
                 log.info("request %d: prompt %r", request.number, self.prompts.text(text.prompt, special=True))
 
-    def _check_model(self, name: str) -> None:
+    def _check(self, asked: Generation) -> None:
+        """Its model is here; fields that nobody reads are named in the log, each once."""
+        self.check_model(asked.model)
+        self._note_ignored(unknown_fields(asked))
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError where it is another."""
         if name != self.about.name:
             raise ApiError(
                 404,
@@ -120,21 +175,36 @@ class Service:
                 code="model_not_found",
             )
 
+    def _note_ignored(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
+                self._ignored.add(name)
+                log.info("field %r: has no effect here", name[:100])
+
     def _rest_of_context(self, prompt: int, param: str) -> int:
         if prompt >= self.scheduler.room.context:
             self.scheduler.check_size(prompt, 1, 1, param)
         return self.scheduler.room.context - prompt
 
     def _request(
-        self, asked: Generation, prompts: Sequence[Sequence[int]], limit: int, sampling: Sampling, param: str
+        self,
+        asked: Generation,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        sampling: Sampling,
+        param: str,
+        special: bool = False,
+        scores_prompt: bool = False,
     ) -> ServedRequest:
         for token in sampling.bias:
             if token >= self.prompts.vocabulary:
                 raise invalid(f"logit_bias: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", "logit_bias")
-        request = ServedRequest(self.prompts.text, time.perf_counter)
+        request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
         for prompt in prompts:
+            begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
-                request.add(prompt, limit, self._ends, seeded(sampling, number), asked.stops)
+                own = replace(seeded(sampling, number), script=script)
+                request.add(begun, limit + len(script), self._ends, own, asked.stops)
         longest = max(len(prompt) for prompt in prompts)
         self.scheduler.check_size(longest, limit, len(request.texts), param)
         return request

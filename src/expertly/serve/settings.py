@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ MIN_KEY = 16
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`name`: the model's, as clients ask for it. Empty `keys`: nobody is asked for one."""
+    """`name`: the model's, as clients ask for it. Empty `keys`: nobody is asked for one. `cors`: web sites whose pages
+    may use the server.
+    """
 
     name: str
     host: str = "127.0.0.1"
@@ -24,6 +27,7 @@ class ServerSettings:
     max_body_nbytes: int = 4 << 20
     log_prompts: bool = False
     drain_s: float = 600.0
+    cors: tuple[str, ...] = ()
 
     @property
     def checks_host(self) -> bool:
@@ -46,6 +50,19 @@ def check_exposure(host: str, keys: tuple[str, ...]) -> None:
         raise ConfigError(
             f"--host {host}: others could reach the server without a key; give --api-key-file FILE, or --host 127.0.0.1"
         )
+
+
+def read_origins(text: str | None, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Web sites, parted by commas. Raises ConfigError where one is none, or any page of the web could use the server
+    without a key.
+    """
+    origins = tuple(origin.strip() for origin in (text or "").split(",") if origin.strip())
+    for origin in origins:
+        if origin == "*" and not keys:
+            raise ConfigError("--cors *: any web page could use the server without a key; give --api-key-file FILE too")
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
+            raise ConfigError(f"--cors {origin}: accepted: * or a web site, as https://example.org")
+    return origins
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:

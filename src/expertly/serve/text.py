@@ -1,42 +1,8 @@
-"""Text of a sequence as its tokens come: whole characters, nothing behind a stop string, nothing that may begin one."""
+"""Text as a client gets it: nothing behind a stop string, nothing that may begin one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-Decode = Callable[[Sequence[int]], str]
-
-
-class Decoder:
-    """Joined, what `add` and `end` give is what decoding all tokens at once gives.
-
-    A token is decoded with the ones before it back to the last boundary: tokenizers drop or add a space at the start.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []  # the first `_written` are context whose text is out
-        self._written = 0
-
-    def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
-        self._tokens.append(token)
-        return self._advance(is_end=False)
-
-    def end(self) -> str:
-        """What was held back: the start of a character that never ended."""
-        return self._advance(is_end=True)
-
-    def _advance(self, is_end: bool) -> str:
-        before = self._decode(self._tokens[: self._written])
-        text = self._decode(self._tokens)
-        if len(text) <= len(before) or (text.endswith(_REPLACEMENT) and not is_end):
-            return ""
-        self._tokens = self._tokens[self._written :]
-        self._written = len(self._tokens)
-        return text[len(before) :]
+from collections.abc import Sequence
 
 
 class StopStrings:

@@ -49,7 +49,7 @@ def test_small_experts_are_taken_for_larger_ones(session: Session) -> None:
     assert not bare.is_full and not bare.has_prompts
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [*WHOLE, "moe-infinity:4.7", "moepic:3.4", "fmoe:start"])
 def test_an_experiment_whole(session: Session, name: str) -> None:
     result = run(session, name)
     assert result.findings, result.left_out

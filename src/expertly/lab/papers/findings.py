@@ -123,10 +123,10 @@ class Experiment:
         """The figures, as the paper calls them; the first and its parts, or its whole, count once."""
         first, *others = self.figures
         own = [first, *(one for one in others if not (one.startswith(first) or first.startswith(one)))]
-        numbers = [one for one in own if one[0].isdigit()]
+        numbers = [one for one in own if one[0].isdigit() and "." not in one]
         label = f"figure{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
         named = [one.replace("table-", "table ") for one in own if one.startswith("table-")]
-        named += [f"section {one}" for one in own if one[0].isupper()]
+        named += [f"section {one}" for one in own if "." in one]
         return ", ".join(filter(None, [label, *named])) or "not in the paper"
 
 

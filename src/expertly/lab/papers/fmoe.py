@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Experiment, Finding, FindingTable, show
+from expertly.lab.papers.findings import Cell, Experiment, Finding, FindingTable, MeanOfRequests, show
 from expertly.lab.papers.metrics import (
     HITS,
     LOADED,
@@ -27,7 +28,7 @@ from expertly.lab.papers.runs import SPLIT, CannotRun, Lab, Row, batched
 from expertly.lab.trace_entropy import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.sim.hardware import read_geometry
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Arrivals, Schedule, Selection, make_schedule
 from expertly.trace.schema import max_experts
 
@@ -509,6 +510,60 @@ def breakdown(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Of all iterations", columns, rows)], checks, [note])
 
 
+# -- not in the paper: where prefetching pays, and when an empty store is worth having -------------------------------
+
+LINK_RATES = (0.5e9, 2e9, 8e9, 16e9, 32e9, 64e9)  # bytes a second
+
+
+def link(lab: Lab) -> Finding:
+    machine, schedule = Hardware.read(HARDWARE), lab.schedule()
+    cells: list[tuple[Cell, ...]] = []
+    cases, slower = {}, []
+    for rate in LINK_RATES:
+        runs = lab.runs_of(schedule, replace(machine, link=replace(machine.link, nbytes_per_s=rate)))
+        rows = runs.rows(("fmoe", "lru", "oracle", "resident"))
+        lru, gap = rows["lru"].tpot_s, rows["lru"].tpot_s - rows["oracle"].tpot_s
+        closed = (lru - rows["fmoe"].tpot_s) / gap if gap > 0 else None
+        label = f"{rate / 1e9:g} GB/s"
+        cells.append((label, *TPOT.values(rows).values(), closed, rows["fmoe"]["predictions_late"]))
+        cases[label] = rules.compare(("fmoe", "lru"), TPOT.values(rows), lowest=True)
+        slower += [f"{label}: {of_time(rows['fmoe'], rows['lru'])}"] * (rows["fmoe"].tpot_s > lru)
+    columns = {
+        "link": "",
+        **dict.fromkeys(("fmoe", "lru", "oracle", "resident"), "ms"),
+        "of lru's gap to oracle": "share",
+    }
+    table = FindingTable.of("TPOT by the rate of the link", columns | {"late predictions": ""}, cells)
+    check = rules.everywhere("fMoE is no slower than a cache alone", cases, "TPOT <= lru's", lambda: "; ".join(slower))
+    return lab.finding(lab.setting(runs, "25%"), [table], [check])
+
+
+def start(lab: Lab) -> Finding:
+    runs = lab.runs(HARDWARE, times=3, online=True)
+    rows = runs.rows(("fmoe", "lru"))
+    so_far = {}
+    for name, row in rows.items():
+        hits = row.hit_rate
+        if not isinstance(hits, MeanOfRequests):
+            raise CannotRun("its rows are not of one request each")
+        so_far[name] = np.cumsum(hits.sums) / np.maximum(np.cumsum(hits.counts), 1)
+    behind = np.flatnonzero(so_far["fmoe"] <= so_far["lru"])
+    num = len(so_far["lru"])
+    at = int(behind[-1]) + 2 if len(behind) else 1
+    shown = [count for count in (1, 2, 3, 5, 10, 20, 50, 100) if count < num] + [num]
+    cells = [(count, *(float(one[count - 1]) for one in so_far.values())) for count in shown]
+    check = rules.within(
+        "maps of its own requests are soon worth more than recency",
+        "requests until fMoE's hit rate so far stays above lru's",
+        at,
+        1,
+        num,
+        lambda: of_hits(rows["fmoe"], rows["lru"]),
+    )
+    table = FindingTable.of("Hit rate so far, from nothing", {"requests": "", "fmoe": "share", "lru": "share"}, cells)
+    return lab.finding(lab.setting(runs, "25%"), [table], [check])
+
+
 EXPERIMENTS = (
     Experiment(
         "fmoe",
@@ -622,5 +677,21 @@ EXPERIMENTS = (
         "From 1K to 32K maps Qwen1.5-MoE takes the most, and all three models less than 200 MB at 32K.",
         memory,
         most=1,
+    ),
+    Experiment(
+        "fmoe",
+        ("link",),
+        "TPOT by the rate of the link, beside a cache alone",
+        "Not shown: the paper's machines have one link each. What is loaded ahead costs time of the link that demand "
+        "loads need; where that pays depends on its rate.",
+        link,
+        most=1,
+    ),
+    Experiment(
+        "fmoe",
+        ("start",),
+        "Requests until an empty store is worth having",
+        "Figure 10 begins with empty stores, but does not say after how many requests they help.",
+        start,
     ),
 )

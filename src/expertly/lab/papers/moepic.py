@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Check, Experiment, Finding, FindingTable, show
+from expertly.lab.papers.findings import Cell, Check, Experiment, Finding, FindingTable, MeanOfRequests, show
 from expertly.lab.papers.metrics import (
     HITS,
     KEPT,
@@ -23,13 +24,14 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import Lab, Row, Runs, Subject
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, Subject
 from expertly.lab.synth import write_workload, zipf
 from expertly.policies.allocation.moepic import Timing
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Memory
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 HARDWARE = "a6000"
@@ -492,6 +494,51 @@ def sensitivity(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs, _budget(lab)), [table], checks)
 
 
+# -- 3.4: configurations that change while two kinds of prompts follow each other ------------------------------------
+
+TAUS = {"never": 10**9, "32": 32, "128": 128}
+MOST_SLOWER = 1.2
+
+
+def rearrange(lab: Lab) -> Finding:
+    own = [request for request in lab.trace.requests if request.num_rows]
+    domains = [name for name, _ in Counter(request.category for request in own).most_common(2)]
+    spans: list[RowRange] = []
+    firsts = []
+    for domain in domains:
+        firsts.append(len(spans))
+        whole = [RowRange(one.number, one.first_row, one.num_rows) for one in own if one.category == domain]
+        spans += first_rows(whole, lab.num_tokens // 2)
+    runs = lab.runs_of(Schedule([], spans), HARDWARE)
+    rows = {label: runs.row(f"moepic:tau={tau}") for label, tau in TAUS.items()}
+    means = {label: row.tpot_s for label, row in rows.items()}
+    parts = {label: one.sums / one.counts for label, one in means.items() if isinstance(one, MeanOfRequests)}
+    if len(domains) < 2 or len(parts) < len(rows):
+        raise CannotRun("requests of two categories are needed, and this trace has one")
+    cells: list[tuple[Cell, ...]] = []
+    worst = {}
+    for label, row in rows.items():
+        ratios = parts[label] / parts["never"]
+        worst[label] = float(np.nanmax(ratios))
+        after, allocation = float(np.nanmean(ratios[firsts[1] :])), row["allocation"] or {}
+        cells.append((label, allocation.get("configurations"), row["bytes_loaded"], after, worst[label]))
+    check = rules.everywhere(
+        "arranging anew costs no request much",
+        {label: one <= MOST_SLOWER for label, one in worst.items() if label != "never"},
+        f"TPOT of every request at most {MOST_SLOWER} times that with the first configuration kept",
+        lambda: of_steps(*rows.values()),
+    )
+    columns = {
+        "tau": "",
+        "configurations": "",
+        "loaded": "GiB",
+        "TPOT behind the change": "x",
+        "of the slowest request": "x",
+    }
+    title = "Of the TPOTs with the first configuration kept"
+    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of(title, columns, cells)], [check])
+
+
 EXPERIMENTS = (
     Experiment(
         "moepic",
@@ -578,5 +625,15 @@ EXPERIMENTS = (
         sensitivity,
         most=1,
         stand_in=True,
+    ),
+    Experiment(
+        "moepic",
+        ("3.4",),
+        "Arranging anew while two kinds of prompts follow each other",
+        "The configurator runs every tau tokens (5000) on what was seen since; what a change of workload and moving "
+        "experts cost is not shown.",
+        rearrange,
+        needs=("prompts",),
+        most=1,
     ),
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
+from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Experiment, Finding, Result
 from expertly.lab.papers.runs import Lab, Subject
 from expertly.sim.schedule import read_arrivals
@@ -24,9 +24,10 @@ PAPERS = {
     "moe-infinity": "MoE-Infinity: Efficient MoE Inference on Personal Machines with Sparsity-Aware Expert Cache",
     "promoe": "ProMoE: Fast MoE-based LLM Serving using Proactive Caching",
     "moepic": "MoEpic: Accelerating Mixture-of-Expert Inference with Adaptive Expert Split Mechanism",
+    "expertly": "Ours: what no paper shows",
 }
 EXPERIMENTS: dict[str, Experiment] = {
-    one.name: one for one in (*fmoe.EXPERIMENTS, *moe_infinity.EXPERIMENTS, *promoe.EXPERIMENTS, *moepic.EXPERIMENTS)
+    one.name: one for paper in (fmoe, moe_infinity, promoe, moepic, ours) for one in paper.EXPERIMENTS
 }
 ALL = "all"
 COMMANDS = {

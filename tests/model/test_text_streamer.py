@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from expertly.cli.streaming import TextStreamer
+from expertly.model.text import TextStreamer
 
 
 class ByteTokenizer:

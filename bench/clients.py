@@ -1,0 +1,333 @@
+"""Can every client talk to the server? Five of them, as their users call them, against the demo model.
+
+    python bench/clients.py [--venv FOLDER] [--client NAME] [--out FILE]
+
+Makes an environment of its own for the clients (without torch), starts `expertly serve` on the demo model in float32
+with a chat template that knows tools, and runs each client's list: the openai package, litellm, langchain-openai,
+lm-eval's local-completions and `transformers chat`. What is checked is what a user of the client would see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NEEDS = ("openai", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "rich", "numpy", "mcp")
+CLIENTS = ("openai", "litellm", "langchain-openai", "lm-eval", "transformers-chat")
+TEMPLATE = (
+    "{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}{{ '\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY, "strict": True}}
+HELLO = [{"role": "user", "content": "Tell me of the sea."}]
+
+Check = tuple[str, Callable[[], Any]]
+
+
+# -- the lists, each run by the clients' own Python ------------------------------------------------------------------
+
+
+def openai_checks(url: str) -> list[Check]:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    chat: Any = lambda **more: client.chat.completions.create(  # noqa: E731
+        **{"model": "demo", "messages": HELLO, "max_tokens": 12, "temperature": 0} | more
+    )
+
+    def is_refused() -> bool:
+        try:
+            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        except openai.BadRequestError:
+            return True
+        return False
+
+    def streamed() -> bool:
+        chunks = list(chat(stream=True, stream_options={"include_usage": True}))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        return text == chat().choices[0].message.content and chunks[-1].usage.completion_tokens > 0
+
+    def call(**more: Any) -> Any:
+        return chat(tools=[TOOL], max_tokens=60, **more).choices[0].message.tool_calls[0].function
+
+    def response_stream() -> bool:
+        wish: Any = {"format": {"type": "json_schema", "name": "place", "schema": CITY}}
+        with client.responses.stream(model="demo", input="Where?", text=wish, temperature=0) as stream:
+            parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            return "".join(parts) == stream.get_final_response().output_text != ""
+
+    return [
+        ("models", lambda: client.models.list().data[0].id == "demo"),
+        ("chat", lambda: chat().choices[0].message.content),
+        ("a stream with its usage", streamed),
+        (
+            "completions, several prompts",
+            lambda: len(client.completions.create(model="demo", prompt=["a", "b"]).choices) == 2,
+        ),
+        ("logprobs", lambda: len(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content[0].top_logprobs) == 2),
+        ("top_k, min_p, unknown fields", lambda: chat(extra_body={"top_k": 1, "min_p": 0.1, "mirostat": 2}).id),
+        ("json_object", lambda: chat(response_format={"type": "json_object"}).choices[0].message.content[0] == "{"),
+        (
+            "json_schema",
+            lambda: json.loads(chat(response_format=FORMAT, max_tokens=60).choices[0].message.content)["city"],
+        ),
+        ("a tool that must be called", lambda: json.loads(call(tool_choice="required").arguments)["city"]),
+        ("responses", lambda: client.responses.create(model="demo", input="Hello", max_output_tokens=8).output_text),
+        ("responses, streamed", response_stream),
+        ("what cannot be had is an error", is_refused),
+    ]
+
+
+def litellm_checks(url: str) -> list[Check]:
+    import litellm
+
+    asked = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 12, "temperature": 0, "max_retries": 0}
+    chat: Any = lambda **more: litellm.completion(  # noqa: E731
+        **{"model": "openai/demo", "messages": HELLO} | asked | more
+    )
+    call: Any = lambda: chat(tools=[TOOL], tool_choice="required", max_tokens=60)  # noqa: E731
+
+    def is_refused() -> bool:
+        try:
+            chat(max_tokens=10**6)
+        except litellm.exceptions.BadRequestError:
+            return True
+        return False
+
+    return [
+        ("chat", lambda: chat().choices[0].message.content),
+        ("a stream", lambda: "".join(c.choices[0].delta.content or "" for c in chat(stream=True))),
+        ("reasoning_effort", lambda: chat(reasoning_effort="low", allowed_openai_params=["reasoning_effort"]).id),
+        (
+            "json_schema",
+            lambda: json.loads(chat(response_format=FORMAT, max_tokens=60).choices[0].message.content)["city"],
+        ),
+        ("a tool that must be called", lambda: call().choices[0].message.tool_calls[0].function.name == "weather"),
+        (
+            "text completion",
+            lambda: litellm.text_completion(model="text-completion-openai/demo", prompt="a", **asked).id,
+        ),
+        (
+            "responses",
+            lambda: litellm.responses(model="openai/demo", input="Hello", api_base=f"{url}/v1", api_key="none").id,
+        ),
+        ("what cannot be had is its BadRequestError", is_refused),
+    ]
+
+
+def langchain_checks(url: str) -> list[Check]:
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    told: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "model": "demo", "max_retries": 0}
+    chat = ChatOpenAI(**told, temperature=0, max_tokens=60)
+    tools = chat.bind_tools([TOOL], tool_choice="weather")
+    short = ChatOpenAI(**told, temperature=0, max_tokens=8)
+    schema = {"title": "place", "description": "a city", **CITY}
+    return [
+        ("invoke", lambda: short.invoke("Hello").content),
+        ("a conversation", lambda: short.invoke([("system", "Be brief"), ("human", "Hello")]).content),
+        ("stream", lambda: "".join(chunk.content for chunk in short.stream("Hello")) == short.invoke("Hello").content),
+        ("batch", lambda: len(short.batch(["a", "b", "c"])) == 3),
+        ("usage", lambda: short.invoke("Hello").usage_metadata["output_tokens"] == 8),
+        ("bind_tools", lambda: tools.invoke("Oslo?").tool_calls[0]["args"]["city"]),
+        ("with_structured_output, json_schema", lambda: chat.with_structured_output(schema).invoke("Where?")["city"]),
+        (
+            "with_structured_output, function_calling",
+            lambda: chat.with_structured_output(schema, method="function_calling").invoke("Where?")["city"],
+        ),
+        ("completions", lambda: OpenAI(**told, max_tokens=8).invoke("Once upon")),
+        ("responses", lambda: ChatOpenAI(**told, max_tokens=16, use_responses_api=True).invoke("Hello").text),
+    ]
+
+
+def lm_eval_checks(url: str) -> list[Check]:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    from_text: dict[str, Any] = {"model": "demo", "base_url": f"{url}/v1/completions", "max_length": 512}
+    folder = os.environ["EXPERTLY_DEMO"]
+    # As text (`tokenized_requests=False`) and as tokens of the model's own tokenizer, both of which users do.
+    models = {
+        "text": lambda: LocalCompletionsAPI(**from_text, tokenizer=folder, tokenized_requests=False),
+        "tokens": lambda: LocalCompletionsAPI(**from_text, tokenizer=folder, tokenized_requests=True, batch_size=2),
+    }
+
+    def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return [Instance(request_type=kind, doc={}, arguments=one, idx=n) for n, one in enumerate(arguments)]
+
+    def generated(model: Any) -> Any:
+        until: dict[str, Any] = {"until": ["\n"], "max_gen_toks": 8, "temperature": 0}
+        texts = model.generate_until(instances("generate_until", [("The sea", until), ("A king", until)]))
+        return len(texts) == 2 and all(texts)
+
+    def likely(model: Any) -> Any:
+        pairs = [("The old man went to the", " sea"), ("The old man went to the", " xylophone")]
+        (sea, _), (xylophone, _) = model.loglikelihood(instances("loglikelihood", pairs))
+        return xylophone < sea < 0
+
+    def chatted() -> Any:
+        model = LocalChatCompletion(model="demo", base_url=f"{url}/v1/chat/completions", tokenizer_backend=None)
+        said = json.dumps(HELLO)
+        until: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 8, "temperature": 0}
+        from lm_eval.models.api_models import JsonChatStr
+
+        return model.generate_until(instances("generate_until", [(JsonChatStr(said), until)]))[0]
+
+    checks: list[Check] = []
+    for name, make in models.items():
+        checks.append((f"generate_until, {name}", lambda make=make: generated(make())))
+        checks.append((f"loglikelihood, {name}", lambda make=make: likely(make())))
+    return [*checks, ("generate_until by chat", chatted)]
+
+
+def transformers_chat_checks(url: str) -> list[Check]:
+    """In a terminal, as it is used."""
+    command = [str(Path(sys.executable).with_name("transformers")), "chat", "demo", f"{url}/v1"]
+    command += ["max_new_tokens=12", "do_sample=False"]
+
+    def conversation() -> str:
+        number, own = pty.fork()
+        if number == 0:
+            os.environ["TERM"] = "dumb"
+            os.execv(command[0], command)
+        said, todo, end = "", ["Tell me of the sea.\n", "n\n", "And a king?\n", "n\n", "!exit\n"], time.monotonic() + 90
+        marks = [">:", "(y/N)", ">:", "(y/N)", ">:"]
+        seen = 0
+        while time.monotonic() < end:
+            ready, _, _ = select.select([own], [], [], 0.5)
+            if ready:
+                try:
+                    said += os.read(own, 65536).decode("utf-8", "replace")
+                except OSError:  # it has ended
+                    break
+            elif todo and marks[0] in said[seen:]:
+                seen = len(said)
+                os.write(own, todo.pop(0).encode())
+                marks.pop(0)
+        os.waitpid(number, os.WNOHANG)
+        if os.environ.get("EXPERTLY_SHOW"):
+            print(said, file=sys.stderr)
+        return said
+
+    found: list[str] = []
+
+    def said() -> str:
+        if not found:
+            found.append(conversation())
+        return found[0]
+
+    return [
+        ("the model is found", lambda: "already loaded" in said() or "is warm" in said()),
+        ("two turns are answered", lambda: said().count("<demo>:") == 2 and "Traceback" not in said()),
+        ("its length is kept", lambda: said().count("reaching the token limit") == 2),
+    ]
+
+
+CHECKS = dict(
+    zip(
+        CLIENTS,
+        (openai_checks, litellm_checks, langchain_checks, lm_eval_checks, transformers_chat_checks),
+        strict=True,
+    )
+)
+
+
+def run_checks(client: str, url: str) -> None:
+    """In the clients' Python: print what passed, as JSON."""
+    results = []
+    for name, check in CHECKS[client](url):
+        try:
+            passed, note = bool(check()), ""
+        except Exception as error:  # whatever a client raises is what its user would see
+            passed, note = False, f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc()
+        results.append({"check": name, "passed": passed, "note": note})
+    print(json.dumps(results))
+
+
+# -- the server, and the environment ---------------------------------------------------------------------------------
+
+
+def environment(folder: Path) -> Path:
+    """Its Python. Made once; the clients are installed where one is missing."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "-q", *NEEDS], check=True, stdout=sys.stderr)
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    names = ("openai", "litellm", "langchain-openai", "lm-eval", "transformers")
+    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
+    found: dict[str, str] = json.loads(subprocess.check_output([str(python), "-c", code]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "clients-venv", metavar="FOLDER")
+    parser.add_argument("--client", choices=CLIENTS, help="only this one")
+    parser.add_argument("--out", metavar="FILE", help="for the JSON")
+    args = parser.parse_args()
+    from report import print_report
+
+    from expertly.data import demo_folder
+
+    python = environment(args.venv)
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(TEMPLATE)
+        template.flush()
+        command = [sys.executable, "-m", "expertly", "serve", "--memory", "50%", "--dtype", "float32", "--port", "0"]
+        command += ["--json", "--name", "demo", "--chat-template", template.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                url = json.loads(server.stdout.readline())["url"]
+                results = {
+                    name: checked(python, name, url, str(demo_folder()))
+                    for name in ([args.client] if args.client else CLIENTS)
+                }
+            finally:
+                server.terminate()
+    rows = [{"client": name, **one} for name, checks in results.items() for one in checks]
+    print_report("clients", rows, {"clients": versions(python)}, args.out)
+    sys.exit(not all(row["passed"] for row in rows))
+
+
+def checked(python: Path, client: str, url: str, demo: str) -> list[dict[str, Any]]:
+    command = [str(python), str(Path(__file__).resolve()), "--checks", client, url]
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own |= {"EXPERTLY_DEMO": demo, "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=own, timeout=500, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith("["):
+        return [{"check": "it starts", "passed": False, "note": f"exit {done.returncode}"}]
+    found: list[dict[str, Any]] = json.loads(lines[-1])
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--checks"]:
+        run_checks(sys.argv[2], sys.argv[3])
+    else:
+        main()

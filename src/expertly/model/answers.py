@@ -1,0 +1,178 @@
+"""What a model's answer consists of: what it thought, what it says, the tools it calls. Read as the text comes, by
+transformers' own response parser.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+"""Around a call as JSON: what most chat templates teach, and what is read where transformers knows nothing better."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that response templates have for it
+
+_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+_CALLS = {
+    "open_pattern": r"\s*<tool_call>",
+    "close": CALL_MARKS[1],
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a tool. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """A piece of one answer: text that was thought or is said, or a whole call."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str = ""
+    call: Call | None = None
+
+
+def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
+    """How this model marks the parts of an answer, as its tokenizer or transformers says; None: neither does."""
+    from transformers.cli.serving.utils import get_response_template
+
+    found: dict[str, Any] | None = get_response_template(tokenizer, model)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """`template` is used where the prompt begins an answer as it says; else the marks that most chat templates use are,
+    `<think>` only where `thinks`.
+    """
+
+    template: dict[str, Any] | None
+    thinks: bool
+
+    def fits(self, prompt: str) -> bool:
+        """Whether `template` is used, which reads special tokens as well."""
+        if self.template is None:
+            return False
+        return load_response_template(self.template).start_anchor_re.search(prompt) is not None
+
+    def reader(
+        self, prompt: str, tools: Sequence[dict[str, Any]], *, is_forced: bool = False, is_single: bool = False
+    ) -> AnswerReader | None:
+        """Of an answer to `prompt`, in which `tools` may be called; None: all of it is content. `is_forced`: it is one
+        call between CALL_MARKS. `is_single`: only the first call is told.
+        """
+        if is_forced:
+            return AnswerReader(_template({"tool_calls": _CALLS}), "", tools, is_single)
+        if self.template is not None and self.fits(prompt):
+            fields = {
+                name: {**one, "optional": True}
+                for name, one in self.template["fields"].items()
+                if tools or name != "tool_calls"
+            }
+            return AnswerReader({**self.template, "fields": fields}, prompt, tools, is_single)
+        fields = {"reasoning_content": _THINK} if self.thinks else {}
+        if tools:
+            fields["tool_calls"] = _CALLS
+        begun = "<think>" if self.thinks and prompt.rstrip().endswith("<think>") else ""
+        return AnswerReader(_template(fields), begun, tools, is_single) if fields else None
+
+    def begins_thinking(self, prompt: str) -> bool:
+        """Whether the prompt itself opens what is thought."""
+        reader = self.reader(prompt, ())
+        return reader is not None and reader.is_thinking
+
+
+def _template(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"start_anchor_pattern": r"\A", "fields": {**fields, "content": {"content": "text"}}}
+
+
+class AnswerReader:
+    """Parts one answer as it comes. What is marked as a call and is none is content, as is all that follows it."""
+
+    def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
+        loaded = load_response_template(template)
+        begun = loaded.truncate_past_last_anchor(prompt)
+        self._parser: ResponseParser | None = ResponseParser(loaded, prefix=prompt, tools=list(tools))
+        calls = loaded.fields.get("tool_calls")
+        self._opens = None if calls is None else calls.open_re
+        self._is_single = is_single
+        self._text = ""  # all of it, as it came
+        self._told: set[str] = set()  # kinds
+        self._is_begun = bool(begun)
+        self.is_thinking = False  # at the start
+        for event in self._parser.initial_events:  # of what the prompt begins
+            self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
+
+    def add(self, text: str) -> list[AnswerPart]:
+        """What is certain now and was not before."""
+        self._text += text
+        return self._parts(lambda parser: parser.feed(text), text)
+
+    def end(self) -> list[AnswerPart]:
+        """The rest."""
+        return self._parts(lambda parser: parser.finalize()[1], "")
+
+    def _parts(self, advance: Any, text: str) -> list[AnswerPart]:
+        if self._parser is None:
+            return self._shown("content", text)
+        try:
+            return self._events(advance(self._parser))
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError):  # no call after all
+            self._parser = None
+            opened = list(self._opens.finditer(self._text)) if self._opens is not None else []
+            return self._shown("content", self._text[opened[-1].start() :] if opened else text)
+
+    def _events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        for event in events:
+            name = event.get("field")
+            if event["type"] == "region_chunk" and not event.get("dirty"):
+                if name in _REASONING:
+                    parts += self._shown("reasoning", event["text"])
+                elif name == "content":
+                    parts += self._shown("content", event["text"])
+            elif event["type"] == "region_close" and name == "tool_calls":
+                value = event["value"]
+                for said in value if isinstance(value, list) else [value]:
+                    parts += self._called(_call(said["function"]))
+        return parts
+
+    def _called(self, call: Call) -> list[AnswerPart]:
+        if self._is_single and "call" in self._told:
+            return []
+        self._told.add("call")
+        return [AnswerPart("call", call=call)]
+
+    def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
+        """Without the blank lines that templates put between marks and text."""
+        if kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun):
+            text = text.lstrip()
+        if not text or ("call" in self._told and text.isspace()):
+            return []
+        self._told.add(kind)
+        return [AnswerPart(kind, text)]
+
+
+def _call(said: Any) -> Call:
+    """Raises TypeError where it is none."""
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        raise TypeError(said)
+    arguments = said.get("arguments", said.get("parameters", {}))
+    return Call(said["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
