@@ -19,8 +19,9 @@ PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
+DOCS_STAMP := $(VENV)/.expertly-docs
 
-.PHONY: help setup demo test lint types unit format dist test-dist test-versions clean
+.PHONY: help setup demo test lint types unit format docs dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make test    set up, lint, check types, run the tests"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make format  rewrite the code as 'make lint' wants it"
+	@echo "make docs    write the tables of docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheel and the source distribution, in dist/"
 	@echo "make test-dist      install that wheel in an environment of its own and run the demo from it"
 	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"
@@ -70,6 +72,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/python tools/docs_tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 dist: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
@@ -90,5 +100,5 @@ test-versions: $(STAMP)
 	    build/versions/bin/python -m pytest -q tests/model tests/engine/test_lossless.py tests/cli/test_run.py; done
 
 clean:
-	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site
 	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +

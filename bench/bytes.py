@@ -21,7 +21,7 @@ from typing import Any
 
 from report import print_report
 
-from expertly.cli.arguments import positive_int, split
+from expertly.cli.arguments import split
 from expertly.cli.trace_geometry import trace_geometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--memory", type=names, default="25%,50%")
     parser.add_argument("--split", type=split, default="7:3")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=positive_int, default=3000, help="simulated of each trace or domain at most")
+    parser.add_argument("--tokens", type=int, default=3000, help="simulated of each trace or domain at most")
     parser.add_argument("--domains", action="store_true")
     parser.add_argument("--hardware", type=names, default="rtx3090,laptop-nvme,h100-pcie")
     parser.add_argument("--geometry", type=names)

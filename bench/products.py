@@ -28,7 +28,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute
 from expertly.engine.process import keep_off_trapped_instructions
-from expertly.model.hooks import FewTokensLinear
+from expertly.model.hooks import use_kernels
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -63,7 +63,7 @@ def experts_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num
         if num_tokens == 1 and compute.is_native(x):
             for start in range(0, num_experts, args.top_k):
                 some = spans[start : start + args.top_k]
-                compute.together(x, some, range(len(some)), out)
+                compute.multiply(x, some, {span.expert: k for k, span in enumerate(some)}, out)
         else:
             for span in spans:
                 compute.whole(x, span, torch.empty(num_tokens, args.hidden, dtype=rows.dtype))
@@ -79,7 +79,8 @@ def linear_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num_
     for start in range(0, len(flat) - args.hidden + 1, args.hidden):
         layer = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
         layer.weight = torch.nn.Parameter(flat[start : start + args.hidden], requires_grad=False)
-        layers.append(FewTokensLinear.of(layer, choose_kernels(kernels)))
+        layers.append(layer)
+    use_kernels(torch.nn.ModuleList(layers), choose_kernels(kernels))
 
     def run() -> None:
         with torch.no_grad():

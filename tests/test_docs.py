@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -15,9 +16,15 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
 from expertly.scheduler.system import PARTS
 from tests.command_lines import command_of, flags_of, parse
+from tools.docs_tables import TableError, render_page
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")),
+        *(REPOSITORY / "docs").rglob("*.md"),
+    ]
+)
 HISTORY = ("CHANGELOG.md", "log.md")
 """Pages that name commands as they were called once."""
 NOT_OURS = ("my_", "fading", "again", "...")
@@ -71,7 +78,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     named = [
         text for text in inline(page) if re.fullmatch(r"[\w/.-]+\.(py|toml|sh)|(bench|tests|tools)/[\w/.-]+", text)
     ]
-    folders = (REPOSITORY, REPOSITORY / "src" / "expertly")
+    folders = (page.parent, REPOSITORY, REPOSITORY / "src" / "expertly")
     missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
     assert [name for name in missing if name not in made] == []
 
@@ -125,6 +132,41 @@ def test_defaults_are_those_of_the_code(page: Path) -> None:
     told = {key: text.strip("`") for key, text in rows if parts.get(key) is not None}
     assert told == {key: option_text(parts[key]).removesuffix(".0") for key in told}
     assert bool(told) == ("## Parameters" in text)
+
+
+@pages
+def test_tables_are_what_their_files_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert render_page(text) == text, "python tools/docs_tables.py"
+
+
+@pytest.mark.parametrize(
+    ("column", "commit", "expected"),
+    [
+        ("{tpot_s:ms}", "393c126", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
+        ("{tpot_s:ms}", "393c126+changes", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", None, "accepted: a commit without changes"),
+        ("{ttft_s:ms}", "393c126", r"'TPOT' asks for \['ttft_s'\]"),
+    ],
+)
+def test_a_table_is_of_a_file_from_a_commit(tmp_path: Path, column: str, commit: str | None, expected: str) -> None:
+    page = f'<!-- results: one.json\ncolumns:\n  TPOT: "{column}"\n-->\n<!-- /results -->\n'
+    with pytest.raises(TableError, match="no such file"):
+        render_page(page, tmp_path)
+    report = {
+        "command": "python bench/one.py",
+        "date": "2026-11-22T10:00:00",
+        "commit": commit,
+        "machine": {"cores": 2, "cpu": "a Xeon"},
+        "results": [{"tpot_s": 0.1167}, {"tpot_s": None}],
+    }
+    (tmp_path / "one.json").write_text(json.dumps(report), encoding="utf-8")
+    if expected.startswith("|"):
+        assert expected in render_page(page, tmp_path)
+        assert render_page(render_page(page, tmp_path), tmp_path) == render_page(page, tmp_path)
+    else:
+        with pytest.raises(TableError, match=expected):
+            render_page(page, tmp_path)
 
 
 def test_a_page_that_says_what_is_not_there_is_noticed(tmp_path: Path) -> None:

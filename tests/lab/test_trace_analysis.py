@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.lab.trace_analysis import analyse
-from expertly.lab.trace_entropy import entropy
-from expertly.lab.trace_reuse import ReuseMeter
+from expertly.lab.trace_analysis import ReuseMeter, analyse, entropy
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter

@@ -4,18 +4,159 @@ terminal.
 
 from __future__ import annotations
 
+import os
+import shutil
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from expertly.cli.compare_table import summary, terminal_width
-from expertly.cli.output import message, print_json
+from expertly.cli.output import message, print_json, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
+from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
 from expertly.lab.compare.comparison import Comparison
+from expertly.lab.compare.figures import failures_in_words, tpot_of
 from expertly.lab.compare.folder import REPORT, write_all
-from expertly.lab.compare.page import page
+from expertly.lab.compare.page import GROUPS, page
 from expertly.lab.plots import check_plot
+
+_COLUMNS = {
+    "hit rate": ("hit_rate", format_share),
+    "TTFT": ("ttft_s", format_seconds),
+    "stall": ("stall_s", format_seconds),
+    "loaded": ("bytes_loaded", format_nbytes),
+}
+
+USUAL_WIDTH = 80
+"""Of a terminal, where nobody knows."""
+
+BASELINE = "to baseline"
+"""Heads a column where the baseline's name is long."""
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns, where there is a terminal or COLUMNS says how many."""
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size((USUAL_WIDTH, 24)).columns
+    return None
+
+
+def summary(results: dict[str, Any], width: int | None = None) -> str:
+    """For people, in lines of at most `width` as far as names and numbers let it. None: sentences stay whole, as who
+    searches them wants them, and tables are as narrow as a usual terminal.
+    """
+    rows, baseline = results["rows"], results["settings"]["baseline"]
+    has_engine = any(row["engine"] is not None for row in rows)
+    sentences = [[_head(results)], [], results["headline"], [*failures_in_words(results), *results["notes"]]]
+    if rows:
+        where = "engine's medians" if has_engine else "medians"
+        sentences[1] = [
+            f"TTFT and TPOT: {where} over requests{' and rounds' if has_engine else ''}; stall and loaded: for each "
+            "token of an answer, loaded with what the prompts load"
+            + (f"; {_to(baseline)}: TPOT against that of {baseline}" if _to(baseline) == BASELINE else "")
+        ]
+    parts = ["\n".join(_wrapped(sentence, width) for sentence in some) for some in sentences]
+    if rows:
+        parts.insert(1, _tables(rows, baseline, width or USUAL_WIDTH))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _wrapped(sentence: str, width: int | None) -> str:
+    if width is None:
+        return sentence
+    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _head(results: dict[str, Any]) -> str:
+    source, settings = results["source"], results["settings"]
+    shape = ""
+    if "layers" in source:
+        size = "" if source["expert_bytes"] is None else f", {format_nbytes(source['expert_bytes'])} of experts"
+        shape = f": {source['layers']} layers of {source['experts']} experts, top-{source['top_k']}{size}"
+        shape += f"; {counted(source['requests'], 'request')}, {counted(source['tokens'], 'token')}"
+    where = f"; simulated on {results['hardware_from']}" if results["hardware_from"] else ""
+    rounds = f"; {counted(settings['rounds'], 'round')}" if results["engine"] is not None else ""
+    return f"{source['name']}{shape}{rounds}{where}"
+
+
+def _tables(rows: list[dict[str, Any]], baseline: str, width: int) -> str:
+    """Engine and simulator one below the other; where that is too wide, numbers below the names that they are of."""
+    groups = [where for where in GROUPS if any(row[where] is not None for row in rows)]
+    made = ""
+    for form in (_table, _stacked):
+        made = "\n\n".join(form(rows, where, baseline, has_title=len(groups) == 2) for where in groups)
+        if max(map(len, made.splitlines())) <= width:
+            break
+    return made
+
+
+def _table(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
+    """A row for each system and budget that there are figures of."""
+    lines = [[row["memory"], _name(row, where), *_cells(row[where])] for row in rows if row[where] is not None]
+    made = table(["memory", "system", *_headers(baseline)], _with_gaps(lines))
+    return f"{GROUPS[where]}:\n{made}" if has_title else made
+
+
+def _stacked(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
+    shown = [row for row in rows if row[where] is not None]
+    head, rule, *lines = table(["", *_headers(baseline)], [["", *_cells(row[where])] for row in shown]).splitlines()
+    parts = [f"{GROUPS[where]}:"] if has_title else []
+    parts += [head, rule]
+    for row, above, line in zip(shown, [*shown[:1], *shown], lines, strict=False):
+        parts += [""] if row["memory"] != above["memory"] else []
+        parts += [f"{row['memory']}, {_name(row, where)}", line]
+    return "\n".join(parts)
+
+
+def _with_gaps(lines: list[list[str]]) -> list[list[str]]:
+    """A gap between budgets, and each named once."""
+    found: list[list[str]] = []
+    memory = None
+    for line in lines:
+        if line[0] == memory:
+            found.append(["", *line[1:]])
+            continue
+        if found:
+            found.append([""] * len(line))
+        memory = line[0]
+        found.append(line)
+    return found
+
+
+def _name(row: dict[str, Any], where: str) -> str:
+    return str(row["system"]) + (", failed" if row["has_failed"] and where == "engine" else "")
+
+
+def _headers(baseline: str) -> list[str]:
+    return [*_COLUMNS, "TPOT", _to(baseline)]
+
+
+def _to(baseline: str) -> str:
+    """A column is no wider than what it holds, nearly."""
+    return f"to {baseline}" if len(baseline) <= len("baseline") else BASELINE
+
+
+def _cells(figures: dict[str, Any] | None) -> list[str]:
+    return [*(_cell(figures, key, write) for key, write in _COLUMNS.values()), _tpot(figures), _ratio(figures)]
+
+
+def _cell(figures: dict[str, Any] | None, key: str, write: Any) -> str:
+    if figures is None:
+        return "-"
+    value = figures[key]
+    return str(write(value["median"] if isinstance(value, dict) else value))
+
+
+def _tpot(figures: dict[str, Any] | None) -> str:
+    if figures is None or figures["tpot_s"] is None:
+        return "-"
+    return format_seconds(tpot_of(figures))
+
+
+def _ratio(figures: dict[str, Any] | None) -> str:
+    ratio = None if figures is None else figures.get("tpot_to_baseline")
+    return format_ratio(ratio["median"] if isinstance(ratio, dict) else ratio)
 
 
 class Output:

@@ -3,15 +3,176 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.lab.trace_entropy import EntropyMeter
-from expertly.lab.trace_reuse import ReuseMeter
 from expertly.trace.reader import Trace
-from expertly.trace.schema import max_experts, max_top_k
+from expertly.trace.schema import NO_EXPERT, max_experts, max_top_k
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+
+def entropy(distributions: Array) -> Floats:
+    """Bits of each distribution over the last axis, which need not add up to one; 0 where there is nothing in it."""
+    total = distributions.sum(-1, keepdims=True, dtype=np.float64)
+    shares = np.divide(distributions, total, out=np.zeros(distributions.shape), where=total > 0)
+    logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
+    bits: Floats = -(shares * logs).sum(-1) + 0.0  # no -0.0
+    return bits
+
+
+@dataclass(slots=True)
+class _Running:
+    """What a request has routed so far."""
+
+    num_rows: int
+    total: Floats  # [L, E]
+
+
+@dataclass(slots=True)
+class EntropyMeter:
+    """Adds up entropies over blocks of rows. Its memory is of the requests that are under way.
+
+    Token level (fMoE, section 2.4: fine-grained, at the level of an iteration): the entropy of one token's routing,
+    mean over tokens; of all experts' probabilities where they were recorded, else of the chosen experts' weights
+    divided by their sum, for which log2 K is the most. Request level (same place: coarse-grained): the entropy of the
+    sum of these distributions over a request's tokens, mean over requests. Growth: the same of its first 1, 2, 4,
+    8, ... tokens, mean over the requests that are that long.
+    """
+
+    num_layers: int
+    num_experts: int
+    request_rows: list[int]  # of each request
+    token_bits: Floats = field(init=False)  # sums over tokens, [L]
+    num_tokens: Floats = field(init=False)  # that ran the layer, [L]
+    request_bits: Floats = field(init=False)
+    num_requests: Floats = field(init=False)
+    growth_bits: dict[int, Floats] = field(default_factory=dict)  # by number of tokens
+    growth_requests: dict[int, Floats] = field(default_factory=dict)
+    _running: dict[int, _Running] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.token_bits, self.num_tokens = np.zeros(self.num_layers), np.zeros(self.num_layers)
+        self.request_bits, self.num_requests = np.zeros(self.num_layers), np.zeros(self.num_layers)
+
+    def add(self, request: Array, experts: Array, weights: Array, probs: Array | None) -> None:
+        """Rows in stream order: `request` [T], `experts` and `weights` [T, L, K], `probs` [T, L, E]."""
+        has_run = experts != NO_EXPERT
+        chosen = np.where(has_run, np.maximum(weights.astype(np.float32), 0), 0)
+        shares = chosen if probs is None else np.maximum(probs.astype(np.float32), 0)
+        total = shares.sum(-1, keepdims=True)
+        shares = np.divide(shares, total, out=shares, where=total > 0)
+        self.token_bits += entropy(shares).sum(0)
+        self.num_tokens += has_run.any(-1).sum(0)
+        order = np.argsort(request, kind="stable")
+        cuts = np.flatnonzero(np.diff(request[order], prepend=-1))
+        for rows in np.split(order, cuts[1:]):
+            self._add_request(int(request[rows[0]]), experts, shares, rows, probs is not None)
+
+    def _add_request(self, number: int, experts: Array, shares: Array, rows: Array, is_full: bool) -> None:
+        running = self._running.setdefault(number, _Running(0, np.zeros((self.num_layers, self.num_experts))))
+        done = 0
+        while done < len(rows):
+            mark = 1 << running.num_rows.bit_length()  # the next power of two
+            part = rows[done : done + mark - running.num_rows]
+            running.total += shares[part].sum(0) if is_full else self._spread(experts[part], shares[part])
+            running.num_rows += len(part)
+            done += len(part)
+            if running.num_rows == mark:
+                bits = self.growth_bits.setdefault(mark, np.zeros(self.num_layers))
+                _add_entropy(running.total, bits, self.growth_requests.setdefault(mark, np.zeros(self.num_layers)))
+        if running.num_rows == self.request_rows[number]:
+            _add_entropy(running.total, self.request_bits, self.num_requests)
+            del self._running[number]
+
+    def _spread(self, experts: Array, shares: Array) -> Floats:
+        """Sum of chosen experts' shares over tokens, [L, E]."""
+        offsets = np.arange(self.num_layers, dtype=np.int64)[:, None] * self.num_experts
+        is_chosen = experts != NO_EXPERT
+        keys = (experts + offsets)[is_chosen]
+        size = self.num_layers * self.num_experts
+        total: Floats = np.bincount(keys, shares[is_chosen], size).astype(np.float64, copy=False)
+        return total.reshape(self.num_layers, self.num_experts)
+
+
+def _add_entropy(total: Floats, bits: Floats, count: Floats) -> None:
+    bits += entropy(total)
+    count += total.sum(-1) > 0
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def _bin_edges() -> Ints:
+    """Largest distance of each bin: exact at first, then 16 bins an octave; every power of two is one."""
+    return np.unique(np.floor(2.0 ** (np.arange(0, 16 * 48 + 1) / 16)).astype(np.int64))
+
+
+@dataclass(slots=True)
+class ReuseMeter:
+    """Histograms of reuse distances, per layer; memory does not depend on the number of tokens.
+
+    The reuse distance of a demand (layer, token, expert) is the number of tokens since the last one that chose the
+    expert in that layer, 1 if it was the token before, in the order of the stream and across requests (locality as
+    MoE-Infinity and ProMoE argue with it). The first demand of an expert has none.
+    """
+
+    num_layers: int
+    num_experts: int
+    edges: Ints = field(init=False)
+    counts: Ints = field(init=False)  # [L, bins]
+    num_first: Ints = field(init=False)  # [L]
+    num_demands: Ints = field(init=False)  # [L, E]
+    _last: Ints = field(init=False)  # [L x E], row of the last demand
+    _num_rows: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.num_layers * self.num_experts
+        self.edges = _bin_edges()
+        self.counts = np.zeros((self.num_layers, len(self.edges)), np.int64)
+        self.num_first = np.zeros(self.num_layers, np.int64)
+        self.num_demands = np.zeros((self.num_layers, self.num_experts), np.int64)
+        self._last = np.full(size, -1, np.int64)
+
+    def add(self, experts: npt.NDArray[Any]) -> None:
+        """The next rows of the stream, [T, L, K]."""
+        num_rows = len(experts)
+        rows, layers, places = np.nonzero(experts != NO_EXPERT)
+        keys = layers * self.num_experts + experts[rows, layers, places]
+        in_order = np.sort(keys * num_rows + rows)  # by expert, then by row
+        keys, rows = np.divmod(in_order, num_rows)
+        rows += self._num_rows
+        is_first = np.diff(keys, prepend=-1) > 0
+        before = np.empty_like(rows)
+        before[1:] = rows[:-1]
+        before[is_first] = self._last[keys[is_first]]
+        is_last = np.diff(keys, append=-1) != 0
+        self._last[keys[is_last]] = rows[is_last]
+        self._num_rows += num_rows
+        self.num_demands += np.bincount(keys, minlength=self._last.size).reshape(self.num_demands.shape)
+        is_new = before < 0
+        layers = keys // self.num_experts
+        self.num_first += np.bincount(layers[is_new], minlength=self.num_layers)
+        bins = np.searchsorted(self.edges, (rows - before)[~is_new])
+        bins += layers[~is_new] * len(self.edges)
+        self.counts += np.bincount(bins, minlength=self.counts.size).reshape(self.counts.shape)
+
+    def percentile(self, counts: Ints, percent: float) -> int | None:
+        """The distance within which `percent` of the demands in `counts` (rows of `self.counts`) are used again."""
+        total = int(counts.sum())
+        if total == 0:
+            return None
+        return int(self.edges[int(np.searchsorted(np.cumsum(counts), percent / 100 * total))])
+
+    def share_within(self, counts: Ints, num_first: int, distance: int) -> float | None:
+        """Share of all demands whose expert was needed at most `distance` (a power of two) tokens before."""
+        total = int(counts.sum()) + num_first
+        return float(counts[self.edges <= distance].sum() / total) if total else None
+
 
 DISTANCES = tuple(1 << i for i in range(11))
 """Tokens within which the shares of reuse are given."""

@@ -25,7 +25,7 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.runs import SPLIT, CannotRun, Lab, Row, batched
-from expertly.lab.trace_entropy import EntropyMeter
+from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.sim.hardware import Hardware, read_geometry

@@ -28,7 +28,7 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs
-from expertly.lab.trace_entropy import entropy
+from expertly.lab.trace_analysis import entropy
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam.matrices import Collection, Match
 from expertly.sim.schedule import Schedule, first_rows

@@ -1,0 +1,165 @@
+"""The tables of docs/ that are generated: measurements from bench/results/*.json, and the options of `expertly.load`.
+
+    python tools/docs_tables.py            rewrite what stands between the marks of every page
+    python tools/docs_tables.py --check    change nothing; exit 1 where a page is not what its files say
+
+A page asks for a table with a comment, in YAML; what follows it up to the closing mark is generated:
+
+    <!-- results: tpot.json
+    where: {system: [lru, fmoe]}
+    columns:
+      system: "`{system}`"
+      TPOT: "{tpot_s:ms}"
+    -->
+    <!-- /results -->
+
+`where` keeps the rows whose field is one of the values, in the order of the file. A column's text is a Python format
+string over a row's fields; beside Python's own formats there are those of UNITS. A field that a row lacks makes its
+cell "-".
+
+Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
+
+Refused: a file that is missing, one that was measured from a tree with uncommitted changes, a field that no row has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import string
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from expertly.options import LoadOptions
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "bench" / "results"
+ASKED = re.compile(r"<!-- results: (?P<file>\S+)\n(?P<spec>.*?)\n-->\n(?P<table>.*?)<!-- /results -->", re.DOTALL)
+OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
+
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "ms": lambda seconds: f"{seconds * 1e3:.3g} ms",
+    "s": lambda seconds: f"{seconds:.3g} s",
+    "%": lambda share: f"{share:.1%}".replace("%", " %"),
+    "MB": lambda nbytes: f"{nbytes / 1e6:,.0f} MB",
+    "MiB": lambda nbytes: f"{nbytes / (1 << 20):,.0f} MiB",
+    "GB/s": lambda nbytes_per_s: f"{nbytes_per_s / 1e9:.2f} GB/s",
+    "us": lambda microseconds: f"{microseconds:,.0f} us",
+    "x": lambda ratio: f"{ratio:.2f}x",
+}
+
+
+class TableError(Exception):
+    """A table that cannot be made; the message names page or file and what is wrong."""
+
+
+class _Cells(string.Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs[field_name], field_name  # the whole name: some have a dot in them
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        return UNITS[format_spec](value) if format_spec in UNITS else super().format_field(value, format_spec)
+
+
+def read_results(file: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """A benchmark's report. Raises TableError where it is missing or was not measured from a commit."""
+    path = folder / file
+    if not path.is_file():
+        raise TableError(f"bench/results/{file}: there is no such file; run its benchmark and keep what it writes")
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    commit = report.get("commit")
+    if not commit or commit.endswith("+changes"):
+        raise TableError(
+            f"bench/results/{file}: measured at commit {commit}; accepted: a commit without changes. Run it again"
+        )
+    return report
+
+
+def render_table(file: str, spec: dict[str, Any], folder: Path = RESULTS) -> str:
+    """Markdown: the rows that `spec` asks for, and below them where they are from."""
+    report = read_results(file, folder)
+    rows: list[dict[str, Any]] = report["results"]
+    for field, values in spec.get("where", {}).items():
+        rows = [row for row in rows if row.get(field) in (values if isinstance(values, list) else [values])]
+    columns: dict[str, str] = spec["columns"]
+    known = {name for row in report["results"] for name in row}
+    for title, cell in columns.items():
+        asked = {name for _, name, _, _ in string.Formatter().parse(cell) if name}
+        if not asked <= known:
+            raise TableError(
+                f"bench/results/{file}: column {title!r} asks for {sorted(asked - known)}; no row has that"
+            )
+    lines = [columns, ["---"] * len(columns), *([_cell(cell, row) for cell in columns.values()] for row in rows)]
+    machine = report["machine"]
+    source = (
+        f"`bench/results/{file}`: {report['date'][:10]}, commit {report['commit']}, {machine['cores']} cores of "
+        f"{machine['cpu']}; `{report['command']}`"
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n<small>{as_html(source)}</small>\n"
+
+
+def as_html(text: str) -> str:
+    """Backquoted parts as code, the rest escaped."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
+
+
+def _cell(cell: str, row: dict[str, Any]) -> str:
+    names = [name for _, name, _, _ in string.Formatter().parse(cell) if name]
+    if any(row.get(name) is None for name in names):
+        return "-"
+    return _Cells().vformat(cell, (), row)
+
+
+def render_page(text: str, folder: Path = RESULTS) -> str:
+    """The page with every table that it asks for made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        made = render_table(match["file"], yaml.safe_load(match["spec"]), folder)
+        return f"<!-- results: {match['file']}\n{match['spec']}\n-->\n\n{made}\n<!-- /results -->"
+
+    return ASKED.sub(table, text)
+
+
+def with_options(text: str) -> str:
+    """The page with the table of options that it asks for made anew."""
+    lines = ["| option | default | |", "| --- | --- | --- |"]
+    for field in fields(LoadOptions):
+        if "option" not in field.metadata:  # taken only to be refused with a sentence
+            continue
+        told = field.metadata["option"].help.replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{field.default}` | {told} |")
+    table = "\n".join(lines)
+    return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{table}\n\n<!-- /options -->", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    failed = False
+    for page in sorted((REPOSITORY / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        try:
+            made = with_options(render_page(text))
+        except TableError as error:
+            print(f"{page.relative_to(REPOSITORY)}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if made != text and args.check:
+            print(f"{page.relative_to(REPOSITORY)}: its tables are not what bench/results says", file=sys.stderr)
+            failed = True
+        elif made != text:
+            page.write_text(made, encoding="utf-8")
+            print(page.relative_to(REPOSITORY))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
