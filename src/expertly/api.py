@@ -158,6 +158,7 @@ def _memory_request(asked: LoadOptions, store: PackedStore) -> MemoryRequest:
     context = asked.context
     if callable(context):
         context = context(load_tokenizer(store.folder))
+        context = min(context, store.positions or context)  # no text is longer
     return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -191,3 +192,45 @@ def test_what_cannot_be_is_refused(
     type_lines(monkeypatch)
     assert main(["run", str(model), "--memory", "50%", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),  # None: it does not matter to a greedy answer, or many write it
+    [
+        ({"temperature": "hot", "do_sample": True}, "temperature='hot'"),
+        ({"eos_token_id": [[1]]}, "eos_token_id="),
+        ({"repetition_penalty": 0}, "penalty"),
+        ({"bad_words_ids": [[10**7]]}, "10000000"),
+        ({"cache_implementation": "nope"}, "nope"),
+        ([], "an object"),
+        ({"temperature": 0.0, "top_k": -1, "do_sample": True}, None),
+        ({"suppress_tokens": [5], "bad_words_ids": [[6]], "forced_eos_token_id": 2}, None),
+    ],
+)
+def test_a_generation_config_of_nonsense_is_refused_in_a_line(
+    config: Any, named: str | None, chatting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    status = main(["run", str(folder), "Hi", "--memory", "50%", "--max-new-tokens", "4"])
+    told = capsys.readouterr().err
+    assert status == (0 if named is None else 2), told
+    assert named is None or (named in told and "generation_config.json" in told)
+
+
+def test_a_tokenizer_of_another_model_is_refused(chatting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["Z"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert run(folder, "--raw", "Z") == 2
+    assert "token 5000; accepted: 0 to 127" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("Hi",), ()])
+def test_an_answer_longer_than_the_model_can_hold_is_refused(
+    arguments: tuple[str, ...], chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    type_lines(monkeypatch)
+    assert main(["run", str(chatting), *arguments, "--max-new-tokens", str(10**20)]) == 2
+    assert f"max_new_tokens={10**20}: accepted: at most the model's 512 positions" in capsys.readouterr().err

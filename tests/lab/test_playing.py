@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import expertly
-from expertly.lab.playing import Played, answer, chooser, feed, max_positions
+from expertly.lab.playing import Played, answer, chooser, feed
+from expertly.model.generation import max_positions
 from tests.families import make_checkpoint
 
 PROMPT = [5, 9, 2, 7]

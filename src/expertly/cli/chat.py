@@ -16,12 +16,12 @@ import torch
 
 import expertly
 from expertly import api
-from expertly.cli.generation import generation_config
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import chat_tokens, has_template
+from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
@@ -170,7 +170,7 @@ class Chat:
 
     def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = max_positions(model)
         room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(tokens))
         if room < 1:
             raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; the model takes {positions}")
@@ -183,13 +183,13 @@ class Chat:
         before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
         with _stopped_by_interrupt() as stop, DecodeDemands(model) as demands:
             cache, self._cache, self._cached = self._cache, None, []  # what fails half-way leaves none
-            made = model.generate(
-                torch.tensor([tokens], device=model.device),
-                attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.device),
+            made = generate(
+                model,
+                tokens,
+                config,
                 past_key_values=cache,
                 streamer=streamer,
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
-                generation_config=config,
             )
         if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
             self._cache = made.past_key_values

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from expertly import api
 from expertly.cli.configure import DEFAULT_MEMORY, DEFAULT_SECONDS, DEFAULT_TOKENS, SYSTEM
 from expertly.cli.configure_sources import ConfiguratorInput, times_by
-from expertly.cli.generation import generation_config
 from expertly.cli.output import progress_bar
 from expertly.core.errors import ConfigError
 from expertly.lab.model_profile import measure_model
-from expertly.lab.playing import max_positions
 from expertly.lab.recording import record
 from expertly.lab.routing_rates import rates_of_trace
+from expertly.model.generation import generate, generation_config, max_positions
 from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import Measured, step_times
@@ -92,15 +91,15 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
         for number, prompt in enumerate(prompts):
             if progress is not None:
                 progress("running", number, len(prompts))
-            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-            num_prompt = inputs["input_ids"].shape[1]
+            tokens = tokenizer(prompt)["input_ids"]
+            num_prompt = len(tokens)
             room = num_tokens if limit is None else min(num_tokens, limit - num_prompt)
             if not num_prompt or room < 1:
                 accepted = "write at least one word" if not num_prompt else f"must be fewer than {limit}"
                 raise ConfigError(f"prompt={prompt!r:.80}: gives {num_prompt} tokens; {accepted}")
             recording.begin_request(None, prompt, num_prompt)
             # One more than is to be learned from: the last one is not fed.
-            model.generate(**inputs, generation_config=generation_config(model, room + 1))
+            generate(model, tokens, generation_config(model, room + 1))
     return Trace.open(folder), recording.absent
 
 

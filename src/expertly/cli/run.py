@@ -21,6 +21,9 @@ from expertly.options import REQUIRED, LoadOptions, argument, json_flag, option
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat
 
+DEFAULT_NEW_TOKENS = 1024
+"""Or what the model can hold, where that is less."""
+
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
     "/stats": "experts hit and missed so far",
@@ -34,7 +37,9 @@ COMMANDS = {
 class RunOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
-    max_new_tokens: int = option(1024, "of an answer", metavar="N", least=1)
+    max_new_tokens: int | None = option(
+        None, f"of an answer (default: {DEFAULT_NEW_TOKENS})", metavar="N", type=int, least=1
+    )
     temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)
     seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
@@ -61,12 +66,13 @@ def run(args: RunOptions) -> int:
     with reserved_stdout() as stdout:
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling, tokens_of
+        from expertly.model.generation import check_length
 
         def context(tokenizer: Any) -> int:
             """Tokens of the one answer and what it answers."""
             asked = [{"role": "user", "content": prompt or ""}]
             num_prompt = 0 if tokenizer is None else len(tokens_of(tokenizer, asked, is_raw=args.raw))
-            return num_prompt + int(args.max_new_tokens)
+            return num_prompt + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
 
         model, tokenizer = load_model(
             args.model, args, context=args.context if prompt is None else args.context or context
@@ -76,7 +82,9 @@ def run(args: RunOptions) -> int:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to answer")
             if args.memory == "auto" or args.total_memory is not None:
                 message(f"expertly: {api.stats(model).memory_reason}")
-            sampling = ChatSampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+            if args.max_new_tokens is not None:
+                check_length(model, args.max_new_tokens)
+            sampling = ChatSampling(args.max_new_tokens or DEFAULT_NEW_TOKENS, args.temperature, args.top_p, args.seed)
             conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)
             if conversation.is_raw and not args.raw:
                 message("expertly: the model has no chat template: it continues the text")

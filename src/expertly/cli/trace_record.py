@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import seed, temperature
-from expertly.cli.generation import generation_config
 from expertly.cli.loading import MODEL_HELP, load_model
 from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
@@ -102,7 +101,7 @@ def run(args: TraceRecordOptions) -> int:
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bool) -> list[AskedPrompt]:
     """The prompts that the model can be given; each of the others is named in a message."""
-    from expertly.lab.playing import max_positions
+    from expertly.model.generation import max_positions
 
     found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
     for why in left_out:
@@ -164,17 +163,14 @@ def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOption
 
 def _generate(model: Any, token_ids: Sequence[int], max_new_tokens: int, temperature: float) -> _Clock:
     """Alone in its batch; no further than the model has positions."""
-    import torch
-
-    from expertly.lab.playing import max_positions
+    from expertly.model.generation import generate, generation_config, max_positions
 
     limit = max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
         max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
     config = generation_config(model, max_new_tokens, temperature)
     clock = _Clock()
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config)
+    generate(model, token_ids, config, streamer=clock)
     return clock
 
 

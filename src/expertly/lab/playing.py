@@ -134,9 +134,3 @@ def chooser(temperature: float, seed: int) -> Choose:
         return int(torch.multinomial(shares, 1, generator=generator))
 
     return choose
-
-
-def max_positions(model: Any) -> int | None:
-    """Tokens that it can hold, where it says so."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None

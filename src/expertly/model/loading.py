@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from expertly.core.errors import NAN_REASONS, CheckpointError, ModelUseError, NanError, StoreError
-from expertly.model import hooks
+from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
 from expertly.model.structure import find_experts, model_class_of, read_config
 
@@ -54,6 +54,7 @@ def load_dense(
     """
     folder = os.fspath(store_folder)
     config = read_config(folder)
+    generation.check_file(folder)
     hooks.register()
     model_class = _strippable(model_class_of(config), manifest)
     try:

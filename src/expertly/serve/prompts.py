@@ -16,6 +16,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
+from expertly.model.generation import check_tokens
 from expertly.model.text import TEMPLATE_ERRORS
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
@@ -94,10 +95,10 @@ class Prompts:
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises ApiError where one is not in the vocabulary."""
-        if not tokens:
-            raise invalid(f"{param}: gives no token; write at least one word", param)
-        if max(tokens) >= self.vocabulary:
-            raise invalid(f"{param}: token {max(tokens)}; accepted: 0 to {self.vocabulary - 1}", param)
+        try:
+            check_tokens(tokens, self.vocabulary, param)
+        except ConfigError as error:
+            raise invalid(str(error), param) from None
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
         """`special`: with the tokens that are no text."""

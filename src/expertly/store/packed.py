@@ -156,6 +156,13 @@ class PackedStore:
         return read_json_object(self.folder / "config.json", StoreError)
 
     @property
+    def positions(self) -> int | None:
+        """Tokens that the model can hold, where its config says so."""
+        text = self.config.get("text_config")
+        found = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
+        return found if type(found) is int and found > 0 else None
+
+    @property
     def dense_nbytes(self) -> int:
         """Bytes of the dense tensors once loaded in the store's dtype."""
         itemsize = ITEMSIZE[self.manifest.dtype]

@@ -19,9 +19,10 @@ from expertly.engine.process import peak_rss_nbytes
 from expertly.hardware.measure import store_costs
 from expertly.lab.fit_decoding import fit_decoding
 from expertly.lab.model_profile import Measurement
-from expertly.lab.playing import RecordedRequest, answer, chooser, feed, learn, max_positions
+from expertly.lab.playing import RecordedRequest, answer, chooser, feed, learn
 from expertly.lab.prompts import AskedPrompt, Prompt, asked, has_template
 from expertly.lab.recording import record
+from expertly.model.generation import max_positions
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection, make_schedule

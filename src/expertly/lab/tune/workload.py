@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.lab.playing import RecordedRequest, answer, chooser, max_positions, recorded_requests
+from expertly.lab.playing import RecordedRequest, answer, chooser, recorded_requests
 from expertly.lab.prompts import Prompt, asked, has_template
 from expertly.lab.recording import record
 from expertly.lab.tune.deadline import Deadline
+from expertly.model.generation import max_positions
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.trace.reader import Trace
 

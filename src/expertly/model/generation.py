@@ -1,0 +1,152 @@
+"""What transformers' `generate` is asked for: checked before anything runs, so that a refusal names its field."""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.files import read_json_object
+
+FILE_NAME = "generation_config.json"
+
+_FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_h",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "diversity_penalty",
+    "length_penalty",
+    "guidance_scale",
+    "penalty_alpha",
+    "max_time",
+)
+_COUNTS = (
+    "top_k",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "num_beams",
+    "num_return_sequences",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+)
+_TOKENS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+
+
+def _is_tokens(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in value))
+
+
+_KINDS: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+    (_FLAGS, lambda value: type(value) is bool, "true or false"),
+    (_NUMBERS, lambda value: type(value) in (int, float), "a number"),
+    (_COUNTS, lambda value: type(value) is int, "a whole number"),
+    (_TOKENS, _is_tokens, "a token's number, or a list of them"),
+)
+
+
+def check_file(folder: str | os.PathLike[str]) -> None:
+    """Refuse a generation_config.json with fields of a wrong kind, on which transformers fails in its own words or
+    only while it writes. Raises CheckpointError naming file, field, value and what is accepted.
+    """
+    path = Path(folder) / FILE_NAME
+    if not path.exists():
+        return
+    found = read_json_object(path, CheckpointError)
+    for names, is_right, accepted in _KINDS:
+        for name in names:
+            value = found.get(name)
+            if value is not None and not is_right(value):
+                raise CheckpointError(f"{path}: {name}={value!r:.80}: must be {accepted}")
+    try:
+        GenerationConfig.from_pretrained(os.fspath(folder), local_files_only=True)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: transformers refuses it: {' '.join(str(error).split())}") from None
+
+
+def generation_config(
+    model: Any, max_new_tokens: int, temperature: float | None = 0.0, top_p: float | None = 1.0
+) -> Any:
+    """The model's own, one sequence, greedy unless there is a temperature. With None for both, tokens are chosen as the
+    model's own says; with one of them, by that and all of the vocabulary.
+    """
+    config = copy.deepcopy(model.generation_config)
+    config.max_length, config.max_new_tokens = None, max_new_tokens
+    config.num_beams, config.num_return_sequences = 1, 1
+    if temperature is None and top_p is None:
+        temperature, top_p, top_k = config.temperature, config.top_p, config.top_k
+        config.do_sample = bool(config.do_sample) and temperature != 0
+    else:
+        temperature, top_p, top_k = 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, 0
+        config.do_sample = temperature > 0
+    config.temperature = temperature if config.do_sample else None
+    config.top_p = top_p if config.do_sample else None
+    config.top_k = max(0, top_k) if config.do_sample and top_k is not None else None  # many write -1 for all tokens
+    if config.pad_token_id is None:
+        end = config.eos_token_id
+        config.pad_token_id = next(iter(end), None) if isinstance(end, list) else end
+    return config
+
+
+def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any:
+    """What `model.generate` makes of one prompt; `more` are its other arguments.
+
+    Raises ConfigError where a token is not the model's, CheckpointError where transformers refuses what its
+    generation_config.json says.
+    """
+    check_tokens(tokens, int(model.get_input_embeddings().num_embeddings))
+    ids = torch.tensor([list(tokens)], device=model.device)
+    try:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **more)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as error:
+        *_, last = traceback.walk_tb(error.__traceback__)
+        if not last[0].f_globals.get("__name__", "").startswith("transformers.generation."):
+            raise
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{model.config.name_or_path}: {FILE_NAME}: transformers refuses it: {reason}") from error
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:
+    """Refuse what is no text for a model of so many tokens. Raises ConfigError naming the token and what it may be."""
+    if not tokens:
+        raise ConfigError(f"{name}: gives no token; write at least one word")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        wrong = max(tokens) if max(tokens) >= vocabulary else min(tokens)
+        raise ConfigError(f"{name}: token {wrong}; accepted: 0 to {vocabulary - 1}: is the tokenizer another model's?")
+
+
+def max_positions(model: Any) -> int | None:
+    """Tokens that it can hold, where it says so."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def check_length(model: Any, max_new_tokens: int) -> None:
+    """Raises ConfigError where an answer could be longer than all that the model can hold."""
+    positions = max_positions(model)
+    if positions is not None and max_new_tokens > positions:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: accepted: at most the model's {positions} positions")
