@@ -253,4 +253,4 @@ def test_progress_is_for_terminals(
     monkeypatch.setattr(sys, "stderr", terminal)
     assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "40") == 0
     shown = terminal.getvalue()
-    assert "recording:   0%" in shown and " 0/3 " in shown and " 2/3 " in shown and " requests" in shown
+    assert "recording" in shown and "0/3" in shown and "2/3" in shown and "requests" in shown
