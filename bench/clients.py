@@ -128,7 +128,11 @@ def litellm_checks(url: str) -> list[Check]:
         ),
         (
             "responses",
-            lambda: litellm.responses(model="openai/demo", input="Hello", api_base=f"{url}/v1", api_key="none").id,
+            lambda: (
+                litellm.responses(
+                    max_output_tokens=8, model="openai/demo", input="Hello", api_base=f"{url}/v1", api_key="none"
+                ).id
+            ),
         ),
         ("what cannot be had is its BadRequestError", is_refused),
     ]
