@@ -1,0 +1,52 @@
+"""What to expect of released models on this machine, from their config.json alone, as `expertly doctor MODEL` does.
+
+    python bench/expected.py --out bench/results/expected.json
+
+`bench/models` holds what their config.json says of sizes. Bytes "own": of the experts in the format that the model is
+released in; today they are widened to bfloat16 when they are packed, and the speeds are those of bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from report import print_report
+
+from expertly.hardware.machine import Effort, available_host_nbytes, examine
+from expertly.lab.forecast import forecast, measured_hardware
+from expertly.model.needs import needs_of
+from expertly.store.cache import cache_folder
+
+OWN_BITS = {"gpt_oss": 4.25}
+"""Of a weight of the experts, where it is not bfloat16: 4 and a scale of 8 bits for each 32 (MXFP4)."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    profile, _ = examine(cache_folder(), Effort())
+    hardware = measured_hardware(profile)
+    rows: list[dict[str, Any]] = []
+    for config in sorted((ROOT / "bench" / "models").glob("*/config.json"), key=lambda path: path.parent.name.lower()):
+        needs = needs_of(str(config))
+        found = forecast(needs, profile, hardware, available_host_nbytes())
+        row: dict[str, Any] = {
+            "model": config.parent.name,
+            "own_gib": found.experts_nbytes * OWN_BITS.get(needs.model_type, 16) / 16 / (1 << 30),
+            "bf16_gib": found.experts_nbytes / (1 << 30),
+            "dense_gib": found.dense_nbytes / (1 << 30),
+            "least_gib": found.least_nbytes / (1 << 30),
+        }
+        for one in found.speeds:
+            name = f"{one.share:.0%}"
+            row |= {f"low {name}": one.tokens_per_s[0], f"high {name}": one.tokens_per_s[1], f"fits {name}": one.fits}
+        rows.append(row)
+    print_report("expected", rows, {"models": "bench/models"}, None if args.out is None else str(args.out))
+
+
+if __name__ == "__main__":
+    main()
