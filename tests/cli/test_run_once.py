@@ -183,7 +183,7 @@ def test_a_prompt_from_stdin_and_text_that_comes_span_by_span(model: Path, expec
 
 @pytest.mark.slow
 def test_interrupting_ends_at_once_without_a_traceback(model: Path, start: Callable[..., RunningCommand]):
-    running = start("run", model, PROMPT, "--raw", "--memory", "50%", "--max-new-tokens", "100000")
+    running = start("run", model, PROMPT, "--raw", "--memory", "50%", "--max-new-tokens", "480")
     running.wait_until(lambda: bool(running.out))
     running.send_signal(signal.SIGINT)
     assert running.exit_code(10) == 130

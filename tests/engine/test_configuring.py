@@ -58,7 +58,7 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
     assert settled(model) >= 3 and len(seen) > 1, "it did change"
     expertly.unload(model)
     assert replay_file(path)[1].difference is None
-    assert '["lab", "configure",' in path.read_text()
+    assert '["configure",' in path.read_text()
 
 
 def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:

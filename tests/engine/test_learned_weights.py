@@ -66,7 +66,7 @@ def test_a_file_of_another_model_or_none_is_named(own: tuple[Case, Path], tmp_pa
     save_learned(path, random_weights(Manifest.read(store).layers, HIDDEN_SIZE), "b" * 64, {})
     wrong: list[tuple[str, type[Exception], str]] = [
         (str(path), StoreError, "identity='bbb.*of another model"),
-        (str(tmp_path / "missing"), ConfigError, "no such file.*train-predictor"),
+        (str(tmp_path / "missing"), ConfigError, "no such file.*lab train"),
         (str(tmp_path), ConfigError, "no such file"),
         (3, ConfigError, "no such file"),  # type: ignore[list-item]
     ]

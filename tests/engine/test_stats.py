@@ -68,7 +68,8 @@ def test_bytes_loaded_are_the_bytes_read_from_the_files(
         return is_direct
 
     monkeypatch.setattr(ExpertFile, "read_into", counting)
-    with loaded(case.store, system=system, segments=segments, memory="35%") as model:
+    # A check at first reading reads a block of which a segment is a part, as a whole.
+    with loaded(case.store, system=system, segments=segments, memory="35%", verify="never") as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()

@@ -342,7 +342,7 @@ def test_a_forged_file_that_does_not_lie_is_accepted(tmp_path: Path, name: str) 
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["lab", "learned", "matrices", "reuse"])
+@pytest.mark.parametrize("name", ["maps", "matrices", "reuse"])
 def test_no_mutation_that_has_the_right_checksum_crashes(tmp_path: Path, name: str) -> None:
     """Whatever bytes change: the file is refused, or what is loaded can be used and saved."""
     learned = KINDS[name]()
@@ -381,7 +381,7 @@ def spoiled(name: str) -> LearnedState:
     return learned
 
 
-@pytest.mark.parametrize("name", ["lab", "learned", "matrices", "reuse"])
+@pytest.mark.parametrize("name", ["maps", "matrices", "reuse"])
 def test_numbers_that_nobody_learns_are_not_saved(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, KINDS[name]())
     before = path.read_bytes()

@@ -62,7 +62,7 @@ class LearnedWeights(LearnedState):
     kind = "predictor"
     holds = "the weights of a predictor, by which promoe predicts"
     unit = "networks"
-    made_by = "train-predictor"
+    made_by = "lab train"
     schema = {  # noqa: RUF012 - of M networks; what is beyond a layer's own experts is 0
         "source": ("I32", "M"),
         "target": ("I32", "M"),

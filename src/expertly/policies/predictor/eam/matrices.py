@@ -140,7 +140,7 @@ class Matrices(LearnedStore):
     kind = "matrices"
     holds = "activation matrices, by which moe-infinity predicts"
     unit = "activation matrices"
-    made_by = "maps build"
+    made_by = "lab learned build"
     schema = {  # noqa: RUF012 - of P and D matrices, tokens that each expert served
         "prefill_born": ("I64", "P"),
         "prefill": ("I32", "PLE"),

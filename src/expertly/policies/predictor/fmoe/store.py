@@ -45,7 +45,7 @@ class MapStore(LearnedStore):
     kind = "maps"
     holds = "expert maps, by which fmoe predicts"
     unit = "maps"
-    made_by = "maps build"
+    made_by = "lab learned build"
     schema = {  # noqa: RUF012 - of C maps
         "born": ("I64", "C"),
         "requests": ("I64", "C"),
