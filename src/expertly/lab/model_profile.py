@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -137,6 +137,8 @@ class Measurement:
         around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
         if costs.resident_ns is not None:
             around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
+        # A difference of two medians, which noise may eat: more tokens take no less.
+        head = accumulate((max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)), max)
         source = self._handle.store.manifest.source
         with self._threads(1):
             num_threads = torch.get_num_threads()
@@ -149,7 +151,7 @@ class Measurement:
             layer=self._layer,
             tokens=self._tokens,
             dense_ns=tuple(b + more for b, more in zip(between, around_experts, strict=True)),
-            head_ns=tuple(max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)),
+            head_ns=tuple(head),
             expert_ns=tuple(expert),
             parts_ns=tuple(whole for whole, _ in parts),
             part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
