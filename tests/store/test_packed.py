@@ -64,7 +64,7 @@ def test_the_wrong_checkpoint_is_refused(store: PackedStore) -> None:
 
 
 FILES = {
-    "none": ("config.json", "dense.safetensors", "experts-00000.safetensors", "experts-00001.safetensors"),
+    "none": ("config.json", "dense.safetensors", "experts-00000.safetensors", "experts-00001.sums.safetensors"),
     "planes": ("experts-00000.planes", "experts-00001.planes", "experts-00000.frames.safetensors"),
 }
 NAMES = [(codec, name) for codec, names in FILES.items() for name in names]
@@ -81,6 +81,12 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, codec: str, name: 
             PackedStore.open(store.folder)
     path.unlink()
     with pytest.raises(StoreError, match=name):
+        PackedStore.open(store.folder)
+    os.mkfifo(path)
+    manifest = json.loads((store.folder / "manifest.json").read_text())
+    manifest["files"][name]["nbytes"] = 0
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=f"{name}: must be a file"):  # and nobody waits for who writes into it
         PackedStore.open(store.folder)
 
 
