@@ -47,19 +47,6 @@ def test_tokens_are_the_reference_at_every_host_budget(
             assert moved["host_hit_nbytes"] > 0
 
 
-@pytest.mark.parametrize(("host_share", "segments"), [(100, 4), (40, 1)])
-def test_prefetching_changes_no_token(
-    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, _ = cases["mixtral"], put_in_place(monkeypatch, host_share)
-    with loaded(case.store, memory="50%", segments=segments, system="fmoe", matcher="inline") as model:
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens
-        scheduler = handle(model).engine.scheduler
-        assert sum(counters.decode.prefetched for counters in scheduler.counters) > 0
-        scheduler.check()
-
-
 def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
