@@ -1,4 +1,4 @@
-"""Tables of cases: all pairs of values instead of all combinations. EXPERTLY_TEST_FULL=1 in the environment runs all."""
+"""Tables of cases: all pairs of values instead of all combinations. With EXPERTLY_TEST_FULL=1, all combinations."""
 
 from __future__ import annotations
 

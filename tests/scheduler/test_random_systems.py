@@ -26,7 +26,6 @@ from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
 from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
 from tests.tables import pairs
 
-
 KEEPING = [  # scope, order, admission, eviction
     ("layer", "resident", "always", "lru"),
     ("layer", "id", "always", "lcp"),
