@@ -35,7 +35,7 @@ def test_tokens_are_the_reference_at_every_host_budget(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, made = cases["mixtral"], put_in_place(monkeypatch, host_share)
-    with loaded(case.store, memory="25%", segments=segments) as model:
+    with loaded(case.store, memory="25%", segments=segments, verify="never") as model:
         assert generate(model, case.prompts) == case.tokens
         made[0].tier.check()
         moved, stats = made[0].stats(), expertly.stats(model).as_dict()

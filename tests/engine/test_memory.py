@@ -131,6 +131,12 @@ def test_available_memory_is_positive_and_within_the_machine() -> None:
     assert 0 < available_host_nbytes() <= total
 
 
+def test_a_cgroups_page_cache_can_be_had_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(limit, usage, of which page cache) of each above us: the tightest counts."""
+    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [(10 << 20, 9 << 20, 4 << 20), (90 << 20, 9 << 20, 0)])
+    assert available_host_nbytes() == 5 << 20
+
+
 def test_kv_cache_of_grouped_latent_and_encoder_decoder_attention() -> None:
     grouped = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 12}
     assert kv_cache_nbytes(grouped, 100, 2) == 12 * 2 * 64 * 100 * 2

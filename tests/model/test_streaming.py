@@ -14,6 +14,7 @@ from huggingface_hub import constants, hf_hub_download
 
 from expertly.cli.main import main
 from expertly.core.errors import CheckpointError
+from expertly.model.hub import HubModel
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
@@ -153,6 +154,13 @@ def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
     assert (needs.experts_nbytes, needs.dense_nbytes) == (whole.experts_nbytes, whole.dense_nbytes)
     assert needs.stored is not None and not needs.stored.is_here
     assert needs.stored.nbytes == needs.experts_nbytes + needs.dense_nbytes
+
+
+def test_a_file_of_another_size_than_was_said_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    told = HubModel.find(NAME)
+    told.files["config.json"] += 1
+    with pytest.raises(CheckpointError, match=r"config\.json: \d+ bytes, but the hub says"):
+        told.fetch("config.json", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -100,14 +101,20 @@ def test_a_flipped_byte_beside_the_experts_is_named(store: PackedStore, name: st
 
 
 def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
-    path = store.folder / "experts-00000.sums.safetensors"
+    path, manifest_path = store.folder / "experts-00000.sums.safetensors", store.folder / "manifest.json"
+    whole, manifest = path.read_bytes(), json.loads(manifest_path.read_text())
+    forged = whole.replace(b'"shape":[3,4]', b'"shape":[4,3]')
+    path.write_bytes(forged)
+    manifest["files"][path.name]["checksum"] = zlib.crc32(forged)
+    manifest_path.write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=r"no tensor 'checksum' of U64 \[3, 4\]"):
+        PackedStore.open(store.folder)
     flip(path, -1)
     with pytest.raises(StoreError, match=f"{path.name}: checksum"):
         PackedStore.open(store.folder)
     with path.open("ab") as file:
         file.write(b"more")
-    manifest = json.loads((store.folder / "manifest.json").read_text())
     manifest["files"][path.name]["nbytes"] += 4
-    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest_path.write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match="too many"):
         PackedStore.open(store.folder)
