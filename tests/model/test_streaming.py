@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,10 +141,18 @@ def test_what_cannot_be_streamed(hub: FakeHub, checkpoint: Path, tmp_path: Path,
 def test_room_is_looked_at_before_anything_is_downloaded(
     hub: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs, sizes = needs_of(NAME), {path.name: path.stat().st_size for path in hub.folder.iterdir()}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     for flags, says in (([], "pack --stream"), (["--stream"], "for shards while they are packed")):
         code, told = command("pack", NAME, *flags)
         assert code == 2 and says in told["error"]["message"] and "1000 are free" in told["error"]["message"]
+    shards_nbytes = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
+    found = re.search(r"(\d+) more bytes are needed, of which (\d+) for shards", told["error"]["message"])
+    assert found is not None
+    needed, most = map(int, found.groups())
+    assert max(shards_nbytes) < most < 4 * max(shards_nbytes) < sum(shards_nbytes)
+    whole = needs.experts_nbytes + 2 * needs.dense_nbytes + most
+    assert whole - sum(sizes.values()) + sum(shards_nbytes) <= needed < whole, "small files are there by now"
     assert not any(one.endswith(".safetensors") for one in hub.downloads)
 
 
