@@ -126,9 +126,9 @@ def test_a_signal_that_comes_before_the_loop_ends_it(demo: tuple[Any, Any]) -> N
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     thread.join(30)
-    is_hanging = thread.is_alive()
-    server.end()
-    thread.join(30)
+    if is_hanging := thread.is_alive():
+        server.end()
+        thread.join(30)
     listener.close()
     assert not is_hanging
 

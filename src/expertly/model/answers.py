@@ -120,6 +120,7 @@ class AnswerReader:
         self._text = ""  # all of it, as it came
         self._told: set[str] = set()  # kinds
         self._is_begun = bool(begun)
+        self._is_behind_call = False
         self.is_thinking = False  # at the start
         for event in self._parser.initial_events:  # of what the prompt begins
             self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
@@ -175,15 +176,18 @@ class AnswerReader:
         if self._is_single and "call" in self._told:
             return []
         self._told.add("call")
+        self._is_behind_call = True
         return [AnswerPart("call", call=call)]
 
     def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
         """Without the blank lines that templates put between marks and text."""
-        if kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun):
+        is_first = kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun)
+        if is_first or self._is_behind_call:
             text = text.lstrip()
-        if not text or ("call" in self._told and text.isspace()):
+        if not text:
             return []
         self._told.add(kind)
+        self._is_behind_call = False
         return [AnswerPart(kind, text)]
 
 
