@@ -91,7 +91,7 @@ def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
     for name in ("running", "waiting"):
         assert tab.run(f"document.querySelector('#n-{name}').textContent") == "0"
     memory = tab.run("document.querySelector('#memory').textContent")
-    for name, key in (("KiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
+    for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
         (shown,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
         assert float(shown) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
 
