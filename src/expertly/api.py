@@ -29,7 +29,7 @@ from expertly.model.hooks import between_passes, check_passes, experts_modules, 
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
-from expertly.options import LoadOptions, described
+from expertly.options import LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
@@ -60,7 +60,7 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
     """
-    asked = LoadOptions(**options)
+    asked = LoadOptions(**names_of_today(options))
     targets = choose_devices(asked.device, asked.devices)
     with ExitStack() as opened:  # closed again where what comes next raises
         chosen = _choose(model, asked, targets, progress)
