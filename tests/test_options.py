@@ -50,7 +50,7 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str
 
 @pytest.mark.parametrize("value", ["30%", 0.3, "device", ""])
 def test_an_option_that_has_gone_says_what_to_use(value: object):
-    with pytest.raises(ConfigError, match="compressed=.*codec='planes'.*memory="):
+    with pytest.raises(ConfigError, match=r"compressed=.*codec='planes'.*memory="):
         expertly.load("no-such-folder", compressed=value)
 
 

@@ -131,7 +131,7 @@ def _choose(
             request = replace(request, at_most=settled.memory)
         asked = replace(asked, system=system, **{**settled._asdict(), "memory": asked.memory})
     parts = get_runnable(asked.system)
-    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.matcher)
+    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.predict)
     if len(targets) > 1 and asked.decisions is not None:
         raise ConfigError(
             f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
@@ -142,7 +142,7 @@ def _choose(
     choose_kernels(runs_on_host=kind_of(targets[0]).runs_on_host)  # refused before the model is packed
     store = store or pack(asked.codec)
     is_replayed = asked.decisions is not None
-    files = find_files(asked.maps, parts, store, num_devices=len(targets), is_replayed=is_replayed)
+    files = find_files(asked.learned, parts, store, num_devices=len(targets), is_replayed=is_replayed)
     weights = find_weights(asked.predictor, parts, store)
     fitting = fitting_segments(store.manifest.layers, parts.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
@@ -159,7 +159,7 @@ def _memory_request(asked: LoadOptions, store: PackedStore) -> MemoryRequest:
     if callable(context):
         context = context(load_tokenizer(store.folder))
         context = min(context, store.positions or context)  # no text is longer
-    return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory)
+    return MemoryRequest(asked.memory, asked.staging_slots, context, asked.total_memory)
 
 
 def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:

@@ -203,8 +203,8 @@ class LoadOptions:
     )
     predict: Literal["auto", "thread", "inline"] = option(
         AUTO,
-        "where a system predicts: thread (the predictor's, beside the forward pass), inline (within the pass, so that a "
-        "run can be repeated exactly) or auto, inline where the system waits for its predictions, else thread",
+        "where a system predicts: thread (the predictor's, beside the forward pass), inline (within the pass, so that "
+        "a run can be repeated exactly) or auto, inline where the system waits for its predictions, else thread",
         metavar="NAME",
         panel=RESEARCH,
         choices=lambda: PREDICT,

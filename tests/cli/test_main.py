@@ -160,7 +160,8 @@ LOADING = "memory system segments dtype codec compressed device devices maps pre
         ("lab trace import", "format geometry num-experts model"),
         (
             "lab trace synth",
-            "workload layers experts top-k tokens requests prefill-tokens zipf markov phases working-set lookahead seed",
+            "workload layers experts top-k tokens requests prefill-tokens zipf markov phases working-set"
+            " lookahead seed",
         ),
         ("lab trace replay", "allow-imports"),
         (
@@ -192,6 +193,11 @@ def test_an_option_of_the_first_edition_is_taken_or_says_what_to_use(command, fl
             found.make_context("expertly", [f"--{flag}", "1"], resilient_parsing=True)
         except ConfigError as gone:
             assert flag == "compressed" and "accepted: " in str(gone)
+
+
+def test_several_values_after_one_option_are_refused_with_what_to_type(capsys):
+    assert main(["lab", "reproduce", "fmoe", "--trace", "a", "b"]) == 2
+    assert "before each of several values: --trace" in capsys.readouterr().err
 
 
 def test_a_missing_dependency_is_named(command, capsys):

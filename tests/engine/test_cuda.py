@@ -52,7 +52,7 @@ def test_prefetching_changes_no_token(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, _ = cases["mixtral"], put_in_place(monkeypatch, host_share)
-    with loaded(case.store, memory="50%", segments=segments, system="fmoe", matcher="inline") as model:
+    with loaded(case.store, memory="50%", segments=segments, system="fmoe", predict="inline") as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         scheduler = handle(model).engine.scheduler

@@ -236,7 +236,7 @@ def test_a_kernel_that_raises(devices: str, cases: Cases, monkeypatch: pytest.Mo
 def test_a_predictor_that_fails_fails_one_pass(matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Failing(geometry, after=4))
-    with loaded_on(TWO, case.store, system=system, matcher=matcher) as model:
+    with loaded_on(TWO, case.store, system=system, predict=matcher) as model:
         with pytest.raises(ValueError, match="the predictor gave up"):
             for _ in range(5):
                 generate(model, case.prompts)
@@ -368,7 +368,7 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
     lines: range, settings: dict[str, Any], cases: Cases
 ) -> None:
     memory = "60%" if "devices" in settings else "25%"
-    interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory=memory, maps="off", **settings)
+    interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory=memory, learned="off", **settings)
 
 
 def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

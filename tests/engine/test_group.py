@@ -99,7 +99,7 @@ def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments
 )
 def test_every_kind_of_system_is_lossless(system: str, matcher: Any, cases: Cases) -> None:
     case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "60%"
-    with loaded(case.store, devices=TWO, system=system, memory=memory, matcher=matcher, segments=4) as model:
+    with loaded(case.store, devices=TWO, system=system, memory=memory, predict=matcher, segments=4) as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
 
@@ -109,7 +109,7 @@ def test_one_staging_slot_on_each(order: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, memory="100%") as model:
         segment = expertly.stats(model).as_dict()["expert_bytes"] // (24 * 4)
-    with loaded(case.store, devices=TWO, memory=2 * segment, ring=1, segments=4, order=order) as model:
+    with loaded(case.store, devices=TWO, memory=2 * segment, staging_slots=1, segments=4, order=order) as model:
         assert generate(model, case.prompts) == case.tokens
         assert [one["memory_bytes"] for one in of_devices(model)] == [segment, segment]
 
@@ -222,7 +222,7 @@ def test_predictions_are_split_and_prefetched_on_both(
     matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, system = cases["qwen3_moe"], predictors.put(monkeypatch, Everything)
-    with loaded(case.store, devices=TWO, system=system, matcher=matcher, memory="60%", segments=2) as model:
+    with loaded(case.store, devices=TWO, system=system, predict=matcher, memory="60%", segments=2) as model:
         for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
             assert generate(model, case.prompts) == case.tokens
             devices = of_devices(model)
@@ -239,7 +239,7 @@ def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
     """Inline predictions are the same, so what they named and what was needed of it is, too."""
     case, found = cases["qwen3_moe"], []
     for where in ONE_OR_MORE[:2]:
-        settings = {"system": "lru:prediction=lookahead:distance=2", "matcher": "inline", "memory": "60%"}
+        settings = {"system": "lru:prediction=lookahead:distance=2", "predict": "inline", "memory": "60%"}
         with loaded(case.store, **settings, **where) as model:
             generate(model, case.prompts)
             stats = expertly.stats(model).as_dict()
@@ -252,7 +252,7 @@ def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
 def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case, diary = cases["qwen3_moe"], Diary("experts", "embedding")
     system = predictors.put(monkeypatch, lambda geometry: diary)
-    with loaded(case.store, devices=THREE, system=system, matcher="inline", memory="100%") as model:
+    with loaded(case.store, devices=THREE, system=system, predict="inline", memory="100%") as model:
         generate(model, case.prompts, 5)
         assert len(diary.began) == len(diary.ends) == 5
         assert [[one.layer for one in routed] for routed in diary.routed] == [[0, 1, 2]] * 5
@@ -262,7 +262,7 @@ def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.M
 def test_inline_runs_are_the_same_again(cases: Cases) -> None:
     case, found = cases["qwen3_moe"], []
     for _ in range(2):
-        with loaded(case.store, devices=TWO, system="fmoe", matcher="inline", memory="60%") as model:
+        with loaded(case.store, devices=TWO, system="fmoe", predict="inline", memory="60%") as model:
             for _ in range(2):
                 generate(model, case.prompts, 6)
             found.append([one[phase]["predicted"] for one in of_devices(model) for phase in ("prefill", "decode")])
@@ -368,7 +368,7 @@ def test_an_end_is_told_once_and_a_failed_beginning_has_none(shared: SharedChann
 def test_unload_ends_all_threads_and_files(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     assert not reader_threads()
-    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO, system="fmoe", maps="off")
+    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO, system="fmoe", learned="off")
     names = sorted(thread.name for thread in reader_threads())
     assert [name for name in names if "device" in name] == ["expertly-device-0", "expertly-device-1"]
     assert len([name for name in names if "reader" in name]) == 8
@@ -435,8 +435,8 @@ def test_too_little_memory_names_the_least_that_works(cases: Cases) -> None:
         expertly.load(store, memory=least - 1, devices=TWO)
     with loaded(store, memory=least, devices=TWO) as model:
         assert generate(model, cases["qwen3_moe"].prompts) == cases["qwen3_moe"].tokens
-    with pytest.raises(BudgetError, match="ring=0: must be at least 1 segment"):
-        expertly.load(store, memory="60%", ring=0, devices=TWO)
+    with pytest.raises(BudgetError, match="staging_slots=0: must be at least 1 segment"):
+        expertly.load(store, memory="60%", staging_slots=0, devices=TWO)
 
 
 def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

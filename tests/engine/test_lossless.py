@@ -59,7 +59,7 @@ def test_one_staging_slot_streams_a_whole_layer(family: str, cases: Cases) -> No
     with loaded(case.store, memory="100%") as model:
         stats = expertly.stats(model).as_dict()
     one_segment = stats["expert_bytes"] // (len(stats["layers"]) * 8 * 4)
-    with loaded(case.store, memory=one_segment, ring=1, segments=4) as model:
+    with loaded(case.store, memory=one_segment, staging_slots=1, segments=4) as model:
         assert generate(model, case.prompts) == case.tokens
         assert expertly.stats(model).as_dict()["memory_bytes"] == one_segment
 
@@ -121,7 +121,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases:
     for way in [{}] if family == "switch_transformers" else ways:
         reference = load_reference(case.folder, dtype=torch.bfloat16, **way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
-    settings = {"system": "fmoe", "matcher": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
+    settings = {"system": "fmoe", "predict": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
     with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:
         if settings["system"] == "fmoe":
             generate(model, case.prompts)  # it learns, and prefetches

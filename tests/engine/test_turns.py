@@ -88,5 +88,5 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
         lambda model: handle(model).engine.scheduler.check(),
         system=f"lru:prediction=lookahead:{way}",
         memory="50%",
-        matcher="inline",
+        predict="inline",
     )

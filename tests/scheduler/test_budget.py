@@ -51,7 +51,7 @@ def test_below_the_ring_the_least_budget_is_named() -> None:
 def test_a_ring_of_one_segment_is_the_smallest_there_is() -> None:
     shape = geometry(3, 8, 2, segments=4)
     assert split_budget(shape, shape.segment_nbytes(0), ring=1).ring_slots == (1,)
-    with pytest.raises(BudgetError, match="ring=0"):
+    with pytest.raises(BudgetError, match="staging_slots=0"):
         split_budget(shape, shape.nbytes // 2, ring=0)
 
 

@@ -64,7 +64,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         device="cpu",
         system="fmoe",
         context=256,
-        maps=str(folder / "demo.maps"),
+        learned=str(folder / "demo.maps"),
         api_key_file=str(keys),
         share_every_s=1.0,
         drain_seconds=5.0,

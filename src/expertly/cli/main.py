@@ -158,7 +158,10 @@ def _of_usage(error: typer.TyperException) -> ConfigError | None:
     wrong = error.format_message()
     if not wrong:
         return None
-    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help)")
+    parameters = [] if context is None else context.command.params
+    several = [one.opts[0] for one in parameters if getattr(one, "multiple", False)]
+    more = f"; before each of several values: {', '.join(several)}" if several else ""
+    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help{more})")
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.types import ASGIApp
 
-from expertly.core.costs import check_codec, refuse_compressed
+from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
+from expertly.options import names_of_today
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.fleet_metrics import together
@@ -55,11 +56,10 @@ class Options(BaseModel):
     device: str | None = None
     host_memory: str = "auto"
     codec: str = "auto"
-    compressed: object = None  # gone, and refused
-    maps: str = "auto"
+    learned: str = "auto"
     predictor: str = "auto"
     plan: str | None = None
-    matcher: Literal["auto", "thread", "inline"] = "auto"
+    predict: Literal["auto", "thread", "inline"] = "auto"
     context: int | None = Field(default=None, ge=1)
     max_running: int = Field(default=16, ge=1)
     max_queue: int = Field(default=256, ge=0)
@@ -74,12 +74,16 @@ class Options(BaseModel):
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def rename(cls, told: Any) -> Any:
+        return names_of_today(told) if isinstance(told, dict) else told
+
     def check(self) -> None:
         """What can be known before a replica starts. Raises ConfigError."""
         if self.system != AUTO_SYSTEM:
             get_system(self.system)
         check_codec(self.codec)
-        refuse_compressed(self.compressed)
         if self.api_key_file is None and not self.no_key:
             raise ConfigError(
                 "api_key_file: missing; accepted: a file of keys on every machine, or no_key=true, with which requests "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("expertly.serve")
 
-_TOLD = {"system", "segments", "dtype", "device", "host_memory", "codec", "maps", "predictor"}
+_TOLD = {"system", "segments", "dtype", "device", "host_memory", "codec", "learned", "predict", "predictor"}
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ def open_server(options: Options) -> Opened:
         )
     )
     told = options.model_dump(include=_TOLD)
-    model, tokenizer = api.load(
-        options.model, memory=planned.memory, plan=options.plan, matcher=options.matcher, **told
-    )
+    model, tokenizer = api.load(options.model, memory=planned.memory, plan=options.plan, **told)
     split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
     log.info("%s", split.sentence())
     server = assemble(model, tokenizer, settings, planned.room, split, template)
