@@ -50,7 +50,7 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = inspect.cleandoc(text[:1].upper() + text[1:])
-    app.command(name, OptionsCommand, help=escape(text), hidden=hidden)(run)
+    app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:
