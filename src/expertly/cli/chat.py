@@ -101,6 +101,10 @@ class DecodeDemands:
     def __exit__(self, *error: object) -> None:
         self._engine.observer = self._before
 
+    @property
+    def wants_token_ids(self) -> bool:
+        return self._before is not None and self._before.wants_token_ids
+
     def begin_iteration(self, info: IterationInfo) -> None:
         self._is_decode = info.phase == "decode"
         if self._before is not None:
