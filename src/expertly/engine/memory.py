@@ -124,7 +124,10 @@ def divide(
     context = request.context or DEFAULT_CONTEXT
     amounts, reason, room = choose_amounts(targets, geometries, beside, context, request.total)
     if request.at_most is not None:
-        amounts = [min(one, most) for one, most in zip(amounts, shares_of(request.at_most, geometries), strict=True)]
+        most = shares_of(request.at_most, geometries)
+        owners = [kind_of(target).memory_of(target) for target in targets]
+        room += sum(max(0, a - b) for a, b, owner in zip(amounts, most, owners, strict=True) if owner == owners[0])
+        amounts = [min(one, other) for one, other in zip(amounts, most, strict=True)]
     try:
         return Division(_split_over(geometries, amounts, request.ring), reason, RoomBeside(room, beside))
     except BudgetError as error:
@@ -255,9 +258,14 @@ def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> B
     return BesideExperts(store.dense_nbytes, BESIDE_NBYTES, cache, pass_nbytes(config, itemsize))
 
 
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
 def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
     """Activations of a token of those that a model on a CPU reads in one forward pass."""
-    text = config.get("text_config", config)
+    text = _text_of(config)
     hidden = text.get("hidden_size", text.get("d_model", 0))
     top_k = next(
         (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
@@ -268,7 +276,7 @@ def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
     """Keys and values of `context` tokens of one request; an upper bound where layers slide, share or compress."""
-    text = config.get("text_config", config)
+    text = _text_of(config)
     heads = text.get("num_attention_heads", text.get("num_heads", 1))
     hidden = text.get("hidden_size", text.get("d_model", 0))
     size = text.get("head_dim") or text.get("d_kv") or hidden // max(1, heads)
