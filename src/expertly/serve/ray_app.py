@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
-from expertly.options import OptionInfo, option
+from expertly.options import OptionInfo, names_of_today, option
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.settings import Access, ServeOptions
@@ -203,7 +203,7 @@ def _checked(told: dict[str, Any]) -> RayOptions:
         one.name: one.metadata["option"] for one in fields(RayOptions) if "option" in one.metadata
     }
     values: dict[str, Any] = {}
-    for name, value in told.items():
+    for name, value in names_of_today(told).items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: there is no such option; accepted: {', '.join(known)}")
         if value is None:
