@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -17,72 +16,53 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
-from expertly.serve.dashboard import dashboard_page
-from expertly.serve.errors import ApiError, invalid
+from expertly.serve.errors import ApiError, ErrorObject
 from expertly.serve.http import (
     ClientGone,
     EventStream,
     Guard,
     as_event,
-    on_api_error,
     on_bug,
     on_gone,
     on_http_error,
-    read_body,
     unless_gone,
 )
-from expertly.serve.reading import check, parse_json
-from expertly.serve.request import ServedRequest as Asked
+from expertly.serve.reading import read
+from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName
 from expertly.serve.service import Service
-from expertly.serve.view import View
+from expertly.serve.settings import Access
+from expertly.serve.view import View, dashboard_page
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _REFUSALS = {
-    "400": "cannot work as it is",
-    "401": "no key of this server",
-    "403": "a host name that is not this machine's",
-    "404": "not here",
-    "413": "too large",
-    "415": "no JSON",
-    "429": "as many wait as may",
-    "503": "shutting down, or stopped",
+    400: "cannot work as it is",
+    401: "no key of this server",
+    403: "a host name that is not this machine's",
+    404: "not here",
+    413: "too large",
+    415: "no JSON",
+    429: "as many wait as may",
+    503: "shutting down, or stopped",
 }
 
 
+Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
 TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
-DONE = b"data: [DONE]\n\n"
-"""The end of a stream, but of /v1/responses."""
 
 
-def make_app(service: Service, view: View) -> Any:
+def make_app(service: Service, view: View, access: Access, max_body_nbytes: int) -> Any:
     """The ASGI application. It takes requests from when `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_state(app, service, view)
-    _add_texts(app, service)
+    _add_texts(app, service, max_body_nbytes)
     _add_schema(app)
-    guarded: Any = Guard(app, service.settings)
-    if service.settings.cors:
+    guarded: Any = Guard(app, access)
+    if access.origins:
         guarded = CORSMiddleware(
             guarded,
-            allow_origins=service.settings.cors,
+            allow_origins=access.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
@@ -91,72 +71,65 @@ def make_app(service: Service, view: View) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, on_gone)
     app.add_exception_handler(ClientDisconnect, on_gone)
-    app.add_exception_handler(Exception, on_bug)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return await on_api_error(request, invalid("the request's address cannot be read"))
+    for kind in (ApiError, Exception):
+        app.add_exception_handler(kind, on_bug)
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
     scheduler = service.scheduler
-    page = dashboard_page()
+    html, headers = dashboard_page()
 
     @app.get("/", response_class=HTMLResponse, summary="The dashboard")
     async def dashboard() -> Response:
-        return HTMLResponse(page.html, headers=page.headers)
+        return HTMLResponse(html, headers=headers)
 
-    @app.get("/health", summary="Is the server alive?", responses=_refusals("503"))
+    @app.get("/health", summary="Is the server alive?", responses=_refusals(503))
     async def health() -> Response:
         if scheduler.problem is not None:
             return JSONResponse({"status": "stopped", "reason": scheduler.problem}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", summary="Does it take requests?", responses=_refusals("503"))
+    @app.get("/ready", summary="Does it take requests?", responses=_refusals(503))
     async def ready() -> Response:
         if scheduler.problem is not None or scheduler.is_draining:
             return JSONResponse({"status": "draining" if scheduler.is_draining else "stopped"}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/v1/models", summary="The model that is served", responses=_refusals("401", "403"))
+    @app.get("/v1/models", summary="The model that is served", responses=_refusals(401, 403))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [service.about.as_dict()]})
 
-    @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals("401", "403", "404"))
+    @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals(401, 403, 404))
     async def model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(service.about.as_dict())
 
-    @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals("401", "403"))
+    @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals(401, 403))
     async def experts() -> Response:
         return JSONResponse(await asyncio.to_thread(view.experts))
 
-    @app.get("/v1/state", summary="What the dashboard shows beside it", responses=_refusals("401", "403"))
+    @app.get("/v1/state", summary="What the dashboard shows beside it", responses=_refusals(401, 403))
     async def state() -> Response:
         return JSONResponse(await asyncio.to_thread(view.state))
 
-    @app.get("/metrics", summary="For Prometheus", responses=_refusals("401", "403"))
+    @app.get("/metrics", summary="For Prometheus", responses=_refusals(401, 403))
     async def metrics() -> Response:
-        return Response(await asyncio.to_thread(view.metrics), media_type=view.METRICS_TYPE)
+        return Response(await asyncio.to_thread(view.shown_metrics), media_type=view.METRICS_TYPE)
 
 
-def _add_texts(app: FastAPI, service: Service) -> None:
-    limit = service.settings.max_body_nbytes
-    refusals = _refusals("400", "401", "403", "404", "413", "415", "429", "503")
+def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
+    refusals = _refusals(400, 401, 403, 404, 413, 415, 429, 503)
 
-    async def answer(request: Request, made: tuple[Asked, Any], is_stream: bool | None, last: bytes = DONE) -> Response:
-        asked, told = made
-        service.start(asked)
-        gone: Callable[[], None] = lambda: service.scheduler.cancel(asked)  # noqa: E731
+    async def answer(request: Request, told: Answer, is_stream: bool | None) -> Response:
+        service.start(told.request)
+        gone: Callable[[], None] = lambda: service.scheduler.cancel(told.request)  # noqa: E731
         if is_stream:
-            return EventStream(_events(asked, told), gone, last, getattr(told, "failure", ApiError.body))
+            return EventStream(_events(told), gone, told.done, told.failure)
         try:
-            deltas = await unless_gone(request.receive, _all(asked))
+            deltas = await unless_gone(request.receive, _all(told.request))
         finally:
             gone()
         return JSONResponse(told.whole(deltas))
@@ -166,32 +139,32 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @post("/v1/chat/completions", "Answer a conversation", ChatRequest)
     async def chat(request: Request) -> Response:
-        asked = check(ChatRequest, parse_json(await read_body(request, limit)))
+        asked = await read(request, ChatRequest, limit)
         return await answer(request, await service.chat(asked), asked.stream)
 
     @post("/v1/completions", "Continue a text", CompletionRequest)
     async def complete(request: Request) -> Response:
-        asked = check(CompletionRequest, parse_json(await read_body(request, limit)))
+        asked = await read(request, CompletionRequest, limit)
         return await answer(request, await service.complete(asked), asked.stream)
 
     @post("/v1/responses", "Answer a conversation, as items", ResponsesRequest)
     async def respond(request: Request) -> Response:
-        asked = check(ResponsesRequest, parse_json(await read_body(request, limit)))
-        return await answer(request, await service.respond(asked), asked.stream, b"")
+        asked = await read(request, ResponsesRequest, limit)
+        return await answer(request, await service.respond(asked), asked.stream)
 
     @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", ModelName)
     async def load_model(request: Request) -> Response:
-        service.check_model(check(ModelName, parse_json(await read_body(request, limit))).model)
+        service.check_model((await read(request, ModelName, limit)).model)
         ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
         return Response(ready, media_type=EventStream.media_type)
 
 
-async def _all(asked: Asked) -> list[Any]:
-    return [delta async for delta in asked]
+async def _all(request: ServedRequest) -> list[Any]:
+    return [delta async for delta in request]
 
 
-async def _events(asked: Asked, told: ChatAnswer | CompletionAnswer | ResponsesAnswer) -> AsyncIterator[Any]:
-    async for delta in asked:
+async def _events(told: Answer) -> AsyncIterator[Any]:
+    async for delta in told.request:
         for chunk in told.chunks(delta):
             yield chunk
     for chunk in told.last_chunks():
@@ -206,9 +179,8 @@ def _takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _refusals(*statuses: str) -> dict[int | str, dict[str, Any]]:
-    content = {"application/json": {"schema": _ERROR}}
-    return {int(status): {"description": _REFUSALS[status], "content": content} for status in statuses}
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": _REFUSALS[status], "model": ErrorObject} for status in statuses}
 
 
 def _add_schema(app: FastAPI) -> None:
