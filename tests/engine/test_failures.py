@@ -332,8 +332,8 @@ def test_two_interrupts_while_a_disk_is_slow(
 @pytest.mark.parametrize(
     ("lines", "settings"),
     [
-        (range(3, 9000, 1518), {"segments": 1}),
-        (range(412, 9000, 1518), {"segments": 4}),
+        (range(3, 9000, 818), {"segments": 1}),
+        (range(412, 9000, 818), {"segments": 4}),
         (range(3, 3000, 862), {"system": "lru", "devices": TWO, "device": None}),
         (range(434, 3000, 862), {"system": "fmoe", "devices": TWO, "device": None}),
         (range(5, 9000, 1909), {"system": "fmoe", "predict": "inline"}),
