@@ -301,7 +301,9 @@ class Measurement:
         old, resident = self._geometry.segments_per_expert, self._resident()
         rows, kernels = self._engine.device.rows, self._engine.executor.shards[0].kernels
         computes = {
-            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), None, kernels)
+            layer: LayerCompute(
+                self._modules[layer], self._layer, num_segments, rows(layer), self._engine.device.dtype, None, kernels
+            )
             for layer in (spans[0].layer for spans in resident)
         }
         frames = [span for spans in resident for span in spans]

@@ -15,7 +15,7 @@ from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
-from expertly.model.packing import Packing, default_dtype, local_folder
+from expertly.model.packing import Packing, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from expertly.store.manifest import ITEMSIZE, check_store_dtype
@@ -95,13 +95,13 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
 def _of_checkpoint(
     name: str, checkpoint: Checkpoint, dtype: str | None, file_sizes: dict[str, int], is_here: bool = False
 ) -> ModelNeeds:
-    runs_in = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    weights = weights_of(checkpoint, dtype)
     refused = None
     try:
         make_quantizer(checkpoint.config.get("quantization_config"))
     except UnsupportedModelError as error:
         refused = str(error)
-    packing = None if refused is not None else Packing(checkpoint, runs_in)
+    packing = None if refused is not None else Packing(checkpoint, weights)
     dtypes: dict[str, int] = {}
     for ref in checkpoint.tensors.values():
         dtypes[ref.dtype] = dtypes.get(ref.dtype, 0) + ref.nbytes
@@ -112,7 +112,7 @@ def _of_checkpoint(
         largest_file_nbytes=max(file_sizes[ref.path.name] for ref in checkpoint.tensors.values()),
         is_here=is_here,
     )
-    return _of_config(name, checkpoint.folder, runs_in, stored, refused, packing)
+    return _of_config(name, checkpoint.folder, weights.dtype, stored, refused, packing)
 
 
 def _of_config(

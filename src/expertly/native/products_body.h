@@ -2,6 +2,7 @@
  *   V             floats of a vector
  *   NAME(f)       f with the set's suffix
  *   LABEL         its name as users read it
+ *   LOOKUP, BYTES see tiles_body.h
  *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
  *
  * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
@@ -257,8 +258,11 @@ static void NAME(run_sums)(void *argument) {
 #endif
 }
 
+#include "tiles_body.h"
+
 static const instruction_set NAME(set) = {
-    LABEL, BLOCK, HAS_HALF, NAME(prepare), NAME(widen), NAME(run_dots), NAME(run_sums),
+    LABEL,           BLOCK,          HAS_HALF,           NAME(prepare),       NAME(widen),
+    NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
 };
 
 #undef vf
@@ -271,3 +275,5 @@ static const instruction_set NAME(set) = {
 #undef LOAD_HALF
 #undef HALF_VALUE
 #undef PUT_HALF
+#undef LOOKUP
+#undef BYTES
