@@ -27,7 +27,7 @@ class LayerGeometry:
     itemsize: int  # bytes of one weight, as it is computed with
     format: str = ""  # "": weights are stored as they are computed with
     block_size: int = 1  # neurons that can only be read together
-    block_nbytes: int = 0  # of these; 0: so many weights
+    block_nbytes: int = 0  # of these, in a format
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize", "block_size"):
@@ -37,22 +37,21 @@ class LayerGeometry:
             raise ConfigError(
                 f"geometry field block_size={self.block_size}: must divide intermediate_size={self.intermediate_size}"
             )
-        if self.block_nbytes < 1:
-            nbytes = self.block_size * self.num_matrices * self.hidden_size * self.itemsize
-            object.__setattr__(self, "block_nbytes", nbytes)
         if self.num_matrices not in (2, 3):
             raise ConfigError(f"geometry field num_matrices={self.num_matrices}: must be 2 or 3")
         if self.top_k > self.num_experts:
             raise ConfigError(f"geometry field top_k={self.top_k}: more than the {self.num_experts} experts")
 
     @property
-    def num_weights(self) -> int:
-        """Of one expert."""
-        return self.intermediate_size * self.num_matrices * self.hidden_size
+    def neuron_nbytes(self) -> int:
+        """Of one neuron's weights, as they are computed with."""
+        return self.num_matrices * self.hidden_size * self.itemsize
 
     @property
     def expert_nbytes(self) -> int:
-        return self.intermediate_size // self.block_size * self.block_nbytes
+        if self.format:
+            return self.intermediate_size // self.block_size * self.block_nbytes
+        return self.intermediate_size * self.neuron_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +168,11 @@ class Geometry:
 
     def layer_of_expert(self, expert_id: int) -> int:
         return self._layer_of[expert_id]
+
+
+def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:
+    """What experts that are computed in `dtype` are stored as: their weight format, else that."""
+    return "+".join(sorted({layer.format or dtype for layer in layers}))
 
 
 def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:

@@ -21,6 +21,9 @@ from expertly.core.messages import RouterRan, Span
 from expertly.formats import FORMATS, TiledFormat
 from expertly.native.kernels import Kernels
 
+_MAX_TOKENS = 16
+"""Most tokens for which the kernels read quantised weights again for every few, and do not decode them first."""
+
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
@@ -69,7 +72,7 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens they take, and where rows are.
-        self._max_tokens = kernels.max_tokens if kernels.takes(dtype) else 0
+        self._max_tokens = (_MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
         self._format = FORMATS[geometry.format] if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
@@ -105,9 +108,11 @@ class LayerCompute:
         Only where `is_native`.
         """
         kernels, n = self._kernels, x.shape[0]
+        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
         tasks: list[int] = []
         for k, span in enumerate(spans):
-            tasks += (self._address + span.slot * self._slot_nbytes, 0, n, k * n)
+            for first, num in together:
+                tasks += (self._address + span.slot * self._slot_nbytes, first, num, k * n + first)
         if x.stride(1) != 1:
             x = x.contiguous()
         num_neurons = spans[0].num_segments * self._neurons_per_segment
@@ -118,8 +123,8 @@ class LayerCompute:
             kernels.tile_dots(self._format.kernel, tasks, x, products)
         inner = products.unbind(0)
         if self._in_bias is not None:
-            first = spans[0].segment * self._neurons_per_segment
-            cut = slice(first, first + num_neurons)
+            begin = spans[0].segment * self._neurons_per_segment
+            cut = slice(begin, begin + num_neurons)
             inner = tuple(
                 values + torch.stack([bias[span.expert, cut] for span in spans])
                 for values, bias in zip(inner, self._in_bias, strict=True)
@@ -127,7 +132,9 @@ class LayerCompute:
         tasks = []
         address = self._down_address if self._format is None else self._address
         for k, span in enumerate(spans):
-            tasks += (address + span.slot * self._slot_nbytes, k * n, n, positions[span.expert])
+            for first, num in together:
+                place = positions[span.expert] + first
+                tasks += (address + span.slot * self._slot_nbytes, k * n + first, num, place)
         h = self._activate(*inner).contiguous()
         if self._format is None:
             kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)

@@ -1,18 +1,21 @@
 """MXFP4 (OCP Microscaling Formats 1.0): 4-bit numbers E2M1, 32 of a row with a scale 2^(byte - 127); as gpt-oss ships.
 
-A tile is 16 bytes of scales, one an output, then for each 8 inputs 16 words of 4 bytes, the first input in the lowest
-bits: a checkpoint's own bytes in another order.
+A tile is, for each 8 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then 16 bytes of
+scales: a checkpoint's own bytes in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+
+if TYPE_CHECKING:
+    import torch
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -40,10 +43,12 @@ class _Mxfp4(TiledFormat):
         codes, scales = parts
         words = codes.reshape(*codes.shape[:-1], 4, 4).swapaxes(-2, -3)  # [..., 4 words, 16 outputs, 4]
         flat = words.reshape(*codes.shape[:-2], -1)
-        return np.concatenate((scales[..., 0], flat), axis=-1)
+        return np.concatenate((flat, scales[..., 0]), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        scales, words = tiles[..., :16], tiles[..., 16:].unflatten(-1, (4, 16, 4))
+        import torch
+
+        words, scales = tiles[..., :256].unflatten(-1, (4, 16, 4)), tiles[..., 256:]
         pairs = torch.stack((words & 15, words >> 4), dim=-1)  # [..., 4, 16, 4, 2]
         codes = pairs.transpose(-4, -3).flatten(-3)  # [..., 16, 32]
         values = torch.tensor(VALUES, device=tiles.device)[codes.int()]

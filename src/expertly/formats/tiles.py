@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.geometry import LayerGeometry
+
+if TYPE_CHECKING:
+    import torch
 
 TILE_OUTPUTS = 16
 
@@ -70,6 +72,8 @@ class TiledFormat(Protocol):
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
         """Float32 weights [r, M, H] of r neurons from their blocks [r / G, block_nbytes], on the device of these."""
+        import torch
+
         num, group = len(blocks), self.group
         tiles = self.decode_tiles(blocks.view(num, -1, self.tile_nbytes))  # [blocks, tiles, 16, G]
         num_down = hidden_size // TILE_OUTPUTS

@@ -271,7 +271,7 @@ class ExpertsReader:
             for expert in experts:
                 yield self._kept(self._format, expert).reshape(-1)
             return
-        step = max(1, _CHUNK_NBYTES // geometry.block_nbytes)
+        step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
             for expert in experts:
                 matrices = list(self._matrices(expert))

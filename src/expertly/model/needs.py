@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.files import read_json_object
+from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
+from expertly.formats import FORMATS
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
-from expertly.model.packing import Packing, local_folder, weights_of
+from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from expertly.store.manifest import ITEMSIZE, check_store_dtype
@@ -35,7 +37,7 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Of a model as it runs: in `dtype`, whatever its checkpoint's bytes are."""
+    """Of a model as it runs: computed in `dtype`, its experts stored in that or in a weight format."""
 
     name: str
     model_type: str
@@ -51,6 +53,10 @@ class ModelNeeds:
     @property
     def experts_nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def stored_as(self) -> str:
+        return stored_as(self.layers, self.dtype)
 
 
 def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
@@ -89,7 +95,8 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
         checkpoint = Checkpoint.open(folder)
         sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
-    return _of_config(name, folder, check_store_dtype(dtype or "bfloat16"), None, None)
+    kept = kept_format(read_json_object(folder / "config.json", CheckpointError)) if dtype is None else ""
+    return _of_config(name, folder, Weights(check_store_dtype(dtype or "bfloat16"), kept), None, None)
 
 
 def _of_checkpoint(
@@ -112,25 +119,27 @@ def _of_checkpoint(
         largest_file_nbytes=max(file_sizes[ref.path.name] for ref in checkpoint.tensors.values()),
         is_here=is_here,
     )
-    return _of_config(name, checkpoint.folder, weights.dtype, stored, refused, packing)
+    return _of_config(name, checkpoint.folder, weights, stored, refused, packing)
 
 
 def _of_config(
     name: str,
     folder: Path,
-    dtype: str,
+    weights: Weights,
     stored: StoredWeights | None,
     refused: str | None,
     packing: Packing | None = None,
 ) -> ModelNeeds:
-    config, model, sites = _bare_model(folder, dtype)
+    config, model, sites = _bare_model(folder, weights.dtype)
     if packing is not None:
         layers, dense_nbytes = packing.layers, packing.dense_nbytes
     else:
-        layers = tuple(site.geometry for site in sites)
+        kept = FORMATS.get(weights.format)
+        layers = tuple(site.geometry if kept is None else kept.geometry(site.geometry) for site in sites)
         dense_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return ModelNeeds(
-        name, config["model_type"], dtype, layers, dense_nbytes, dense_shape(model), config, stored, False, refused
+        *(name, config["model_type"], weights.dtype, layers, dense_nbytes, dense_shape(model), config, stored),
+        *(False, refused),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,9 +104,14 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None) -> Weights:
     """In `dtype`; None: in the format of the checkpoint where that can be kept. Raises as `default_dtype`."""
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
-    quantization = checkpoint.config.get("quantization_config")
+    return Weights(default_dtype(checkpoint), kept_format(checkpoint.config))
+
+
+def kept_format(config: Mapping[str, Any]) -> str:
+    """The weight format of a checkpoint's experts, where packing keeps it, else nothing."""
+    quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return Weights(default_dtype(checkpoint), method if isinstance(method, str) and method in FORMATS else "")
+    return method if isinstance(method, str) and method in FORMATS else ""
 
 
 def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:

@@ -17,7 +17,12 @@
 
 #define V 4
 #define NAME(f) NAME_(f, generic)
-#define LOOKUP(t, codes) NAME(lookup)(&(t).part[0], codes)
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define SHUFFLE(t, codes) ((vu)vqtbl1q_u8(vld1q_u8((const uint8_t *)(t)), (uint8x16_t)(codes)))
+#else
+#define SHUFFLE(t, codes) NAME(shuffle)(t, codes)
+#endif
 #define BYTES(p) ((vu){(uint8_t)(p)[0], (uint8_t)(p)[1], (uint8_t)(p)[2], (uint8_t)(p)[3]})
 #define LABEL "generic"
 #if defined(__ARM_FP16_FORMAT_IEEE) && defined(__aarch64__)
@@ -61,9 +66,8 @@ INLINE void put_half(float value, char *p) {
 #endif
 #define V 8
 #define NAME(f) NAME_(f, avx2)
-#define LOOKUP(t, codes)                                                                  \
-    ((vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps((__m256)(t).part[0], (__m256i)(codes)), \
-                          _mm256_permutevar8x32_ps((__m256)(t).part[1], (__m256i)(codes)), (__m256)((codes) << 28)))
+#define SHUFFLE(t, codes) \
+    ((vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(t))), (__m256i)(codes)))
 #define BYTES(p) ((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define LABEL "avx2"
 #define HAS_HALF 1
@@ -81,7 +85,7 @@ INLINE void put_half(float value, char *p) {
 #endif
 #define V 16
 #define NAME(f) NAME_(f, avx512)
-#define LOOKUP(t, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(t).part[0]))
+#define LOOKUP(t, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), _mm512_loadu_ps(t)))
 #define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define LABEL "avx512"
 #define HAS_HALF 1

@@ -58,10 +58,10 @@ enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that 
 enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
 
 static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+static const int8_t E2M1_HALVES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 INLINE int tile_group(int format) { (void)format; return 32; }
 INLINE int64_t tile_nbytes(int format) { (void)format; return 16 + 16 * 32 / 2; }
-INLINE const float *tile_values(int format) { (void)format; return E2M1_VALUES; }
 
 /* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
 typedef struct {

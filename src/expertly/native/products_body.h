@@ -2,7 +2,7 @@
  *   V             floats of a vector
  *   NAME(f)       f with the set's suffix
  *   LABEL         its name as users read it
- *   LOOKUP, BYTES see tiles_body.h
+ *   LOOKUP or SHUFFLE, BYTES: see tiles_body.h
  *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
  *
  * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
@@ -12,8 +12,10 @@
 
 typedef float NAME(vf) __attribute__((vector_size(4 * V), aligned(4), may_alias));
 typedef uint32_t NAME(vu) __attribute__((vector_size(4 * V), aligned(1), may_alias));
+typedef int32_t NAME(vi) __attribute__((vector_size(4 * V)));
 #define vf NAME(vf)
 #define vu NAME(vu)
+#define vi NAME(vi)
 #define BLOCK (2 * V)
 
 INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -267,6 +269,7 @@ static const instruction_set NAME(set) = {
 
 #undef vf
 #undef vu
+#undef vi
 #undef BLOCK
 #undef V
 #undef NAME
@@ -276,4 +279,5 @@ static const instruction_set NAME(set) = {
 #undef HALF_VALUE
 #undef PUT_HALF
 #undef LOOKUP
+#undef SHUFFLE
 #undef BYTES

@@ -11,7 +11,7 @@ from typing import Any
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
 from expertly.formats import check_format
 
@@ -62,7 +62,7 @@ class Manifest:
     @property
     def stored_as(self) -> str:
         """The format of the experts' weights where they are quantised, else their dtype."""
-        return "+".join(sorted({layer.format or self.dtype for layer in self.layers}))
+        return stored_as(self.layers, self.dtype)
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
