@@ -74,7 +74,7 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
 def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
     """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said."""
     where = {} if "devices" in kwargs else {"device": "cpu"}
-    model, _ = expertly.load(str(store), **({"memory": "25%", "maps": "off"} | where | kwargs))
+    model, _ = expertly.load(str(store), **({"memory": "25%", "learned": "off"} | where | kwargs))
     try:
         yield model
         for device in handle(model).engine.executor.shards:
@@ -93,7 +93,7 @@ def assert_streamed(model: Any) -> None:
     """It really ran through the pool: experts were demanded, missed and read."""
     stats = expertly.stats(model).as_dict()
     assert sum(counts(model, "prefill")) + sum(counts(model, "decode")) > 0
-    assert stats["bytes_loaded"] == stats["bytes_disk"] > 0
+    assert 0 < stats["bytes_loaded"] <= stats["bytes_disk"], "and what the comparison of first reads takes"
     assert stats["memory_bytes"] < stats["expert_bytes"]
 
 

@@ -104,13 +104,6 @@ def test_a_static_cache(family: str, is_padded: bool, cases: Cases) -> None:
     assert stats[0]["decode"]["iterations"] >= 11
 
 
-def test_without_a_cache(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store) as model:
-        assert generate(model, case.prompts, use_cache=False) == case.tokens
-        assert_streamed(model)
-
-
 def test_pipeline(tmp_path: Any) -> None:
     from transformers import AutoTokenizer, pipeline
 
@@ -172,7 +165,7 @@ def test_order_id_gives_the_same_tokens_and_loads_no_less(family: str, segments:
 @pytest.mark.parametrize(("ring", "memory"), [(1, "40%"), (5, "40%"), (80, "90%")])  # of 96 segments
 def test_any_number_of_staging_slots(ring: int, memory: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, memory=memory, segments=4, ring=ring) as model:
+    with loaded(case.store, memory=memory, segments=4, staging_slots=ring) as model:
         assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()
         assert stats["ring_bytes"] == ring * stats["expert_bytes"] // 96

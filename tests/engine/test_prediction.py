@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +13,13 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError, TransferError
-from expertly.policies.eviction.eam import EAMEviction
-from expertly.scheduler.decisions import replay_file
-from expertly.store.reader import ExpertFile
+from expertly.core.errors import ConfigError
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce, interrupt_at_lines
 from tests.engine.observe import loaded, prediction, reader_threads
-from tests.engine.predictors import Everything, Failing, Slow
+from tests.engine.predictors import Everything, Slow
 from tests.engine.test_batching import run_batch
-from tests.families import NUM_EXPERTS, generate, load_reference, logits_of, make_model, make_prompts
+from tests.families import generate, load_reference, logits_of, make_model, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,7 +85,7 @@ def least_memory(case: Case, segments: int) -> dict[str, int]:
     """One segment."""
     with loaded(case.store, memory="100%") as model:
         geometry = handle(model).engine.executor.geometry
-        return {"memory": geometry.layers[0].expert_nbytes // segments, "ring": 1}
+        return {"memory": geometry.layers[0].expert_nbytes // segments, "staging_slots": 1}
 
 
 @pytest.mark.parametrize(("system", "family", "memory", "segments", "matcher"), LOSSLESS)
@@ -100,7 +94,7 @@ def test_every_way_to_predict_is_lossless(
 ) -> None:
     case = cases[family]
     settings: dict[str, Any] = least_memory(case, segments) if memory == "least" else {"memory": memory}
-    with loaded(case.store, system=system, segments=segments, matcher=matcher, **settings) as model:
+    with loaded(case.store, system=system, segments=segments, predict=matcher, **settings) as model:
         for _ in range(2):  # the second finds what the first has taught
             assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
@@ -131,7 +125,7 @@ def test_predicting_everything_all_the_time_is_lossless(
 ) -> None:
     case = cases[family]
     system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, segments=segments, matcher=matcher, memory="30%") as model:
+    with loaded(case.store, system=system, segments=segments, predict=matcher, memory="30%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert generate(model, case.prompts[:1]) == case.tokens[:1]
         assert_prefetched(model)
@@ -143,7 +137,7 @@ def test_predictions_for_the_stack_that_does_not_run_are_left_out(
     """The encoder's layers do not run while the decoder does: loading them would be for nothing."""
     case = cases["switch_transformers"]
     system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, matcher="inline", memory="50%") as model:
+    with loaded(case.store, system=system, predict="inline", memory="50%") as model:
         assert generate(model, case.prompts) == case.tokens
         layers = expertly.stats(model).as_dict()["layers"]
         assert all(layer["decode"]["predicted"] == 0 < layer["prefill"]["predicted"] for layer in layers[:2])
@@ -153,7 +147,7 @@ def test_predictions_for_the_stack_that_does_not_run_are_left_out(
 def test_fmoe_predicts_both_stacks_from_their_first_layers(cases: Cases) -> None:
     """The maps of the prompts foretell the encoder's layers, those of the first answers the decoder's."""
     case = cases["switch_transformers"]
-    with loaded(case.store, system="fmoe:distance=1", matcher="inline", memory="50%") as model:
+    with loaded(case.store, system="fmoe:distance=1", predict="inline", memory="50%") as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()
@@ -175,7 +169,7 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
     inputs = torch.ones(1, 3, 32)
     with torch.no_grad():
         expected = [layer.mlp(inputs) for layer in load_reference(case.folder).model.layers]
-        with loaded(case.store, system=system, matcher=matcher, segments=4, memory="40%") as model:
+        with loaded(case.store, system=system, predict=matcher, segments=4, memory="40%") as model:
             for _ in range(3):
                 assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
                 for layer, output in zip(model.model.layers, expected, strict=True):
@@ -212,7 +206,7 @@ def test_continuous_batching(system: str, segments: int, cases: Cases) -> None:
     reference = load_reference(case.folder)
     prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
     expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store, system=system, memory="50%", segments=segments, matcher="inline") as model:
+    with loaded(case.store, system=system, memory="50%", segments=segments, predict="inline") as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
         assert_prefetched(model)
@@ -230,45 +224,6 @@ def test_two_models_and_a_copy(cases: Cases) -> None:
             assert_prefetched(model)
         threads = [thread for thread in threading.enumerate() if thread.name == "expertly-predictor"]
         assert len(threads) == 2, "one a model; a copy shares it"
-
-
-@pytest.mark.parametrize(
-    ("system", "matcher"),
-    [
-        ("fmoe", "thread"),
-        ("fmoe", "inline"),
-        (SPECULATIVE, "thread"),
-        (LOOKAHEAD, "inline"),
-        (f"{LOOKAHEAD}:gate=confidence", "thread"),
-        ("moe-infinity", "inline"),
-        ("expertly", "auto"),
-    ],
-)
-def test_decisions_replay(system: str, matcher: str, cases: Cases, tmp_path: Path) -> None:
-    case, path = cases["mixtral"], tmp_path / "decisions.jsonl"
-    with loaded(case.store, system=system, matcher=matcher, segments=2, memory="50%", decisions=path) as model:
-        for _ in range(3):
-            assert generate(model, case.prompts) == case.tokens
-    header, replayed = replay_file(path)
-    assert header["system"] == system and replayed.difference is None and replayed.num_layers > 0
-    lines = path.read_text().splitlines()
-    if "gate" in system:
-        assert any('["at",["pass began"' in line for line in lines)
-    if system == "moe-infinity":
-        calls = [json.loads(line) for line in lines[1:]]
-        outlooks = [call[1][-1] for call in calls if call[0] == "predict" and isinstance(call[1][-1], list)]
-        assert any(len(outlook) == 3 * NUM_EXPERTS for outlook in outlooks), "of all three layers"
-
-
-def test_what_goes_is_what_the_matrices_of_moe_infinity_say(cases: Cases) -> None:
-    """Experts were evicted by algorithm 1, of the outlook that the predictor gave last."""
-    case = cases["qwen3_moe"]
-    with loaded(case.store, system="moe-infinity", memory="50%", matcher="inline") as model:
-        for _ in range(3):
-            generate(model, case.prompts[:1])
-        policy = handle(model).engine.scheduler.cache.partitions[0].policy
-        assert isinstance(policy, EAMEviction) and policy._has_outlook
-        assert policy._likely.any() and of_phases(model, "evicted_bytes") > 0
 
 
 # -- late, dropped, failing ------------------------------------------------------------------------------------------
@@ -297,41 +252,9 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
         assert prediction(model)["predictions_late"] > 0
 
 
-def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases["qwen3_moe"]
-    system = predictors.put(monkeypatch, lambda geometry: Failing(geometry, after=4))
-    with loaded(case.store, system=system) as model:
-        with pytest.raises(ValueError, match="the predictor gave up"):
-            for _ in range(5):
-                generate(model, case.prompts)
-        handle(model).engine.scheduler.check()
-        predicted = of_phases(model, "predicted")
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens, "it goes on without predictions"
-        assert of_phases(model, "predicted") == predicted
-        assert prediction(model)["failed"] == "ValueError: the predictor gave up"
-
-
-@pytest.mark.parametrize(("segments", "at"), [(4, 1), (1, 20), (4, 60)])
-def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load's or a prefetch's."""
-    case, fail = cases["qwen3_moe"], FailOnce(at)
-    system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, segments=segments, memory="30%") as model:
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
-        with pytest.raises(TransferError, match=r"experts-\d+\.safetensors.*Input/output error"):
-            for _ in range(20):
-                generate(model, case.prompts)
-        scheduler = handle(model).engine.scheduler
-        scheduler.check()
-        assert not any(scheduler.slots.in_flight)
-        assert generate(model, case.prompts) == case.tokens
-        assert_prefetched(model)
-
-
 def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, system="fmoe", matcher="inline") as model:
+    with loaded(case.store, system="fmoe", predict="inline") as model:
         generate(model, case.prompts)
         before = prediction(model)["predictor"]["maps"]
 
@@ -347,17 +270,6 @@ def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> N
         assert generate(model, case.prompts) == case.tokens
 
 
-@pytest.mark.parametrize("matcher", ["thread", "inline"])
-def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(matcher: str, cases: Cases) -> None:
-    settings = {"system": "fmoe", "memory": "50%", "matcher": matcher, "maps": "off"}
-    interrupt_at_lines(
-        cases["qwen3_moe"],
-        range(3, 9000, 1907),
-        lambda model: handle(model).engine.scheduler.check(),
-        **settings,
-    )
-
-
 def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Slow(geometry, 0.05))
@@ -371,7 +283,7 @@ def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPat
 
 def test_a_model_that_is_dropped_ends_its_predictor_thread(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    model, _ = expertly.load(str(case.store), system="fmoe", memory="30%", device="cpu", maps="off")
+    model, _ = expertly.load(str(case.store), system="fmoe", memory="30%", device="cpu", learned="off")
     generate(model, case.prompts, 3)
     del model
     gc.collect()
@@ -405,7 +317,7 @@ def test_systems_that_do_not_predict_have_nothing_to_say(cases: Cases) -> None:
 
 def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, system="lru:prediction=lookahead:distance=2", matcher="inline") as model:
+    with loaded(case.store, system="lru:prediction=lookahead:distance=2", predict="inline") as model:
         generate(model, case.prompts)
         stats = expertly.stats(model).as_dict()
         decode = stats["phases"]["decode"]
@@ -423,11 +335,11 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"matcher": "fast"}, "matcher='fast': unknown; accepted: auto, thread, inline"),
-        ({"matcher": "inline"}, "matcher='inline': system 'lru' predicts nothing"),
+        ({"predict": "fast"}, "predict='fast': unknown; accepted: auto, thread, inline"),
+        ({"predict": "inline"}, "predict='inline': system 'lru' predicts nothing"),
         (
-            {"system": f"{LOOKAHEAD}:transfer=synchronous", "matcher": "thread"},
-            r"matcher='thread': .*transfer=synchronous.*accepted: auto, inline",
+            {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
+            r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
         ),
         ({"system": "lru:gate=confidence"}, "of no use where nothing is predicted"),
         ({"system": f"{LOOKAHEAD}:transfer=synchronous:gate=confidence"}, "accepted: gate=none"),

@@ -19,7 +19,7 @@ from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
 from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
-from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
 from expertly.store.manifest import ITEMSIZE, check_store_dtype
 from expertly.store.packed import PackedStore, is_packed_store
 
@@ -81,6 +81,7 @@ def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
 
 
 def _of_store(name: str, store: PackedStore) -> ModelNeeds:
+    store.check_claims()
     config, model, _ = _bare_model(store.folder, store.manifest.dtype)
     stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
     layers = store.manifest.layers
@@ -95,7 +96,11 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
         checkpoint = Checkpoint.open(folder)
         sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
-    kept = kept_format(read_json_object(folder / "config.json", CheckpointError)) if dtype is None else ""
+    path, kept = folder / "config.json", ""
+    if path.is_file():  # else reading the config says what is wanted
+        config = read_json_object(path, CheckpointError)
+        check_claims(path, config, None, CheckpointError)
+        kept = kept_format(config) if dtype is None else ""
     return _of_config(name, folder, Weights(check_store_dtype(dtype or "bfloat16"), kept), None, None)
 
 
@@ -116,7 +121,7 @@ def _of_checkpoint(
         nbytes=sum(dtypes.values()),
         experts_nbytes=None if packing is None else sum(checkpoint.tensors[one].nbytes for one in packing.expert_names),
         dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
-        largest_file_nbytes=max(file_sizes[ref.path.name] for ref in checkpoint.tensors.values()),
+        largest_file_nbytes=max((file_sizes[ref.path.name] for ref in checkpoint.tensors.values()), default=0),
         is_here=is_here,
     )
     return _of_config(name, checkpoint.folder, weights, stored, refused, packing)

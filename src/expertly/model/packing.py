@@ -57,7 +57,7 @@ def pack_cached(
     folder = local_folder(model) or _streamed(str(model), dtype, codec, cache_dir) or download(str(model))
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
-        return replace(_open_store(folder, dtype, codec), why_codec=why)
+        return replace(open_store(folder, dtype, codec), why_codec=why)
     checkpoint = Checkpoint.open(folder)
     weights = weights_of(checkpoint, dtype)
     model_type, label = str(checkpoint.config.get("model_type")), weights.label
@@ -177,7 +177,8 @@ def check_codec_of(weights: Weights, codec: str) -> None:
         raise ConfigError(f"codec='planes': experts in {weights.format} are not compressed; accepted: none, auto")
 
 
-def _open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
+def open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
+    """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for."""
     store = PackedStore.open(folder, identity)
     again = f"pack {store.manifest.source} again for another"
     stored_as = store.manifest.stored_as
@@ -203,7 +204,7 @@ def _pack(
         choice = _choose(checkpoint, folders, packing)
     folder = folders[choice.codec]
     if is_packed_store(folder):
-        store = _open_store(folder, None if weights.format else weights.dtype, choice.codec, checkpoint.identity)
+        store = open_store(folder, None if weights.format else weights.dtype, choice.codec, checkpoint.identity)
         copy_extras(checkpoint.folder, folder)
     else:
         store = packing().write(folder, choice.codec, progress)

@@ -12,7 +12,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import existing_parent
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
-from expertly.model.packing import Packing, check_codec_of, local_folder, weights_of
+from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
 from expertly.store.cache import entry_folder, store_errors
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
@@ -66,7 +66,7 @@ def pack_streamed(
     target = folders[codec]
     if not is_packed_store(target):
         _Stream(hub, checkpoint, Packing(checkpoint, weights), here).write(target, codec, identity, progress)
-    store = PackedStore.open(target, identity)
+    store = open_store(target, None if weights.format else weights.dtype, codec, identity)
     shutil.rmtree(here, ignore_errors=True)
     return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
 
