@@ -14,9 +14,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats import FORMATS, TiledFormat
+from expertly.formats import FORMATS, TiledFormat, check_format
 from expertly.model.packing import pack
 from expertly.native.kernels import VARIABLE, Kernels, libraries
+from expertly.sim.hardware import read_geometry
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
@@ -217,6 +218,12 @@ def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> 
     set_config(source, intermediate_size=48)
     with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
         pack(source, tmp_path / "store")
+
+
+def test_the_shipped_geometry_is_the_formats() -> None:
+    for layer in read_geometry("gpt-oss-20b-mxfp4").layers:
+        check_format(layer)
+        assert layer.format == "mxfp4"
 
 
 def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
