@@ -260,7 +260,7 @@ BAD_VALUES = [
     (["--geometry", "abacus"], "geometry='abacus': no such geometry"),
     (["--geometry", "mixtral-8x7b"], "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
     (["--order", "size"], "order='size': unknown; accepted: resident, id"),
-    (["--predict", "psychic"], "predict='psychic': unknown; accepted: virtual, inline"),
+    (["--predict", "psychic"], "Invalid value for '--predict': 'psychic': must be virtual or inline"),
     (["--system", "fmoe:colour=red"], "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
     (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
     (["--segments", "0"], "Invalid value for '--segments': '0': must be a whole number from 1"),

@@ -79,7 +79,7 @@ def test_json_is_one_object_and_the_file_says_the_same(
 
 
 def test_a_lookahead_below_token_ids_is_marked() -> None:
-    from expertly.cli.train_predictor_report import accuracy_table
+    from expertly.cli.train import accuracy_table
 
     row = {"source": 0, "learned": 0.9, "lookahead": 0.4, "token_id": 0.5}
     result = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.loading import MODEL_HELP, load_model
-from expertly.cli.output import message, print_json, reserved_stdout
+from expertly.cli.inputs import MODEL_HELP, load_model
+from expertly.cli.output import message, reserved_stdout, show
 from expertly.core.errors import ConfigError
 from expertly.options import ADVANCED, LoadOptions, argument, json_flag, option
 
@@ -31,16 +31,12 @@ class ServeOptions(LoadOptions):
     port: int = option(8000, "0 is any that is free", metavar="N")
     api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
     name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
-    context: int | None = option(
-        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
-    )
-    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
+    context: int | None = option(None, "most tokens of one text, prompt included (default: 4096)", least=1)
+    max_running: int = option(16, "texts written at a time", least=1)
     max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
     kv_tokens: int | None = option(
         None,
         "KV cache (default: --max-running texts, at most 32768)",
-        metavar="N",
-        type=int,
         least=1,
         panel=ADVANCED,
     )
@@ -88,11 +84,7 @@ def run(args: ServeOptions) -> int:
                 port = listener.getsockname()[1]
                 host = f"[{args.host}]" if ":" in args.host else args.host
                 told = {"url": f"http://{host}:{port}", "model": assembled.about.as_dict(), "memory": split.as_dict()}
-                if args.json:
-                    print_json(told, stdout)
-                else:
-                    stdout.write(_welcome(str(told["url"]), settings, assembled.about) + "\n")
-                    stdout.flush()
+                show(told, args.json, lambda: _welcome(str(told["url"]), settings, assembled.about), stdout)
 
             ApiServer(assembled, settings, announce).run(sockets=[listener])
         finally:
@@ -115,21 +107,7 @@ def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
     from expertly import api
     from expertly.serve.planning import ServeWishes, plan
 
-    wishes = ServeWishes(
-        model=args.model,
-        dtype=args.dtype,
-        device=args.device,
-        devices=None if args.devices is None else str(args.devices),
-        system=args.system,
-        memory=str(args.memory),
-        total_memory=None if args.total_memory is None else str(args.total_memory),
-        context=args.context,
-        max_running=args.max_running,
-        max_queue=args.max_queue,
-        kv_tokens=args.kv_tokens,
-        codec=args.codec,
-    )
-    planned = plan(wishes)
+    planned = plan(ServeWishes(**{one.name: getattr(args, one.name) for one in fields(ServeWishes)}))
     model, tokenizer = load_model(args.model, args, memory=planned.memory, total_memory=None, context=None)
     split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
     message(f"expertly: {split.sentence()}")
