@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import names, seed, split, temperature
-from expertly.cli.inputs import MODEL_HELP, is_trace, plan_for, predictor_for, trace_geometry
+from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.lab.compare.settings import (
@@ -25,7 +25,7 @@ from expertly.lab.compare.settings import (
     check_systems,
 )
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
-from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.options import MODEL_HELP, REQUIRED, argument, json_flag, option
 from expertly.sim.hardware import Hardware
 from expertly.trace.reader import Trace
 
