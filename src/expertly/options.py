@@ -298,7 +298,8 @@ def words_of_today(words: Sequence[str], options: Mapping[str, OptionInfo]) -> l
     """
     now = {flag_of(told.was): "" if told.is_argument else flag_of(name) for name, told in options.items() if told.was}
     gone = {flag_of(name): refuse for name, refuse in GONE.items()}
-    found, left = [], list(words)
+    found: list[str] = []
+    left = list(words)
     while left:
         word = left.pop(0)
         if word == "--":
