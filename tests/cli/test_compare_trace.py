@@ -147,13 +147,3 @@ def test_refused(
 def test_a_model_takes_no_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, "--geometry", "gpt-oss-20b", "--out", tmp_path / "out")
     assert said == "geometry='gpt-oss-20b': of no use with a model; accepted with a trace"
-
-
-def test_a_folder_of_something_else_is_left_alone(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "not empty, and no earlier comparison" in error_of(capsys, trace, "--out", trace)
-    compare(capsys, trace, "--system", "lru", "--memory", "50%", "--out", tmp_path / "out")
-    again = (trace, "--system", "lru", "--memory", "50%", "--out", tmp_path / "out")
-    assert "--force replaces it" in error_of(capsys, *again)
-    compare(capsys, *again, "--force")

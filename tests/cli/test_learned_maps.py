@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
+from tests.cli.asking import Captured, answer, refusal
 from tests.families import make_checkpoint
 from tests.policies.learned_builders import IDENTITY, assert_same, load_maps, make_store
 from tests.test_architecture import run_without_torch
@@ -68,31 +68,12 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert main(["lab", "learned", *map(str, argv), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("\n") == 1
-    result: dict[str, Any] = json.loads(out)
-    return result
+def printed(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "learned", *words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["lab", "learned", *map(str, argv)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err
-
-
-def test_help_lists_the_subcommands(capsys):
-    assert main(["lab", "learned", "--help"]) == 0
-    out = capsys.readouterr().out
-    for name in ("build", "info", "merge", "export"):
-        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
-
-
-@pytest.mark.parametrize("arguments", [["nonsense"], ["info"], ["merge", "a"], ["build", "a", "b", "--split", "7"]])
-def test_bad_arguments_are_errors(arguments, capsys):
-    refused(capsys, *arguments)
+def refused(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, "lab", "learned", *words)
 
 
 def test_info_says_what_there_is(files, capsys):
@@ -170,24 +151,6 @@ def test_export_writes_plain_arrays(files, tmp_path, capsys):
     assert "writing c.npz failed" in refused(capsys, "export", files[0], tmp_path / "absent" / "c.npz")
 
 
-def test_build_stores_every_token(trace, tmp_path, capsys):
-    out = tmp_path / "a.maps"
-    facts = printed(capsys, "build", trace, out, "--quota", "1")
-    assert (facts["maps"], facts["capacity"], facts["requests"]) == (sum(LENGTHS), 1000, 10)
-    assert (facts["identity"], facts["about"]["model"]) == ("trace:toy", "toy")
-    assert facts["semantic_weight"] == pytest.approx(2 / 3), "three layers: two can be predicted"
-    store, rows = load_maps(out), Trace.open(trace)
-    num = rows.num_rows
-    probs = rows.rows("probs", 0, num).astype(np.float32)
-    np.testing.assert_array_equal(store.maps[:, :num].transpose(1, 0, 2), probs)
-    np.testing.assert_array_equal(store.chosen[:num], rows.rows("experts", 0, num))
-    assert store.embeddings is not None
-    embedding = rows.rows("embedding", 0, num).astype(np.float32)
-    np.testing.assert_allclose(
-        store.embeddings[:num], embedding / np.linalg.norm(embedding, axis=1, keepdims=True), atol=1e-3
-    )
-
-
 def test_build_learns_from_the_first_part_only(trace, tmp_path, capsys):
     out = tmp_path / "a.maps"
     facts = printed(capsys, "build", trace, out, "--split", "7:3", "--seed", "5", "--quota", "1", "--distance", "1")
@@ -212,12 +175,6 @@ def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
         predictor.learn(history)
     assert predictor.learned.num_maps > 10
     assert_same(load_maps(tmp_path / "a.maps"), predictor.learned)
-
-
-def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
-    facts = printed(capsys, "build", trace, tmp_path / "a.maps", "--capacity", "16")
-    assert (facts["maps"], facts["capacity"], facts["max_maps_of_request"]) == (16, 16, 2)
-    assert max(load_maps(tmp_path / "a.maps").num_of_request.values()) == 2
 
 
 def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys):
@@ -263,11 +220,6 @@ def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
             message = refused(capsys, "build", other, tmp_path / "other.maps", "--model", model)
             assert f"model='{model}': {expected}" in message
     assert not (tmp_path / "other.maps").exists()
-
-
-@pytest.mark.parametrize("model", ["absent/folder/here", "."])
-def test_build_for_no_model_is_an_error(trace, tmp_path, capsys, model):
-    assert model in refused(capsys, "build", trace, tmp_path / "a.maps", "--model", tmp_path / model)
 
 
 def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):

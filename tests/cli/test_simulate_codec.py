@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
+from tests.cli.asking import Captured, answer, told
 from tests.sim.drive import make_trace, random_passes, sized, toy
 
 LAYERS = sized(3, 8, 2)
@@ -28,18 +28,15 @@ def slow(tmp_path: Path) -> Path:
     return tmp_path / "slow.toml"
 
 
-def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def simulate(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "simulate", *words)
 
 
-def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["lab", "simulate", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
+def table(capsys: Captured, *words: object) -> str:
+    return told(capsys, "lab", "simulate", *words)
 
 
-def test_planes_read_fewer_bytes_in_less_time(trace: Path, slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planes_read_fewer_bytes_in_less_time(trace: Path, slow: Path, capsys: Captured) -> None:
     rows = {}
     for codec in ("none", "planes"):
         found = simulate(capsys, trace, "--memory", "40%", "--hardware", slow, "--codec", codec)
@@ -52,7 +49,7 @@ def test_planes_read_fewer_bytes_in_less_time(trace: Path, slow: Path, capsys: p
     assert rows["none"]["resident"]["tpot_s"] == rows["planes"]["resident"]["tpot_s"]
 
 
-def test_what_the_codec_is_taken_to_cost_is_said(trace: Path, slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_codec_is_taken_to_cost_is_said(trace: Path, slow: Path, capsys: Captured) -> None:
     told = table(capsys, trace, "--memory", "40%", "--hardware", slow, "--codec", "planes")
     assert "read" in told
     costs = "experts take 0.50 of their size on disk, 2 threads decode 1.00 GB/s of weights (toy's [codec])"
@@ -60,7 +57,7 @@ def test_what_the_codec_is_taken_to_cost_is_said(trace: Path, slow: Path, capsys
 
 
 def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     toy().write(tmp_path / "toy.toml")
     told = table(capsys, trace, "--memory", "40%", "--hardware", tmp_path / "toy.toml", "--codec", "planes")
@@ -74,9 +71,7 @@ def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
         (["--codec", "planes"], "codec='planes': on hardware 'rtx3090' all experts lie decoded in host memory"),
     ],
 )
-def test_what_cannot_be_is_an_error(
-    arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_an_error(arguments: list[str], message: str, trace: Path, capsys: Captured) -> None:
     assert main(["lab", "simulate", str(trace), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"expertly: error: {message}") and err.count("\n") == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from expertly.cli.main import main
+from tests.cli.asking import Captured, answer
 
 SYNTH = ["--layers", "6", "--experts", "8", "--top-k", "2"]
 SYNTH += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
@@ -31,10 +31,8 @@ def geometry(tmp_path: Path) -> Path:
     return path
 
 
-def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["lab", "simulate", *map(str, arguments), "--hardware", "rtx3090", "--memory", "50%", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def simulated(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "simulate", *words, "--hardware", "rtx3090", "--memory", "50%")
 
 
 def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometry, capsys):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,9 +174,8 @@ def test_a_prompt_that_is_too_long_is_skipped_and_named(
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("is_json", [False, True])
 def test_what_cannot_be_recorded_names_itself(
-    model: Path, prompts: Path, tmp_path: Path, is_json: bool, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     used = tmp_path / "used"
     used.mkdir()
@@ -196,13 +193,13 @@ def test_what_cannot_be_recorded_names_itself(
         ((model, prompts, new, "--system", "nonsense"), ("system", "nonsense", "lru")),
         ((model, prompts, new, "--max-new-tokens", "0"), ("--max-new-tokens", "from 1")),
     ):
-        assert record(*arguments, *(["--json"] if is_json else [])) == 2
+        assert record(*arguments) == 2
         out, err = capsys.readouterr()
         error = err.splitlines()[-1]
         assert error.startswith("expertly: error: ") and "Traceback" not in err
         for word in words:
             assert word in error
-        assert (json.loads(out)["error"]["message"] in error) if is_json else out == ""
+        assert out == ""
         assert not new.exists()
     assert (used / "file").read_text() == "kept"
 
@@ -236,21 +233,3 @@ def test_a_recording_that_is_stopped_keeps_what_is_complete(
         assert code == 130
         assert f"{out}: kept what was recorded, " in running.err
         assert running.err.endswith("expertly: interrupted\n") and "Traceback" not in running.err
-
-
-def test_progress_is_for_terminals(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Requests done, out of how many."""
-    assert record(model, prompts, tmp_path / "quiet") == 0
-    assert capsys.readouterr().err == ""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "40") == 0
-    shown = terminal.getvalue()
-    assert "recording" in shown and "0/3" in shown and "2/3" in shown and "requests" in shown

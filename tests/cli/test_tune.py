@@ -10,8 +10,6 @@ import pytest
 
 from expertly.cli.arguments import duration
 from expertly.cli.main import main
-from expertly.data import demo_prompts
-from expertly.lab.prompts import read_prompts
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
@@ -102,14 +100,5 @@ def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, 
     assert said in error_of(capsys, model, *arguments)
 
 
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/nowhere/model" in error_of(capsys, "/nowhere/model", "--memory", "50%")
-
-
 def test_times_as_people_write_them() -> None:
     assert [duration(text) for text in ("300s", "300", "5m", "1.5m")] == [300.0, 300.0, 300.0, 90.0]
-
-
-def test_the_texts_that_ship_are_of_several_kinds() -> None:
-    found = read_prompts(str(demo_prompts()), 16)
-    assert len({one.text for one in found}) == 16 and len({one.category for one in found}) >= 4

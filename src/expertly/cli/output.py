@@ -93,7 +93,12 @@ def table(
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for at, header in enumerate(headers):
-        made.add_column(Text(header), justify="right" if at else "left", no_wrap=header != folded, overflow="fold")
+        made.add_column(
+            Text(header),
+            justify="right" if at and header != folded else "left",
+            no_wrap=header != folded,
+            overflow="fold",
+        )
     for row in rows:
         made.add_row(*map(Text, row))
     text = io.StringIO()
