@@ -161,10 +161,11 @@ def report(profile: MachineProfile, facts: dict[str, Any]) -> str:
     parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}"]
     if profile.disk is not None:
         parts.append(_disk_table(profile.disk))
-    rates = [(f"copy, {rate.num_threads} threads", rate) for rate in profile.copies]
-    rates += [(f"matrix x vector, {rate.dtype}, {rate.num_threads} threads", rate) for rate in profile.matvec]
-    rates += [(f"decode planes, {rate.num_threads} threads, of weights", rate) for rate in profile.decoding.rates]
-    parts.append(table(("memory", "GB/s"), [(what, _rate(rate.nbytes_per_s)) for what, rate in rates]))
+    rates = [(f"copy, {one.num_threads} threads", one.nbytes_per_s) for one in profile.copies]
+    rates += [(f"matrix x vector, {one.dtype}, {one.num_threads} threads", one.nbytes_per_s) for one in profile.matvec]
+    decoding = profile.decoding.rates
+    rates += [(f"decode planes, {one.num_threads} threads, of weights", one.nbytes_per_s) for one in decoding]
+    parts.append(table(("memory", "GB/s"), [(what, _rate(rate)) for what, rate in rates]))
     parts.append("kernels {name}: {why}".format(**facts["kernels"]))
     if facts["codec_auto"] is not None:
         parts.append(

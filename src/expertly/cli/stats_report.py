@@ -44,7 +44,7 @@ _OF_DISTANCE = {
 def report(result: dict[str, Any]) -> str:
     """Of `run --json`, with its layers."""
     layers = [*result["layers"], result["phases"] | {"layer": "all"}]
-    columns = {"layer": ("layer", str), **_COUNTED, "compute": ("compute_s", format_seconds)}
+    columns: dict[str, Column] = {"layer": ("layer", str), **_COUNTED, "compute": ("compute_s", format_seconds)}
     parts = [figures_table(_by_phase(layers), columns), _storage(result), _kernels(result["kernels"])]
     if len(result["devices"]) > 1:
         parts.append(device_table(result["devices"]))

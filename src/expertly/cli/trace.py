@@ -344,6 +344,6 @@ def replay(args: TraceReplayOptions) -> int:
         "identical": True,
     }
     counts = ", ".join(f"{result[name]} {name}" for name in ("iterations", "layers", "calls"))
-    line = f"system {result['system']}, P = {result['segments']}: {counts}: all decisions identical"
-    show(result, args.json, lambda: line)
+    said = f"system {result['system']}, P = {result['segments']}: {counts}: all decisions identical"
+    show(result, args.json, lambda: said)
     return 0
