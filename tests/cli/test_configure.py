@@ -14,7 +14,6 @@ from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.policies.allocation.moepic import read_plan
 from expertly.trace.schema import TraceLayer
 from tests.cli.asking import Captured, answer, refusal, told
-from tests.families import make_checkpoint
 from tests.sim.drive import make_trace, random_passes
 from tests.test_architecture import run_without_torch
 
@@ -49,11 +48,6 @@ def trace(tmp_path: Path) -> Path:
     passes = random_passes(0, LAYERS, 25, prompt=4, num_requests=4)
     dense = DenseShape(layer_nbytes=4096, head_nbytes=65536)
     return make_trace(tmp_path / "trace", passes, LAYERS, num_requests=4, dense=dense, is_full=True).folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 
 
 def configure(capsys: Captured, *words: object) -> dict[str, Any]:
@@ -184,11 +178,6 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: Captur
     assert read_plan(plan).geometry.segments_per_expert == 4
     command = found["results"][0]["command"]
     assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
-
-
-def test_a_model_by_the_times_of_a_profile(model: Path, capsys: Captured) -> None:
-    found = configure(capsys, model, "--memory", "50%", "--tokens", 8, "--hardware", "rtx3090")
-    assert found["times"] == "profile rtx3090" and found["requests"] == 4
 
 
 def test_refusals_of_a_model(model: Path, capsys: Captured) -> None:

@@ -129,15 +129,6 @@ def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_a_file_merged_alone_keeps_fewer(files, tmp_path, capsys):
-    facts = printed(capsys, "merge", tmp_path / "c.maps", files[0], "--capacity", 6)
-    assert (facts["maps"], facts["capacity"], facts["file"]) == (6, 6, str(tmp_path / "c.maps"))
-    assert_same(load_maps(files[0]), make_store())
-    printed(capsys, "merge", files[0], files[0], "--capacity", 5)
-    assert load_maps(files[0], IDENTITY).num_maps == 5
-    assert load_maps(files[0]).requests.max() < 0
-
-
 def test_export_writes_plain_arrays(files, tmp_path, capsys):
     out = tmp_path / "c.npz"
     facts = printed(capsys, "export", files[0], out)
@@ -149,20 +140,6 @@ def test_export_writes_plain_arrays(files, tmp_path, capsys):
         assert arrays["num_experts"].tolist() == [8, 6, 8] and str(arrays["identity"]) == IDENTITY
     assert "must end in .npz" in refused(capsys, "export", files[0], tmp_path / "c.json")
     assert "writing c.npz failed" in refused(capsys, "export", files[0], tmp_path / "absent" / "c.npz")
-
-
-def test_build_learns_from_the_first_part_only(trace, tmp_path, capsys):
-    out = tmp_path / "a.maps"
-    facts = printed(capsys, "build", trace, out, "--split", "7:3", "--seed", "5", "--quota", "1", "--distance", "1")
-    opened = Trace.open(trace)
-    training = make_schedule(opened, Selection(split=(7, 3), seed=5)).training
-    spans = [(span.first_row, span.first_row + span.num_rows) for span in training]
-    expected = np.concatenate([opened.rows("probs", *span) for span in spans]).astype(np.float32)
-    store = load_maps(out)
-    assert (facts["requests"], facts["maps"]) == (7, len(expected)) and 0 < len(expected) < sum(LENGTHS)
-    np.testing.assert_array_equal(store.maps[:, : len(expected)].transpose(1, 0, 2), expected)
-    assert facts["semantic_weight"] == pytest.approx(1 / 3)
-    assert "7 requests" in facts["about"]["source"]
 
 
 def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
@@ -220,15 +197,6 @@ def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
             message = refused(capsys, "build", other, tmp_path / "other.maps", "--model", model)
             assert f"model='{model}': {expected}" in message
     assert not (tmp_path / "other.maps").exists()
-
-
-def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
-    files[0].write_bytes(files[0].read_bytes()[:-3])
-    for arguments in (["info"], ["merge", tmp_path / "c.maps"]):
-        assert str(files[0]) in refused(capsys, *arguments, files[0])
-    assert "a.maps" in refused(capsys, "export", files[0], tmp_path / "c.npz")
-    assert "absent" in refused(capsys, "info", tmp_path / "absent")
-    assert not (tmp_path / "c.maps").exists() and not (tmp_path / "c.npz").exists()
 
 
 def test_works_without_torch(trace, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from expertly.cli.main import main
@@ -67,16 +66,6 @@ def test_kinds_do_not_mix(files, tmp_path, capsys):
     save_learned(files[1], make_matrices(), "5" * 64)
     assert "b.matrices: identity='5555" in refused(capsys, "merge", out, files[0], files[1])
     assert not out.exists()
-
-
-def test_export_writes_plain_arrays(files, tmp_path, capsys):
-    out = tmp_path / "d.npz"
-    assert printed(capsys, "export", files[0], out)["arrays"]["decode"] == [6, 3, 8]
-    with np.load(out, allow_pickle=False) as arrays:
-        for name, array in make_matrices().state().items():
-            np.testing.assert_array_equal(arrays[name], array)
-    assert main(["lab", "learned", "export", str(files[0]), str(out)]) == 0
-    assert "10 matrices" in capsys.readouterr().err
 
 
 def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):

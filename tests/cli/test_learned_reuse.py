@@ -50,16 +50,6 @@ def test_the_second_run_begins_with_what_the_first_learned(
     assert json.loads(capsys.readouterr().out)["reuse"] is None, "lru learns nothing"
 
 
-def test_a_file_that_cannot_be_read_is_an_error_where_it_was_named(
-    model: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(model, "--system", "expertly", "--learned", str(file)) == 2
-    err = capsys.readouterr().err
-    assert f"{file}: identity='4444" in err and "Traceback" not in err
-    assert run(model, "--system", "expertly", "--learned", str(file), "--devices", "cpu:0,cpu:1") == 2
-    assert "2 devices learn apart; accepted: auto, off" in capsys.readouterr().err
-
-
 def test_info_says_what_there_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "learned", "info", str(file), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

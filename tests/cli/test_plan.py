@@ -10,12 +10,10 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan
 from expertly.trace.reader import Trace
 from tests.cli.asking import Captured, refusal
 from tests.cli.test_trace_record import write_prompts
-from tests.families import make_checkpoint
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(3, 8, 2)
@@ -34,11 +32,6 @@ def plan(trace: Path, tmp_path: Path, capsys: Captured) -> Path:
     assert main(["lab", "configure", str(trace), "--memory", "40%", "--segments", "4", "--out", str(path)]) == 0
     capsys.readouterr()
     return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 
 
 @pytest.fixture
@@ -113,19 +106,6 @@ def test_generate_begins_with_the_plan_and_changes_no_token(model: Path, uneven:
     assert found["allocation"]["split"] == splits_of(uneven)
     assert main([*arguments, "--system", "lru"]) == 0
     assert found["token_ids"] == json.loads(capsys.readouterr().out)["token_ids"]
-
-
-def test_refusals_of_the_engine(model: Path, uneven: Path, capsys: Captured) -> None:
-    base = ("generate", model, "--prompt", PROMPT, "--plan", uneven)
-    for arguments, error in {
-        ("--memory", "60%"): "plan: system 'lru' takes none (allocation=uniform); accepted: allocation=split, moepic",
-        ("--memory", "60%", "--system", "moepic", "--segments", "2"): "segments_per_expert=4: must be 2, as it runs",
-        ("--memory", "20%", "--system", "moepic", "--segments", "4"): "budgets of 10 segments together",
-        ("--memory", "60%", "--system", "moepic", "--devices", "cpu:0,cpu:1"): "accepted: one device",
-    }.items():
-        assert error in error_of(capsys, *base, *arguments), arguments
-    with pytest.raises(ConfigError, match="no such file"):
-        expertly.load(str(model), memory="60%", system="moepic", plan=str(uneven) + ".missing")
 
 
 def test_recorded_decisions_replay_with_their_plan(model: Path, uneven: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -308,16 +308,3 @@ def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     assert len(json.loads(done.stdout)["results"]) == 5 and done.stderr == ""
     done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
     assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
-
-
-def test_plots_of_every_kind_are_written(trace: Path, bare: Path, tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "azure.csv").write_text(CSV)
-    cases: list[tuple[Path, list[object], str]] = [
-        (trace, ["--memory", "30%"], "one.png"),
-        (trace, ["--memory", "20%,40%,60%", "--system", "lru,lfu,modelled-lookahead"], "three.svg"),
-        (trace, ["--memory", "30%", "--arrivals", tmp_path / "azure.csv"], "latency.pdf"),
-        (bare, ["--memory", "30%,50%"], "bare.png"),
-    ]
-    for folder, arguments, name in cases:
-        simulate(capsys, folder, *arguments, "--plot", tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 5000, name

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from expertly.cli.main import main
+from tests.cli.asking import Captured
 from tests.sim.drive import make_trace, random_passes, sized
 
 
-def test_a_predictor_of_several_distances_has_a_line_for_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_predictor_of_several_distances_has_a_line_for_each(tmp_path: Path, capsys: Captured) -> None:
     layers = sized(4, 8, 2)
     folder = make_trace(tmp_path / "deep", random_passes(0, layers, 30), layers).folder
     arguments = ("lab", "simulate", str(folder), "--memory", "40%", "--predict", "inline", "--system")

@@ -53,23 +53,6 @@ def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometr
     assert not any("modelled" in note for note in alone["notes"])
 
 
-def test_without_it_they_are_left_out(tmp_path, geometry, capsys):
-    trace = tmp_path / "trace"
-    assert main(["lab", "trace", "synth", str(trace), *SYNTH]) == 0
-    capsys.readouterr()
-    rows = simulated(capsys, trace, "--geometry", geometry, "--system", "moepic")["results"]
-    assert "needs lookahead" in rows[0]["skipped"]
-
-
-def test_a_plan_can_be_made_from_it_and_says_so(tmp_path, geometry, capsys):
-    trace = tmp_path / "trace"
-    assert main(["lab", "trace", "synth", str(trace), *SYNTH, "--lookahead", "1"]) == 0
-    asked = ["lab", "configure", str(trace), "--geometry", str(geometry), "--hardware", "rtx3090", "--memory", "50%"]
-    assert main(asked) == 0
-    shown = capsys.readouterr().out
-    assert "lookahead: modelled: 1 of the K best" in shown and "the trace has no lookahead" not in shown
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

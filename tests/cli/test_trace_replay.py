@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
+from tests.cli.asking import Captured
 from tests.scheduler.test_decisions import record
 
 
-def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "d.jsonl"
     record(path, iterations=20)
     assert main(["lab", "trace", "replay", str(path)]) == 0
@@ -20,7 +21,7 @@ def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: pytest.Cap
     assert printed.out.endswith("all decisions identical\n") and not printed.err
 
 
-def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "d.jsonl"
     record(path, "on-demand", iterations=4)
     assert main(["lab", "trace", "replay", str(path), "--json"]) == 0
@@ -32,7 +33,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_changed_decision_ends_with_2_and_names_file_and_line(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     path = tmp_path / "d.jsonl"
     record(path)
@@ -42,12 +43,3 @@ def test_a_changed_decision_ends_with_2_and_names_file_and_line(
     assert "d.jsonl, line " in printed.err and "checksum" in printed.err
     assert "Traceback" not in printed.err
     assert (json.loads(printed.out)["error"]["type"] == "TraceError") if flags else not printed.out
-
-
-def test_what_is_no_file_of_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, said in ((tmp_path, "cannot be read"), (tmp_path / "none", "cannot be read")):
-        assert main(["lab", "trace", "replay", str(path)]) == 2
-        assert said in capsys.readouterr().err
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    assert main(["lab", "trace", "replay", str(tmp_path / "binary")]) == 2
-    assert "binary, line 1: " in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 from expertly.cli.arguments import duration
 from expertly.cli.main import main
+from tests.cli.asking import Captured
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
@@ -27,7 +28,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_of(capsys: Captured, *arguments: object) -> str:
     assert main(["tune", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -64,7 +65,7 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
     assert f"system auto: {result['system']}" in said and generated["system_reason"] in said
 
 
-def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_people_read(model: Path, capsys: Captured) -> None:
     assert main(["tune", str(model), *SETTINGS, "--requests", "4"]) == 0
     out, err = capsys.readouterr()
     assert "no --prompts: tuned for 4 texts that ship, not for yours" in err
@@ -73,7 +74,7 @@ def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "recording" in out and "verifying" in out
 
 
-def test_the_demo_model_with_tiny_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_model_with_tiny_settings(capsys: Captured) -> None:
     settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "10s", "--codec", "none")
     assert main(["tune", *settings, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
