@@ -46,9 +46,7 @@ class CompareOptions:
         metavar="MODEL|TRACE",
     )
     system: str = option(
-        USUAL_SYSTEMS,
-        f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one",
-        metavar="A,B",
+        USUAL_SYSTEMS, f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
     memory: str = option(DEFAULT_MEMORY, "shares of the experts or amounts", metavar="SIZE,SIZE")
     out: Path = option(REQUIRED, "where the report goes: a new or an empty folder", metavar="DIR", type=Path)

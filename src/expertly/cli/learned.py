@@ -219,9 +219,7 @@ class LearnedBuildOptions:
     )
     seed: Any = option(0, "of the split's shuffle", metavar="N", type=seed)
     capacity: int | None = option(
-        None,
-        "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go",
-        least=1,
+        None, "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go", least=1
     )
     quota: Any | None = option(None, "share of the maps that one request may fill", metavar="X", type=probability)
     distance: int | None = option(
