@@ -88,8 +88,8 @@ def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | 
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 100_000, folded: str | None = None
 ) -> str:
-    """Aligned columns: the first to the left, the others to the right. Where lines would be longer than `width`, the
-    column of the header `folded` takes several.
+    """Aligned columns: the first and the one of the header `folded` to the left, the others to the right. Where lines
+    would be longer than `width`, `folded` takes several.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for at, header in enumerate(headers):

@@ -267,10 +267,7 @@ def _fields_table(fields: dict[str, dict[str, Any]]) -> str:
     for name, field in fields.items():
         shape = " x ".join(map(str, field["shape"])) or "-"
         rows.append((name, field["dtype"], shape, "yes" if field["real"] else "no", field["note"]))
-    widest = max(len(row[-1]) for row in rows)  # the note is text: to the left, unlike the other columns
-    return table(
-        ("field", "dtype", "a row", "real", "note".ljust(widest)), [(*r[:-1], r[-1].ljust(widest)) for r in rows]
-    )
+    return table(("field", "dtype", "a row", "real", "note"), rows, folded="note")
 
 
 _REUSE_SHOWN = (1, 4, 16, 64)
