@@ -15,10 +15,11 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
+from expertly.core.costs import CodecCosts, Link
 from expertly.scheduler import presets as systems
 from expertly.trace.schema import TraceLayer
 from tests.cli.asking import Captured, answer, refusal, told
-from tests.sim.drive import make_trace, random_passes, sized
+from tests.sim.drive import make_trace, random_passes, sized, toy
 
 KEYS = {
     "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
@@ -210,6 +211,8 @@ def test_a_partial_recording_runs_up_to_where_it_goes(trace: Path, tmp_path: Pat
 
 
 BAD_VALUES = [
+    (["--codec", "zip"], "codec='zip': unknown; accepted: none, planes"),
+    (["--codec", "planes"], "codec='planes': on hardware 'rtx3090' all experts lie decoded in host memory"),
     (["--system", "nonsense"], "system='nonsense': unknown; accepted: on-demand, "),
     (["--system", "lru,,lfu"], "system='lru,,lfu': must be"),
     (["--system", ""], "system='': must be"),
@@ -308,3 +311,61 @@ def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     assert len(json.loads(done.stdout)["results"]) == 5 and done.stderr == ""
     done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
     assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    layers = sized(3, 8, 2)
+    return make_trace(tmp_path / "long", random_passes(3, layers, 60, prompt=3), layers).folder
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Reading an expert takes 50 times as long as decoding it."""
+    toy(link=Link(0.01e9, 7, 3), codec=CodecCosts(0.5, 0.5e9, 2)).write(tmp_path / "slow.toml")
+    return tmp_path / "slow.toml"
+
+
+def test_planes_read_fewer_bytes_in_less_time(long: Path, slow: Path, capsys: Captured) -> None:
+    rows = {}
+    for codec in ("none", "planes"):
+        found = simulate(capsys, long, "--memory", "40%", "--hardware", slow, "--codec", codec)
+        assert found["codec"] == codec
+        rows[codec] = {row["system"]: row for row in found["results"]}
+    for system in ("lru", "belady", "oracle"):
+        plain, coded = rows["none"][system], rows["planes"][system]
+        assert plain["bytes_read"] is None and coded["bytes_read"] * 2 == coded["bytes_loaded"]
+        assert 0.5 < coded["tpot_s"] / plain["tpot_s"] < 0.65, "reading half, and decoding"
+    assert rows["none"]["resident"]["tpot_s"] == rows["planes"]["resident"]["tpot_s"]
+
+
+def test_what_the_codec_is_taken_to_cost_is_said(long: Path, slow: Path, capsys: Captured) -> None:
+    told = table(capsys, long, "--memory", "40%", "--hardware", slow, "--codec", "planes")
+    assert "read" in told
+    costs = "experts take 0.50 of their size on disk, 2 threads decode 1.00 GB/s of weights (toy's [codec])"
+    assert f"codec planes: {costs}" in told
+
+
+def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
+    long: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    toy().write(tmp_path / "toy.toml")
+    told = table(capsys, long, "--memory", "40%", "--hardware", tmp_path / "toy.toml", "--codec", "planes")
+    assert "codec planes: experts take 0.68 of their size on disk" in told and "(assumed: toy has no [codec])" in told
+
+
+def test_a_predictor_of_several_distances_has_a_line_for_each(tmp_path: Path, capsys: Captured) -> None:
+    layers = sized(4, 8, 2)
+    folder = make_trace(tmp_path / "deep", random_passes(0, layers, 30), layers).folder
+    arguments = ("lab", "simulate", str(folder), "--memory", "40%", "--predict", "inline", "--system")
+    assert main([*arguments, "lru:prediction=counts,lru:prediction=counts:distance=3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    first = next(index for index, line in enumerate(printed) if "layers ahead" in line) + 2
+    lines = [line.split() for line in printed[first : first + 3]]
+    assert [line[:3] for line in lines] == [["40%", "lru:prediction=counts:distance=3", k] for k in "123"]
+    assert printed[first + 3] == "", "where there is one distance the table above says it"
+    assert main([*arguments, "lru:prediction=counts:distance=3", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]
+    for line in lines:
+        rates = [row[f"{name}_by_distance"][line[2]] for name in ("accuracy", "fetch_rate", "goodpred")]
+        assert line[3:] == [f"{100 * rate:.1f}%" for rate in rates]

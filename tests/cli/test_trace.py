@@ -1,4 +1,4 @@
-"""`expertly lab trace info`, `import` and `synth`: what they print, and what they refuse."""
+"""`expertly lab trace info`, `import`, `synth` and `replay`: what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from expertly.cli.main import main
 from expertly.trace.reader import Trace
 from tests.cli.asking import Captured, answer, refusal
+from tests.scheduler.test_decisions import record
 from tests.trace.builders import iterations, open_writer, write_trace
 
 SYNTH = ["--layers", "2", "--experts", "8", "--top-k", "2", "--tokens", "60"]
@@ -147,8 +148,86 @@ def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
         (["--top-k", "9"], "top_k=9: must be from 1 to 8"),
         (["--phases", "61"], "phases=61"),
         (["--prefill-tokens", "-1"], "a whole number from 0"),
+        (["--lookahead", "1.5"], "'1.5': must be from 0 to 1"),
+        (["--lookahead", "0.9", "--top-k", "5"], "lookahead=0.9: of 8 experts, top-5, too few are not needed"),
     ],
 )
 def test_synth_refusals(tmp_path, capsys, flags, message):
     assert message in error_of(capsys, ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, *flags])
     assert not (tmp_path / "a").exists()
+
+
+DEEP = ["--layers", "6", "--experts", "8", "--top-k", "2"]
+DEEP += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
+GEOMETRY = """name = "small"
+num_layers = 6
+[layer]
+num_experts = 8
+top_k = 2
+hidden_size = 64
+intermediate_size = 64
+num_matrices = 3
+itemsize = 2
+"""
+
+
+@pytest.fixture
+def geometry(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(GEOMETRY)
+    return path
+
+
+def simulated(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "simulate", *words, "--hardware", "rtx3090", "--memory", "50%")
+
+
+def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometry, capsys):
+    trace = tmp_path / "trace"
+    assert main(["lab", "trace", "synth", str(trace), *DEEP, "--lookahead", "0.8"]) == 0
+    capsys.readouterr()
+    half = "moepic:allocation=split"
+    systems = f"lru:prediction=lookahead,adapmoe,moepic,{half},lru"
+    facts = simulated(capsys, trace, "--geometry", geometry, "--system", systems)
+    rows = {row["system"]: row for row in facts["results"]}
+    assert all(row["skipped"] is None for row in rows.values())
+    assert rows["lru:prediction=lookahead"]["prediction_accuracy"] == pytest.approx(0.8, abs=0.03)
+    assert all(rows[name]["prefetched_bytes"] > 0 for name in ("adapmoe", "moepic", half))
+    assert rows[half]["partial_hit_rate"] > 0
+    note = "lookahead: modelled: 0.8 of the K best of the next layer are needed; nothing of the next token"
+    assert note in facts["notes"]
+    alone = simulated(capsys, trace, "--geometry", geometry, "--system", "lru")
+    assert not any("modelled" in note for note in alone["notes"])
+
+
+def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path, iterations=20)
+    assert main(["lab", "trace", "replay", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("system lru, P = 2: 20 iterations, 60 layers, ")
+    assert printed.out.endswith("all decisions identical\n") and not printed.err
+
+
+def test_as_json(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path, "on-demand", iterations=4)
+    assert main(["lab", "trace", "replay", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["system"] == "on-demand" and result["segments"] == 2
+    assert (result["iterations"], result["layers"], result["identical"]) == (4, 12, True)
+    assert result["calls"] == len(path.read_text().splitlines()) - 2, "all but the header and the end"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_changed_decision_ends_with_2_and_names_file_and_line(
+    flags: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+    path.write_text(path.read_text().replace('true,"', 'false,"', 1))
+    assert main(["lab", "trace", "replay", str(path), *flags]) == 2
+    printed = capsys.readouterr()
+    assert "d.jsonl, line " in printed.err and "checksum" in printed.err
+    assert "Traceback" not in printed.err
+    assert (json.loads(printed.out)["error"]["type"] == "TraceError") if flags else not printed.out
