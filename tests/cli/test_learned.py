@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape, save_learned
+from expertly.policies.learned import ModelShape, read_learned, save_learned
+from expertly.policies.predictor.eam import EAM
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from expertly.policies.predictor.fmoe.store import NONE, mean_similarities
 from expertly.sim.schedule import Selection, make_schedule
@@ -22,7 +25,15 @@ from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 from tests.cli.asking import Captured, answer, refusal
 from tests.families import make_checkpoint
-from tests.policies.learned_builders import IDENTITY, assert_same, load_maps, make_store
+from tests.policies.learned_builders import (
+    IDENTITY,
+    assert_same,
+    assert_same_state,
+    load_maps,
+    make_matrices,
+    make_store,
+    taught,
+)
 from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
@@ -206,3 +217,137 @@ def test_works_without_torch(trace, tmp_path):
         lines.append(f"assert main({['lab', 'learned', *arguments]!r}) == 0")
     done = run_without_torch("\n".join(lines))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def collections(tmp_path: Path) -> list[Path]:
+    """Two files of one model, and one of maps."""
+    paths = [tmp_path / "a.matrices", tmp_path / "b.matrices", tmp_path / "c.maps"]
+    save_learned(paths[0], make_matrices(), IDENTITY, {"model": "toy", "source": "a test"})
+    save_learned(paths[1], make_matrices(1, 3, 5, seed=1), IDENTITY)
+    save_learned(paths[2], make_store(), IDENTITY)
+    return paths
+
+
+def test_info_of_matrices_says_what_there_is(collections, capsys):
+    facts = printed(capsys, "info", collections[0])
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (4, 6, 8)
+    assert facts["coverage"][1] == {"similarity": 0.98, "matrices": math.ceil(11 * math.log(22))}
+    assert facts["decode_tokens"] == int(make_matrices().decode.total[0].sum()) // 2
+    assert (facts["matrices_bytes"], facts["full_matrices_bytes"]) == (10 * 3 * 8 * 8, 16 * 3 * 8 * 8)
+    assert facts["file_bytes"] == collections[0].stat().st_size
+
+
+def test_info_of_matrices_says_the_same_to_people(collections, capsys):
+    assert main(["lab", "learned", "info", str(collections[0])]) == 0
+    out = capsys.readouterr().out
+    assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
+    assert "2 L E = 44 of them; here are 9.1%" in out and "6 of at most 8 matrices" in out
+
+
+def test_merge_of_matrices(collections, tmp_path, capsys):
+    out = tmp_path / "d.matrices"
+    facts = printed(capsys, "merge", out, *collections[:2])
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (5, 8, 8)
+    assert facts["identity"] == IDENTITY and str(collections[1]) in facts["about"]["source"]
+    facts = printed(capsys, "merge", out, *collections[:2], "--capacity", 20)
+    assert facts["decode_matrices"] == 9 == read_learned(out, Matrices, identity=IDENTITY).learned.decode.num_matrices
+    facts = printed(capsys, "merge", out, out, "--capacity", 3)
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, str(out))
+
+
+def test_kinds_do_not_mix(collections, tmp_path, capsys):
+    out = tmp_path / "d"
+    assert "format='expertly-maps'" in refused(capsys, "merge", out, collections[0], collections[2])
+    assert "format='expertly-matrices'" in refused(capsys, "merge", out, collections[2], collections[0])
+    save_learned(collections[1], make_matrices(), "5" * 64)
+    assert "b.matrices: identity='5555" in refused(capsys, "merge", out, collections[0], collections[1])
+    assert not out.exists()
+
+
+def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):
+    trace, out = make_trace(tmp_path / "trace"), tmp_path / "a.matrices"
+    facts = printed(capsys, "build", trace, out, "--kind", "matrices")
+    assert (facts["decode_matrices"], facts["prefill_matrices"], facts["capacity"]) == (len(LENGTHS), 0, 120)
+    assert facts["decode_tokens"] == sum(LENGTHS) and facts["identity"] == "trace:toy"
+    printed(capsys, "build", trace, out, "--kind", "matrices", "--capacity", 4, "--split", "7:3")
+    opened = Trace.open(trace)
+    predictor = EAM(Geometry(tuple(LayerGeometry(layer.num_experts, layer.top_k, 1, 1, 2, 1) for layer in LAYERS)))
+    for history in histories(opened, make_schedule(opened, Selection(split=(7, 3))).training, predictor.wants):
+        predictor.learn(history)
+    predictor.finish()
+    small = Matrices(predictor.learned.shape, 4)
+    small.decode.extend(predictor.learned.decode)
+    assert_same_state(read_learned(out, Matrices).learned, small)
+    for flag in ("--quota", "--distance"):
+        message = refused(capsys, "build", trace, out, "--kind", "matrices", flag, "1")
+        assert f"{flag[2:]}=1" in message and "of no use with kind='matrices'; accepted: kind=maps" in message
+
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture
+def reuse(tmp_path: Path) -> Path:
+    path = tmp_path / "a.reuse"
+    about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
+    save_learned(path, taught(70), IDENTITY, about)
+    return path
+
+
+def run(model: Path, *arguments: str) -> int:
+    return main(["generate", str(model), "--prompt", PROMPT, "--memory", "50%", "--max-new-tokens", "20", *arguments])
+
+
+def test_the_second_run_begins_with_what_the_first_learned(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "my.reuse")
+    arguments = ("--system", "expertly", "--learned", path)
+    assert run(model, *arguments, "--stats") == 0
+    out = capsys.readouterr().out
+    assert f"[reuse: began with nothing learned: there was no {path} | " in out
+    text = out[: out.index("\n[")]
+    assert run(model, *arguments, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["reuse"]["history"] == "warm" and result["text"].rstrip("\n") == text.rstrip("\n")
+    num_read, num = result["reuse"]["tokens_read"], result["reuse"]["tokens"]
+    assert num == 2 * num_read > 0
+    assert run(model, *arguments, "--stats") == 0
+    line = f"[reuse: began with what {num} tokens had taught: {path} | {3 * num_read} tokens by now]"
+    assert line in capsys.readouterr().out
+    assert run(model, "--system", "expertly", "--learned", "off", "--stats") == 0
+    assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in capsys.readouterr().out
+    assert run(model, "--learned", "off", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["reuse"] is None, "lru learns nothing"
+
+
+def test_info_of_reuse_says_what_there_is(reuse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "learned", "info", str(reuse), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["tokens"], facts["weights"], facts["experts"]) == (70, 22 * 22, 22)
+    assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (3, [8, 6, 8], [2, 3, 3])
+    assert (facts["identity"], facts["about"]["created"]) == (IDENTITY, "2026-01-02T03:04:05+00:00")
+    assert facts["file_bytes"] == reuse.stat().st_size
+    assert main(["lab", "learned", "info", str(reuse)]) == 0
+    out = capsys.readouterr().out
+    first, *lines = out.splitlines()
+    assert "3 layers of 6 to 8 experts, top-2 to 3 | learned of reuse from 70 tokens | " in first
+    assert any(line.startswith("created") and line.endswith("2026-01-02T03:04:05+00:00") for line in lines)
+    assert any("484 of 22 experts: discount 0.9, horizon 8" in line for line in lines)
+    assert "\x1b" not in out, "a terminal does not obey a file"
+    reuse.write_bytes(reuse.read_bytes()[:-4])
+    assert main(["lab", "learned", "info", str(reuse)]) == 2
+    assert "reach beyond" in capsys.readouterr().err
+
+
+def test_other_commands_say_what_they_take(reuse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), reuse.read_bytes()
+    save_learned(maps, make_store(), IDENTITY)
+    accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
+    for arguments in (("export", str(reuse), out), ("merge", out, str(reuse))):
+        assert main(["lab", "learned", *arguments]) == 2
+        assert accepted in capsys.readouterr().err
+    assert main(["lab", "learned", "merge", out, str(maps), str(reuse)]) == 2
+    assert accepted in capsys.readouterr().err
+    assert reuse.read_bytes() == before and not Path(out).exists()
