@@ -124,30 +124,26 @@ def experts_of(store: PackedStore) -> Iterator[bytes]:
             yield bytes(whole)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ratio"), [("bfloat16", 0.72), ("float16", 0.72), ("float32", 0.37)], ids=lambda value: str(value)
-)
-def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(
-    tmp_path: Path, dtype: str, ratio: float
-) -> None:
-    store = pack_cached("demo", dtype, tmp_path, codec="planes")
-    assert store.codec == "planes" and store.ratio <= ratio
-    assert store.folder.name.endswith(f"-{dtype}-planes")
-    plain = pack_cached("demo", dtype, tmp_path, codec="none")
+def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(tmp_path: Path) -> None:
+    store = pack_cached("demo", "bfloat16", tmp_path, codec="planes")
+    assert store.codec == "planes" and store.ratio <= 0.72
+    assert store.folder.name.endswith("-bfloat16-planes")
+    plain = pack_cached("demo", "bfloat16", tmp_path, codec="none")
     assert list(experts_of(store)) == list(experts_of(plain))
     assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "quantized"])
 def test_every_layout_of_a_checkpoint_can_be_packed_in_planes(tmp_path: Path, kind: str) -> None:
+    dtype = "bfloat16" if kind == "quantized" else None
     if kind == "quantized":
         source = make_mxfp4_checkpoint(tmp_path / "source")
     elif kind == "fused":
         source = make_fused_checkpoint("jamba", tmp_path / "source")
     else:
         source = make_checkpoint("deepseek_v3", tmp_path / "source")
-    store = pack(source, tmp_path / "store", codec="planes")
-    plain = pack(source, tmp_path / "plain", codec="none")
+    store = pack(source, tmp_path / "store", dtype, codec="planes")
+    plain = pack(source, tmp_path / "plain", dtype, codec="none")
     assert list(experts_of(store)) == list(experts_of(plain))
 
 

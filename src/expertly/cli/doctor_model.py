@@ -53,7 +53,7 @@ def _report(found: ModelForecast, profile: MachineProfile) -> str:
         sizes.add_row("checkpoint", f"{format_nbytes(stored.nbytes)} ({kinds}{own})")
     sizes.add_row(
         "experts",
-        f"{format_nbytes(found.experts_nbytes)} in {needs.dtype}; at least "
+        f"{format_nbytes(found.experts_nbytes)} in {needs.stored_as}; at least "
         f"{format_nbytes(found.least_nbytes)} of them in memory",
     )
     sizes.add_row("the rest", format_nbytes(found.dense_nbytes))

@@ -130,7 +130,7 @@ def _verify(folder: Path, is_json: bool) -> int:
 def _summary(store: PackedStore) -> str:
     manifest = store.manifest
     num_experts = sum(layer.num_experts for layer in manifest.layers)
-    experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.dtype}"
+    experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.stored_as}"
     if store.codec != "none":
         experts += f", stored in {store.ratio:.2f} of that"
     return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"
@@ -143,7 +143,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "source": manifest.source,
         "identity": manifest.identity,
         "model_type": manifest.model_type,
-        "dtype": manifest.dtype,
+        "dtype": manifest.stored_as,
         "codec": store.codec,
         "ratio": store.ratio,
         "layers": len(manifest.layers),
