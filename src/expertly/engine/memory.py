@@ -213,7 +213,7 @@ def _divide_stated(
                 "memory, or a smaller context"
             )
         if request.total is not None or request.cache is not None:
-            reason = f"{reason}; {what}; {beside.sentence(context)}"
+            reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
     budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.ring)
     return Division(budgets, reason, beside, context, room)
 
