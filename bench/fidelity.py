@@ -180,7 +180,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         profile = measurement.profile()
         link, costs = median_costs(measured, profile.link)
         if costs is not None:
-            from expertly.lab.fit_decoding import fit_decoding
+            from expertly.lab.profile_fits import fit_decoding
 
             alone = costs.all_nbytes_per_s
             costs = fit_decoding(profile.layers, link, costs, profile.compute, handle(beside).store.geometry(1))

@@ -18,7 +18,7 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
-from expertly.lab.compare import engine_runs
+from expertly.lab.compare import engine
 from expertly.trace.reader import Trace
 from tests.lab.compare.html import Found, read
 from tests.serve.browser import browser, find_browser
@@ -231,7 +231,7 @@ def test_where_memory_is_short_one_model_at_a_time_is_held(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a training part, which both fMoEs, the engine's and the simulator's, learn from."""
-    monkeypatch.setattr(engine_runs, "MOST_OF_FREE", 0.0)
+    monkeypatch.setattr(engine, "MOST_OF_FREE", 0.0)
     out = tmp_path / "out"
     arguments = ["--system", "lru,fmoe", "--memory", "50%", "--requests", "4", "--tokens", "6", "--rounds", "1"]
     assert main(["lab", "compare", str(model), *arguments, "--split", "1:1", "--out", str(out), "--json"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.geometry import Geometry
-from expertly.lab.fit_decoding import fit_decoding
+from expertly.lab.profile_fits import fit_decoding
 from tests.sim.drive import INFINITE, sized
 
 GEOMETRY = Geometry(sized(2, 8, 4, width=250_000), 1)  # experts of a million bytes

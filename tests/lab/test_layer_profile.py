@@ -7,7 +7,7 @@ import random
 import pytest
 
 from expertly.core.costs import Link
-from expertly.lab.layer_profile import LayerSample, fit_layers, samples_of
+from expertly.lab.profile_fits import LayerSample, fit_layers, samples_of
 
 FALLBACK = Link(123.0, 4, 5)
 TOP_K, EXPERT_NS, EXPERT_NBYTES = 4, 1_000, 6_000_000

@@ -15,8 +15,8 @@ from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.hardware import machine, measure
-from expertly.lab.layer_profile import fit_link
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
+from expertly.lab.profile_fits import fit_link
 from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware

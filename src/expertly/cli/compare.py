@@ -94,8 +94,7 @@ def run(args: CompareOptions) -> int:
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.lab.compare.comparison import Comparison
-        from expertly.lab.compare.folder import begin, prepare
+        from expertly.lab.compare.comparison import Comparison, begin, prepare
 
         command = shlex.join(["expertly", *sys.argv[1:]])
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -128,8 +127,7 @@ def run(args: CompareOptions) -> int:
 
 
 def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareOptions, progress: Any) -> None:
-    from expertly.lab.compare.comparison import compare_model
-    from expertly.lab.compare.folder import TRACE
+    from expertly.lab.compare.comparison import TRACE, compare_model
 
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)

@@ -11,11 +11,9 @@ from expertly.core.units import format_nbytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from expertly.cli.tune import TuneOptions
-    from expertly.lab.tune.calibration import Calibration
-    from expertly.lab.tune.candidates import Candidate
-    from expertly.lab.tune.search import Scored
+    from expertly.lab.tune.search import Candidate, Scored
     from expertly.lab.tune.tune import Tuned
-    from expertly.lab.tune.verification import Turns
+    from expertly.lab.tune.verdict import Calibration, Turns
 
 SHOWN = 12
 """Of the simulator's ranking."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from expertly.lab.compare import engine_runs, worker
-from expertly.lab.compare.engine_runs import EngineRuns, can_be_together
+from expertly.lab.compare import engine
+from expertly.lab.compare.engine import EngineRuns, Worker, WorkerError, can_be_together
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.worker import Worker, WorkerError
 from expertly.lab.playing import RecordedRequest
 
 REQUESTS = [RecordedRequest((1, 2, 3), 2, number) for number in range(2)]
@@ -59,13 +58,13 @@ class _Actor:
 
 def run(
     monkeypatch: pytest.MonkeyPatch, together: bool, failing: dict[tuple[str, str], str] | None = None
-) -> tuple[Stage, engine_runs.Runs]:
+) -> tuple[Stage, engine.ComparedRuns]:
     stage = Stage(failing or {})
-    monkeypatch.setattr(engine_runs, "Worker", stage.worker)
+    monkeypatch.setattr(engine, "Worker", stage.worker)
     settings = ComparisonSettings(("lru", "lfu", "lcp"), ("25%", "50%"), rounds=2)
-    engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
-    engine.run(lambda _: together)
-    return stage, engine.runs
+    runner = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
+    runner.run(lambda _: together)
+    return stage, runner.runs
 
 
 def plays(stage: Stage) -> list[tuple[str, str]]:
@@ -122,32 +121,32 @@ def test_a_process_that_cannot_be_started_is_said_so(monkeypatch: pytest.MonkeyP
         _Popen = staticmethod(refusing)
 
     made = SimpleNamespace(Pipe=pipe, Process=Refusing)
-    monkeypatch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: made))
+    monkeypatch.setattr(engine, "multiprocessing", SimpleNamespace(get_context=lambda _: made))
     one = Worker("tried")
     for _ in range(2):
         with pytest.raises(WorkerError, match="its process could not be started: Resource temporarily unavailable"):
             one.ask("peak_nbytes")
     assert len(ends) == 4 and all(end.closed for end in ends) and not one.is_alive
     settings = ComparisonSettings(("lru",), ("25%",))
-    engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
-    engine.run(lambda _: True)
-    (failure,) = engine.runs.failures
+    runner = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
+    runner.run(lambda _: True)
+    (failure,) = runner.runs.failures
     assert failure.system == "lru" and "could not be started" in failure.cause
 
 
 def test_an_interrupt_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage({})
-    monkeypatch.setattr(engine_runs, "Worker", stage.worker)
+    monkeypatch.setattr(engine, "Worker", stage.worker)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    engine = EngineRuns(
+    runner = EngineRuns(
         ComparisonSettings(("lru",), ("25%",)), {"predictor": "auto", "plan": None}, REQUESTS, None, between=interrupted
     )
     with pytest.raises(KeyboardInterrupt):
-        engine.run(lambda _: True)
-    assert [len(one) for one in engine.runs.played["25%", "lru"]] == [2] and not stage.holding
+        runner.run(lambda _: True)
+    assert [len(one) for one in runner.runs.played["25%", "lru"]] == [2] and not stage.holding
 
 
 def test_models_are_held_together_where_memory_allows_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_range, format_seconds, format_share
-from expertly.lab.compare.engine_runs import ComparedRuns, RunFailure
+from expertly.lab.compare.engine import ComparedRuns, RunFailure
 from expertly.lab.compare.figures import RATES, best_row, engine_figures, headline, ratio_to, rows_of, spread
 from expertly.lab.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems
 from expertly.lab.plots import round_ticks

@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
-from expertly.lab.compare.folder import begin, prepare, write_all
+from expertly.lab.compare.comparison import begin, prepare, write_all
 
 
 def test_an_earlier_comparison_is_replaced_when_that_is_said(tmp_path: Path) -> None:

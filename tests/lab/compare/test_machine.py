@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertly.core.costs import Link
-from expertly.lab.compare.worker import MachineWorker, WorkerError
+from expertly.lab.compare.engine import MachineWorker, WorkerError
 
 ARGUMENTS = {"model": "m", "segments": 4, "predictor": "auto", "plan": None}
 

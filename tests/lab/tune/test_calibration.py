@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expertly.lab.playing import RecordedRequest
-from expertly.lab.tune.calibration import calibrate, representatives
-from expertly.lab.tune.deadline import Deadline
+from expertly.lab.tune.search import Deadline
+from expertly.lab.tune.verdict import calibrate, representatives
 from tests.lab.tune.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from expertly.core.geometry import LayerGeometry
-from expertly.lab.tune.candidates import Candidate, Space
+from expertly.lab.tune.search import Candidate, Space
 from expertly.scheduler.presets import SYSTEMS, get_system
 
 LAYERS = (LayerGeometry(8, 2, 32, 24, 3, 2),) * 3

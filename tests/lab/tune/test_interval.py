@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from expertly.lab.tune.verification import median_interval
+from expertly.lab.tune.verdict import median_interval
 
 
 def test_few_values_say_from_the_least_to_the_largest() -> None:

@@ -10,7 +10,7 @@ import expertly
 from expertly import api
 from expertly.core.costs import CodecCosts, Link
 from expertly.lab.tune import measuring
-from expertly.lab.tune.measuring import measure_hardware
+from expertly.lab.tune.engine import measure_hardware
 from expertly.sim.hardware import Hardware
 from tests.families import make_checkpoint
 

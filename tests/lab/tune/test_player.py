@@ -15,10 +15,8 @@ from expertly import api
 from expertly.engine import cpu
 from expertly.engine.learned import reuse_models
 from expertly.lab.prompts import Prompt
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.player import EnginePlayer
-from expertly.lab.tune.workload import TunedWorkload, record_workload
+from expertly.lab.tune.engine import EnginePlayer, TunedWorkload, record_workload
+from expertly.lab.tune.search import Candidate, Deadline
 from expertly.scheduler.presets import get_system
 from tests.families import make_checkpoint
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.search import KEPT, Scored, SearchResult, finalists, rungs_of, search
+from expertly.lab.tune.search import KEPT, Candidate, Deadline, Scored, SearchResult, finalists, rungs_of, search
 from expertly.scheduler.presets import get_system
 from tests.lab.tune.toys import FakeClock, candidate
 

@@ -16,9 +16,9 @@ from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.prompts import Prompt
-from expertly.lab.tune.candidates import Candidate
+from expertly.lab.tune.search import Candidate
 from expertly.lab.tune.tune import Tuned, Wishes, keep_learned, save, tune
-from expertly.lab.tune.verification import MIN_TURNS, CandidatePlayer
+from expertly.lab.tune.verdict import MIN_TURNS, CandidatePlayer
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.sim.hardware import Hardware, Link

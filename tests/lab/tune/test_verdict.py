@@ -6,10 +6,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.lab.playing import Played, RecordedRequest
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.verdict import Verdict, decide
-from expertly.lab.tune.verification import MAX_TURNS, MIN_TURNS, take_turns
+from expertly.lab.tune.search import Candidate, Deadline
+from expertly.lab.tune.verdict import MAX_TURNS, MIN_TURNS, Verdict, decide, take_turns
 from tests.lab.tune.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from expertly.core.units import format_nbytes, format_seconds, format_share
-from expertly.lab.compare.engine_runs import ComparedRuns
+from expertly.lab.compare.engine import ComparedRuns
 from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
 from expertly.scheduler.counters import PhaseCounters
 from expertly.sim.metrics import percentile

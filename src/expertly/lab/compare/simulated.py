@@ -11,7 +11,7 @@ import numpy as np
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.messages import Span
-from expertly.lab.compare.engine_runs import RunFailure
+from expertly.lab.compare.engine import RunFailure
 from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.predictor.learned import LearnedWeights
