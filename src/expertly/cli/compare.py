@@ -94,7 +94,7 @@ def run(args: CompareOptions) -> int:
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.lab.compare.comparison import Comparison, begin, prepare
+        from expertly.lab.compare.comparison import Comparison, prepare
 
         command = shlex.join(["expertly", *sys.argv[1:]])
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -102,8 +102,7 @@ def run(args: CompareOptions) -> int:
         output = Output(comparison, args.out)
         comparison.keep = output.keep
         check = _opened_trace(args) if has_trace else None
-        prepare(args.out, args.force)
-        begin(args.out, command)
+        prepare(args.out, command, args.force)
         is_interrupted = False
         try:
             with progress_bar("steps") as progress:

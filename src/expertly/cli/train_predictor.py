@@ -18,8 +18,7 @@ from expertly.core.errors import ConfigError
 from expertly.options import REQUIRED, argument, json_flag, option
 
 if TYPE_CHECKING:
-    from expertly.lab.study import TrainingStudy
-    from expertly.lab.train import TrainOptions
+    from expertly.lab.train import TrainingStudy, TrainOptions
     from expertly.trace.reader import Trace
 
 DEFAULT_DISTANCES = "1,2,4,8"
@@ -53,8 +52,7 @@ class TrainPredictorOptions:
 
 
 def run(args: TrainPredictorOptions) -> int:
-    from expertly.lab.study import study
-    from expertly.lab.train import TrainOptions
+    from expertly.lab.train import TrainOptions, study
     from expertly.policies.learned import read_learned, save_learned
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.trace.reader import Trace

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertly.core.units import format_seconds
-from expertly.lab.compare.settings import BOUNDS
 from expertly.lab.plots import COLOUR, Mark, draw_shares, drawing, marks_of, memory_places, new_figure, save
+from expertly.scheduler.presets import BOUNDS
 
 if TYPE_CHECKING:
     from expertly.lab.trace_analysis import TraceAnalysis

@@ -17,7 +17,7 @@ from typing import Any
 import expertly
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, finite, write_atomic
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import DenseShape, Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.compare.engine import (
@@ -32,7 +32,6 @@ from expertly.lab.compare.engine import (
 from expertly.lab.compare.figures import headline, rows_of
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.compare.simulated import (
-    Ground,
     Simulated,
     check_budgets,
     middle_decode_iteration,
@@ -48,7 +47,7 @@ from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
-from expertly.sim.study import Memory
+from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24
@@ -156,13 +155,13 @@ def compare_trace(
     selection = selection_of(settings, trace, NUM_TRACE_REQUESTS)
     schedule = pick(trace, selection, settings.tokens)
     learned = None if settings.predictor is None else read_learned(settings.predictor, LearnedWeights).learned
-    ground = _ground(settings, trace, schedule, comparison.hardware, geometry, learned)
-    check_budgets(ground, settings)
+    study = _study(settings, trace, schedule, comparison.hardware, geometry[0], geometry[1], learned)
+    check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
     iteration = middle_decode_iteration(trace, schedule)
     comparison.simulated = Simulated()
-    simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+    simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
 
@@ -187,9 +186,9 @@ def compare_model(
         settings = comparison.settings = replace(settings, codec=facts["codec"])
         arguments["codec"] = facts["codec"]
         hardware = Hardware.read(settings.hardware or "infinite")
-        geometry = (tuple(layer.geometry() for layer in trace.manifest.layers), trace.manifest.dense, "trace")
-        ground = _ground(settings, trace, schedule, hardware, geometry, learned)
-        check_budgets(ground, settings)
+        layers = tuple(layer.geometry() for layer in trace.manifest.layers)
+        study = _study(settings, trace, schedule, hardware, layers, trace.manifest.dense, learned)
+        check_budgets(study, settings)
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
             tell("measuring this machine")
@@ -197,7 +196,7 @@ def compare_model(
         free_nbytes = available_host_nbytes()
 
         def fits_together(memory: str) -> bool:
-            held = [_kept_nbytes(ground, memory, name) for name in settings.systems]
+            held = [_kept_nbytes(study, memory, name) for name in settings.systems]
             return can_be_together([base_nbytes + nbytes for nbytes in held], free_nbytes, facts["device"])
 
         lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
@@ -212,11 +211,11 @@ def compare_model(
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")
-        ground = replace(ground, hardware=_hardware(comparison, machine, hardware))
+        study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
             iteration = middle_decode_iteration(trace, schedule)
             comparison.simulated = Simulated()
-            simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+            simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:
         machine.worker.end()
@@ -290,22 +289,34 @@ def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -
     return measured
 
 
-def _ground(
+def _study(
     settings: ComparisonSettings,
     trace: Trace,
     schedule: Schedule,
     hardware: Hardware,
-    geometry: tuple[Any, Any, str | None],
+    layers: Any,
+    dense: DenseShape | None,
     learned: LearnedWeights | None,
-) -> Ground:
-    plan = None if settings.plan is None else read_plan(settings.plan)
-    return Ground(trace, schedule, hardware, geometry[0], geometry[1], learned, plan)
+) -> Study:
+    """Raises ConfigError for what cannot be simulated."""
+    return Study(
+        trace,
+        schedule,
+        hardware,
+        layers,
+        dense,
+        segments=settings.segments,
+        seed=settings.seed,
+        learned=learned,
+        plan=None if settings.plan is None else read_plan(settings.plan),
+        codec=settings.codec,
+    )
 
 
-def _kept_nbytes(ground: Ground, memory: str, name: str) -> int:
+def _kept_nbytes(study: Study, memory: str, name: str) -> int:
     """What a system holds of the experts."""
-    assert ground.layers is not None
-    geometry = Geometry(ground.layers, 1)
+    assert study.layers is not None
+    geometry = Geometry(study.layers, 1)
     return geometry.nbytes if get_system(name).keeps_everything else Memory(memory).budget(geometry).memory_nbytes
 
 
@@ -366,8 +377,9 @@ FORMAT_VERSION = 1
 REPORT, RESULTS, COMMAND, TRACE = "report.html", "results.json", "command.txt", "trace"
 
 
-def prepare(folder: Path, force: bool) -> None:
-    """Make the folder, or clear an earlier comparison away, for which `force` is needed where it has results.
+def prepare(folder: Path, command: str, force: bool = False) -> None:
+    """Make the folder, or clear an earlier comparison away, for which `force` is needed where it has results. It is
+    marked as one under way, so that one which was interrupted can be replaced.
 
     Raises ConfigError where it is there and holds anything else, or cannot be written.
     """
@@ -386,6 +398,7 @@ def prepare(folder: Path, force: bool) -> None:
             if (folder / TRACE).is_dir() and not (folder / TRACE).is_symlink():
                 shutil.rmtree(folder / TRACE)
         folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / COMMAND, (command + "\n").encode())
 
 
 def write_all(folder: Path, results: Mapping[str, Any], page: str) -> None:
@@ -395,12 +408,6 @@ def write_all(folder: Path, results: Mapping[str, Any], page: str) -> None:
         text = json.dumps(finite(results), ensure_ascii=False, indent=1, allow_nan=False)
         write_atomic(folder / RESULTS, (text + "\n").encode("utf-8", "replace"))
         write_atomic(folder / REPORT, page.encode("utf-8", "replace"))
-
-
-def begin(folder: Path, command: str) -> None:
-    """Mark the folder as a comparison under way, so that one which was interrupted can be replaced."""
-    with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
-        write_atomic(folder / COMMAND, (command + "\n").encode())
 
 
 def _holds_comparison(folder: Path) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.compare.engine import ComparedRuns
-from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
+from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import BOUNDS
 from expertly.sim.metrics import percentile
 
 TIMES = ("ttft_s", "tpot_s", "latency_s")

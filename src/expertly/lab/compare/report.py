@@ -20,7 +20,6 @@ from expertly.core.units import (
     format_share,
 )
 from expertly.lab.compare.figures import best_row, failures_in_words
-from expertly.lab.compare.settings import BOUNDS
 from expertly.lab.plots import (
     COLOUR,
     THEME,
@@ -34,6 +33,7 @@ from expertly.lab.plots import (
     round_ticks,
     set_ticks,
 )
+from expertly.scheduler.presets import BOUNDS
 
 # -- pictures: figures against budgets, how long requests take, one decoded token in time ----------------------------
 
