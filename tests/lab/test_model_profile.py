@@ -155,7 +155,7 @@ def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, c
 def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = cases["mixtral"].compressed(tmp_path / "store")
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
-    monkeypatch.setattr("expertly.hardware.measure.store_costs", lambda store: (disk, alone))
+    monkeypatch.setattr("expertly.lab.model_profile.store_costs", lambda store: (disk, alone))
     path = tmp_path / "here.toml"
     assert main(["doctor", "--hardware-out", str(path), str(case.store), "--memory", "60%"]) == 0
     hardware = Hardware.read(str(path))
