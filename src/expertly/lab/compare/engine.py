@@ -232,6 +232,7 @@ class ComparedRuns:
         return sum(map(len, self.played.get((memory, name), [])))
 
 
+@dataclass(slots=True)
 class EngineRuns:
     """Plays. Every round begins with models that have just been loaded, so that each begins with empty caches.
 
@@ -240,37 +241,30 @@ class EngineRuns:
     time.
     """
 
-    def __init__(
-        self,
-        settings: ComparisonSettings,
-        arguments: dict[str, Any],  # of `expertly.load`, without memory and system
-        requests: Sequence[RecordedRequest],
-        lesson: tuple[str, Selection] | None,  # the trace whose training part predictors learn from
-        between: Callable[[], None],  # called when nothing runs, about once a round
-        progress: Progress | None = None,
-        tell: Callable[[str], None] | None = None,  # in words, where nobody sees the progress
-    ) -> None:
-        self.runs = ComparedRuns()
-        self._settings = settings
-        self._arguments = arguments
-        self._requests = requests
-        self._lesson = lesson
-        self._between = between
-        self._progress = progress
-        self._tell = tell
-        self._workers = {name: Worker(name) for name in settings.systems}
-        self._num_done = 0
+    settings: ComparisonSettings
+    arguments: dict[str, Any]  # of `expertly.load`, without memory and system
+    requests: Sequence[RecordedRequest]
+    lesson: tuple[str, Selection] | None  # the trace whose training part predictors learn from
+    between: Callable[[], None]  # called when nothing runs, about once a round
+    progress: Progress | None = None
+    tell: Callable[[str], None] | None = None  # in words, where nobody sees the progress
+    runs: ComparedRuns = field(init=False, default_factory=ComparedRuns)
+    _workers: dict[str, Worker] = field(init=False)
+    _num_done: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._workers = {name: Worker(name) for name in self.settings.systems}
 
     def run(self, fits_together: Callable[[str], bool]) -> None:
         """All of it; what fails is noted and left out. `runs` holds what there is, whatever this raises."""
-        settings = self._settings
+        settings = self.settings
         try:
             for memory in settings.memories:
                 together = self.runs.together[memory] = fits_together(memory)
                 names = list(settings.systems)
                 for number in range(settings.rounds):
-                    if self._tell is not None:
-                        self._tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
+                    if self.tell is not None:
+                        self.tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
                     names = [name for name in names if not self.runs.has_failed(memory, name)]
                     shift = number % len(names) if names else 0
                     in_turn = [*names[shift:], *names[:shift]]
@@ -278,7 +272,7 @@ class EngineRuns:
                         self._round_together(memory, in_turn)
                     else:
                         self._round_apart(memory, in_turn)
-                    self._between()
+                    self.between()
         finally:
             for worker in self._workers.values():
                 worker.hang_up()
@@ -290,7 +284,7 @@ class EngineRuns:
             with suppress(WorkerError):  # what is asked of it then says so
                 self._workers[name].start()
         ready = [name for name in names if self._load(memory, name)]
-        for turn, request in enumerate(self._requests):
+        for turn, request in enumerate(self.requests):
             for index in range(len(ready)):
                 name = ready[(turn + index) % len(ready)]
                 if not self.runs.has_failed(memory, name):
@@ -302,18 +296,18 @@ class EngineRuns:
     def _round_apart(self, memory: str, names: list[str]) -> None:
         for name in names:
             if self._load(memory, name):
-                for request in self._requests:
+                for request in self.requests:
                     if not self.runs.has_failed(memory, name):
                         self._play(memory, name, request)
             self._workers[name].end()
 
     def _load(self, memory: str, name: str) -> bool:
-        facts = self._asked(memory, name, "load", load_arguments(self._arguments, memory, name))
+        facts = self._asked(memory, name, "load", load_arguments(self.arguments, memory, name))
         if facts is None:
             return False
         self.runs.loaded[memory, name] = facts
-        if self._lesson is not None:
-            self._asked(memory, name, "learn", *self._lesson)
+        if self.lesson is not None:
+            self._asked(memory, name, "learn", *self.lesson)
         self.runs.played.setdefault((memory, name), []).append([])
         return not self.runs.has_failed(memory, name)
 
@@ -322,10 +316,10 @@ class EngineRuns:
         if played is not None:
             self.runs.played[memory, name][-1].append(played)
         self._num_done += 1
-        if self._progress is not None:
-            settings = self._settings
-            total = len(settings.memories) * settings.rounds * len(settings.systems) * len(self._requests)
-            self._progress(f"engine, {memory}", self._num_done, total)
+        if self.progress is not None:
+            settings = self.settings
+            total = len(settings.memories) * settings.rounds * len(settings.systems) * len(self.requests)
+            self.progress(f"engine, {memory}", self._num_done, total)
 
     def _asked(self, memory: str, name: str, method: str, *arguments: Any) -> Any:
         """The answer, or None where it failed, which is noted."""

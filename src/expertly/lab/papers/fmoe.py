@@ -270,6 +270,11 @@ def overall(lab: Lab) -> Finding:
 REQUESTS = 64
 MEAN_GAP_S = 2.0
 """Between arrivals that are made up."""
+LATENCIES = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
+
+
+def _latency(key: str, row: Row) -> float:
+    return float(row["latency_s"][key])
 
 
 @experiment("fmoe:10", needs=("prompts",), most=1)
@@ -283,29 +288,18 @@ def online(lab: Lab) -> Finding:
     schedule = make_schedule(lab.trace, Selection(len(arrivals), None, SPLIT, lab.seed), arrivals)
     runs = lab.runs_of(Schedule([], schedule.test, schedule.num_cut), HARDWARE, is_queued=True)
     rows = runs.rows(SYSTEMS)
-    columns = {"": "", "mean": "s", "median": "s", "p90": "s", "p99": "s", "hit rate": "share"}
-    cells = [
-        (row.label, *(row["latency_s"][key] for key in ("mean", "p50", "p90", "p99")), row.hit_rate)
-        for row in rows.values()
-    ]
+    times = [Metric(header, "s", partial(_latency, key)) for header, key in LATENCIES.items()]
     fastest = min((row for name, row in rows.items() if name != "fmoe"), key=lambda row: row["latency_s"]["mean"])
     checks = [
-        rules.best(
-            f"fMoE has the lowest latency ({label})",
-            {name: row["latency_s"][key] for name, row in rows.items()},
-            "fmoe",
-            lambda: of_time(rows["fmoe"], fastest),
-            lowest=True,
-            unit="s",
-        )
-        for key, label in (("mean", "mean"), ("p50", "median"), ("p90", "90 %"))
+        one.best(f"fMoE has the lowest latency ({label})", rows, "fmoe", lambda: of_time(rows["fmoe"], fastest))
+        for one, label in zip(times, ("mean", "median", "90 %"), strict=False)
     ]
     num = rows["fmoe"]["requests"]
     note = f"{num} requests; {schedule.num_cut} of them are shorter than their arrivals say: the trace holds no more"
     if lab.arrivals is None:
         note = f"{num} requests; arrivals are made up: {MEAN_GAP_S} s apart in the mean, exponential; --arrivals takes "
         note += "recorded ones"
-    table = FindingTable.of("Latency of requests", columns, cells)
+    table = table_of("Latency of requests", rows, *times, HITS)
     return lab.finding(f"{lab.setting(runs, '25%')}; online", [table], checks, [note])
 
 

@@ -140,6 +140,10 @@ class Metric:
         rule = rules.below if self.lowest else rules.above
         return rule(claim, {one: values[one] for one in (name, other)}, reason, unit=self.unit, by=by)
 
+    def times(self, base: Row, header: str) -> Metric:
+        """In units of what it is in `base`."""
+        return Metric(header, "x", lambda row: None if self.of(row) is None else self.of(row) / self.of(base))
+
     def told(self, rows: Mapping[str, Row], name: str) -> bool | Told:
         """Of `everywhere`: whether `name` has the best value, compared with the best of the others."""
         values = self.values({label: row for label, row in rows.items() if label != name})

@@ -206,9 +206,6 @@ def overall(lab: Lab) -> Finding:
     """
     runs = lab.runs(HARDWARE)
     rows = runs.rows(SYSTEMS, "50%")
-    ours, has_prompts = rows["promoe"], lab.subject.has_prompts
-    faster_ttft = Metric("ProMoE is faster", "x", lambda row: row["ttft_s"] / ours["ttft_s"] if has_prompts else None)
-    faster_tpot = Metric("ProMoE is faster, decode", "x", lambda row: row.tpot_s / ours.tpot_s)
     checks = [
         *fastest(rows),
         TPOT.better(
@@ -226,7 +223,9 @@ def overall(lab: Lab) -> Finding:
             lambda: of_prompts(rows["lru"], rows["static"]),
         ),
     ]
-    table = table_of("At half of the experts", rows, TTFT, faster_ttft, TPOT, faster_tpot)
+    ours = rows["promoe"]
+    faster, faster_decode = TTFT.times(ours, "ProMoE is faster"), TPOT.times(ours, "ProMoE is faster, decode")
+    table = table_of("At half of the experts", rows, TTFT, faster, TPOT, faster_decode)
     return lab.finding(lab.setting(runs, "50%"), [table], checks)
 
 
