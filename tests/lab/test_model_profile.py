@@ -16,7 +16,6 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
-from expertly.lab.profile_fits import fit_link
 from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
@@ -93,24 +92,6 @@ def test_a_budget_that_leaves_nothing_to_measure(cases: Cases, memory: str):
 def test_an_encoder_decoder_model(cases: Cases):
     with pytest.raises(ModelUseError, match="encoder-decoder"):
         measured(cases["switch_transformers"].store)
-
-
-def test_a_link_is_found_again():
-    shots = [(n, n * size, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
-    link = fit_link(shots)
-    assert link.nbytes_per_s == pytest.approx(2e9)
-    assert (link.latency_ns, link.overhead_ns) == (1_000, 50)
-
-
-def test_a_link_measured_with_one_size_has_a_rate_that_covers_everything():
-    link = fit_link([(n, n * 8_000, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
-    assert link.latency_ns == 1_000
-    assert link.occupies_ns(8_000) == pytest.approx(4_050, abs=1)
-
-
-def test_a_link_is_never_negative():
-    link = fit_link([(1, 1_000, 1_000), (2, 2_000, 3_000), (4, 4_000, 8_000)])
-    assert link.latency_ns >= 0 and link.overhead_ns >= 0 and link.nbytes_per_s > 0
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.geometry import Geometry
-from expertly.lab.profile_fits import LayerSample, fit_decoding, fit_layers, samples_of
+from expertly.lab.profile_fits import LayerSample, fit_decoding, fit_layers, fit_link, samples_of
 from tests.sim.drive import INFINITE, sized
 
 FALLBACK = Link(123.0, 4, 5)
@@ -72,6 +72,17 @@ def test_waiting_for_a_processor_is_no_cost_of_the_computing_thread():
     samples = samples_of(before, after, 10, processor_ns=[25, 28])
     assert samples == [LayerSample(2, 90, 65), LayerSample(0, 30, 2)]
     assert [sample.busy_ns for sample in samples] == [25, 28]
+
+
+def test_a_link_is_found_again():
+    """Of spans of two sizes each part of it; of one size a rate that covers everything; never less than nothing."""
+    two_sizes = [(n, n * size, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
+    link = fit_link(two_sizes)
+    assert (link.nbytes_per_s, link.latency_ns, link.overhead_ns) == (pytest.approx(2e9), 1_000, 50)
+    link = fit_link([(n, n * 8_000, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
+    assert (link.latency_ns, link.occupies_ns(8_000)) == (1_000, pytest.approx(4_050, abs=1))
+    link = fit_link([(1, 1_000, 1_000), (2, 2_000, 3_000), (4, 4_000, 8_000)])
+    assert link.latency_ns >= 0 and link.overhead_ns >= 0 and link.nbytes_per_s > 0
 
 
 # -- the rate of decoding, where it can be worked out by hand --------------------------------------------------------
