@@ -64,21 +64,20 @@ class Bench:
 
     def __init__(self, folder: str | None, args: argparse.Namespace, **loading: Any) -> None:
         import expertly
-        from expertly.serve.memory import PAGE_TOKENS, MemorySplit
+        from expertly.serve.memory import PAGE_TOKENS
         from expertly.serve.scheduler import Room
         from expertly.serve.server import ApiServer, assemble, bind
-        from expertly.serve.settings import ServerSettings
+        from expertly.serve.settings import Access, ServeOptions
 
         self.args = args
         self.model, self.tokenizer = expertly.load(folder, device="cpu", **loading)
         self.model.generation_config.eos_token_id = None  # as many tokens as are asked for
         room = Room(256, PAGE_TOKENS, 32 * 9, 32, 64)
-        settings = ServerSettings(name="model")
-        assembled = assemble(self.model, self.tokenizer, settings, room, MemorySplit(0, 0, 0, 0, room.num_pages))
+        assembled = assemble(self.model, self.tokenizer, ServeOptions(name="model"), Access(), room)
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         is_up = threading.Event()
-        self._server = ApiServer(assembled, settings, is_up.set)
+        self._server = ApiServer(assembled, announce=is_up.set)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
         assert is_up.wait(60)

@@ -20,7 +20,7 @@ from expertly.engine.choice import LoadSettings, find_choice
 from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
-from expertly.engine.memory import Division, MemoryRequest, divide
+from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
 from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
 from expertly.engine.runtime import ComputeThreads, Engine, Executor
@@ -42,11 +42,12 @@ from expertly.store.packed import PackedStore
 
 @dataclass(frozen=True)
 class Handle:
-    """A loaded model's store, engine and statistics; `finalizer` closes the engine, once."""
+    """A loaded model's store, engine, statistics and memory; `finalizer` closes the engine, once."""
 
     store: PackedStore
     engine: Engine
     stats: Stats
+    division: Division
     finalizer: Callable[[], object]
 
 
@@ -60,10 +61,21 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
     """
-    asked = LoadOptions(**options)
+    return open_model(model, LoadOptions(**options), progress)
+
+
+def open_model(
+    model: str | None,
+    asked: LoadOptions,
+    progress: Progress | None = None,
+    cache: Callable[[PackedStore], SharedCache] | None = None,
+) -> tuple[Any, Any]:
+    """See `load`. `cache`: for a server, what the KV cache of its requests may be; its division of the memory is in the
+    model's handle.
+    """
     targets = choose_devices(asked.device, asked.devices)
     with ExitStack() as opened:  # closed again where what comes next raises
-        chosen = _choose(model, asked, targets, progress)
+        chosen = _choose(model, asked, targets, progress, cache)
         parts, store = chosen.parts, chosen.store
         executor = _open_executor(chosen, targets, opened)
         engine = Engine(executor, _threads_beside_decoders(store, executor))
@@ -87,7 +99,7 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
         close = opened.pop_all().close
     finalizer = weakref.finalize(loaded, close)
     view = Stats(engine, parts, store, chosen.division.reason, chosen.why_system)
-    loaded._expertly_handle = Handle(store, engine, view, finalizer)
+    loaded._expertly_handle = Handle(store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 
 
@@ -110,7 +122,11 @@ class _Chosen:
 
 
 def _choose(
-    model: str | None, asked: LoadOptions, targets: Sequence[torch.device], progress: Progress | None
+    model: str | None,
+    asked: LoadOptions,
+    targets: Sequence[torch.device],
+    progress: Progress | None,
+    cache: Callable[[PackedStore], SharedCache] | None,
 ) -> _Chosen:
     """Look at everything that can be refused before anything is opened; packs the model at its first use."""
 
@@ -121,7 +137,7 @@ def _choose(
     why_system = store = request = None
     if asked.system == AUTO_SYSTEM:
         store = pack(asked.codec)
-        request = _memory_request(asked, store)
+        request = _memory_request(asked, store, cache)
         settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
         system, settled, why_system = find_choice(store, settled, request, targets)
         if settled.codec != asked.codec:
@@ -147,19 +163,22 @@ def _choose(
     fitting = fitting_segments(store.manifest.layers, parts.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
     geometries = [share.geometry for share in placement.shares]
-    request = request or _memory_request(asked, store)
+    request = request or _memory_request(asked, store, cache)
     division = divide(store, geometries, parts, request, targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
     return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
 
 
-def _memory_request(asked: LoadOptions, store: PackedStore) -> MemoryRequest:
+def _memory_request(
+    asked: LoadOptions, store: PackedStore, cache: Callable[[PackedStore], SharedCache] | None
+) -> MemoryRequest:
     context = asked.context
     if callable(context):
         context = context(load_tokenizer(store.folder))
         context = min(context, store.positions or context)  # no text is longer
-    return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory)
+    shared = None if cache is None else cache(store)
+    return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory, cache=shared)
 
 
 def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:

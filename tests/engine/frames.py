@@ -27,10 +27,10 @@ def content(layer: int, expert: int, layers: Sequence[LayerGeometry] = LAYERS) -
     return weights("normal", "bfloat16", layers[layer].expert_nbytes // 2, seed=100 * layer + expert)
 
 
-def write_store(folder: Path, layers: tuple[LayerGeometry, ...] = LAYERS) -> PackedStore:
-    """A store of such experts in `planes`."""
+def write_store(folder: Path, layers: tuple[LayerGeometry, ...] = LAYERS, codec: str = "planes") -> PackedStore:
+    """A store of such experts."""
     sites = tuple(f"site.{number}" for number in range(len(layers)))
-    plan = Manifest("0" * 64, "/somewhere", "toy", "bfloat16", layers, sites, {}, codec="planes")
+    plan = Manifest("0" * 64, "/somewhere", "toy", "bfloat16", layers, sites, {}, codec=codec)
     with StoreWriter(folder, plan, DENSE, None) as writer:
         for number, layer in enumerate(layers):
             writer.write_layer(number, [content(number, expert, layers) for expert in range(layer.num_experts)])

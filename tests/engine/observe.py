@@ -93,7 +93,7 @@ def assert_streamed(model: Any) -> None:
     """It really ran through the pool: experts were demanded, missed and read."""
     stats = expertly.stats(model).as_dict()
     assert sum(counts(model, "prefill")) + sum(counts(model, "decode")) > 0
-    assert stats["bytes_loaded"] == stats["bytes_disk"] > 0
+    assert 0 < stats["bytes_loaded"] <= stats["bytes_disk"], "and what the comparison of first reads takes"
     assert stats["memory_bytes"] < stats["expert_bytes"]
 
 

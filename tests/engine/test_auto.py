@@ -19,7 +19,6 @@ from expertly.options import LoadOptions
 from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
-from expertly.serve.planning import ServeWishes, plan
 from expertly.store.packed import PackedStore
 from tests.families import make_checkpoint
 
@@ -152,27 +151,6 @@ def test_commands_say_what_it_came_to(model: Path, store: PackedStore, capsys: p
     run, _ = load_model(str(model), LoadOptions(memory="25%", codec="none"))
     expertly.unload(run)
     assert "system auto: lcp, P = 1, tuned for" in capsys.readouterr().err
-
-
-def test_a_server_divides_its_memory_before_it_knows_the_system(model: Path, store: PackedStore) -> None:
-    wishes = ServeWishes(
-        model=str(model),
-        dtype=None,
-        device="cpu",
-        devices=None,
-        system="auto",
-        memory="50%",
-        total_memory=None,
-        context=None,
-        max_running=1,
-        max_queue=1,
-        kv_tokens=None,
-    )
-    assert plan(wishes).memory == "50%"
-    pytest.importorskip("ray")
-    from expertly.serve.ray_app import Options
-
-    Options(system="auto", no_key=True).check()
 
 
 def test_others_leave_the_choices_alone(model: Path, store: PackedStore) -> None:

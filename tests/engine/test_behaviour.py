@@ -104,13 +104,6 @@ def test_a_static_cache(family: str, is_padded: bool, cases: Cases) -> None:
     assert stats[0]["decode"]["iterations"] >= 11
 
 
-def test_without_a_cache(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store) as model:
-        assert generate(model, case.prompts, use_cache=False) == case.tokens
-        assert_streamed(model)
-
-
 def test_pipeline(tmp_path: Any) -> None:
     from transformers import AutoTokenizer, pipeline
 

@@ -16,7 +16,7 @@ from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import planes_name
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce, interrupt_at_lines
+from tests.engine.failing import FailOnce
 from tests.engine.observe import loaded, prediction
 from tests.engine.streams import put_in_place
 from tests.families import generate
@@ -145,10 +145,3 @@ def test_a_read_that_fails_once(at: int, planes: Case, monkeypatch: pytest.Monke
             generate(model, planes.prompts)
         for _ in range(2):
             assert generate(model, planes.prompts) == planes.tokens
-
-
-def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(planes: Case) -> None:
-    def check(model: Any) -> None:
-        assert stats_of(model)["bytes_decoded"] > 0
-
-    interrupt_at_lines(planes, range(5, 6000, 1009), check, memory="75%", segments=4)

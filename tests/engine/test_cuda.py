@@ -35,7 +35,7 @@ def test_tokens_are_the_reference_at_every_host_budget(
     host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, made = cases["mixtral"], put_in_place(monkeypatch, host_share)
-    with loaded(case.store, memory="25%", segments=segments) as model:
+    with loaded(case.store, memory="25%", segments=segments, verify="never") as model:
         assert generate(model, case.prompts) == case.tokens
         made[0].tier.check()
         moved, stats = made[0].stats(), expertly.stats(model).as_dict()
@@ -45,19 +45,6 @@ def test_tokens_are_the_reference_at_every_host_budget(
         if host_share == 100:
             assert moved["disk_nbytes"] <= stats["expert_bytes"], "the host tier reads an expert once"
             assert moved["host_hit_nbytes"] > 0
-
-
-@pytest.mark.parametrize(("host_share", "segments"), [(100, 4), (40, 1)])
-def test_prefetching_changes_no_token(
-    host_share: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, _ = cases["mixtral"], put_in_place(monkeypatch, host_share)
-    with loaded(case.store, memory="50%", segments=segments, system="fmoe", matcher="inline") as model:
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens
-        scheduler = handle(model).engine.scheduler
-        assert sum(counters.decode.prefetched for counters in scheduler.counters) > 0
-        scheduler.check()
 
 
 def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(

@@ -93,6 +93,15 @@ def test_a_segment_of_half_a_frame_decodes_the_whole(make: MakeBench) -> None:
     assert bench.readers.stats()["decoded_nbytes"] == 2 * LAYERS[0].nbytes
 
 
+def test_blocks_that_are_read_again_for_their_comparison_are_counted(tmp_path: Path) -> None:
+    """Of experts stored as they are, whose blocks segments cut: each once, when it is first read."""
+    bench, total = FrameBench(write_store(tmp_path / "plain", codec="none"), 8), sum(layer.nbytes for layer in LAYERS)
+    for read_nbytes in (2 * total, 3 * total):
+        bench.load(bench.spans())
+        assert bench.readers.stats()["disk_nbytes"] == read_nbytes
+    bench.readers.close()
+
+
 def test_readers_share_an_expert_and_decode_at_the_same_time(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(4)
     decode = FrameDecoder.decode

@@ -359,17 +359,6 @@ for model in models:
         assert num_in(beside(own[1], system), system) == 4 + 3
 
 
-def test_between_two_writes_a_pass_does_nothing(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    case, store = own
-    states = []
-    state = ReuseModel.state
-    monkeypatch.setattr(ReuseModel, "state", lambda model: states.append(model) or state(model))
-    with loaded(store, system="expertly", maps="auto") as model:
-        generate(model, case.prompts)
-        assert not states and not [one for one in reader_threads() if one.name == "expertly-learned"]
-    assert len(states) == 1
-
-
 def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedState, ReuseModel]:
     """The file of a model that has seen a token, and saves whenever a pass ends."""
     monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.0)
@@ -444,23 +433,6 @@ def test_what_an_interrupt_left_half_done_is_not_written(own: tuple[Case, Path])
     with pytest.warns(UserWarning, match="interrupted while it learned: what it has learned since is not saved"):
         expertly.unload(model)
     assert beside(store, "expertly").read_bytes() == before and "interrupted" in of_reuse(model)["problem"]
-
-
-def test_a_pass_that_fails_elsewhere_loses_nothing(own: tuple[Case, Path]) -> None:
-    """An interrupt between two layers, as most are."""
-    case, store = own
-    with loaded(store, system="expertly", maps="auto") as model:
-        generate(model, case.prompts)
-
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        hook = model.model.layers[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            generate(model, case.prompts)
-        hook.remove()
-        assert generate(model, case.prompts) == case.tokens
-    assert num_in(beside(store, "expertly")) > 2 * NUM_TOKENS
 
 
 TEXTS = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,12 +15,15 @@ from expertly.engine import cpu, memory
 from expertly.engine.memory import (
     WORKING_NBYTES,
     BesideExperts,
+    MemoryRequest,
     RoomBeside,
     available_host_nbytes,
     choose_amounts,
+    divide,
     kv_cache_nbytes,
     pass_nbytes,
 )
+from expertly.scheduler.presets import get_runnable
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -89,6 +95,21 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+def test_where_less_is_enough_for_experts_the_rest_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`at_most`: what tuning found to be enough."""
+    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda target: 8 * GIB)
+    geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 16, 2, 2),))  # 2 GiB of experts
+    config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 4}
+    store: Any = SimpleNamespace(config=config, dense_nbytes=GIB)
+    rooms = []
+    for at_most in (None, GIB):
+        found = divide(store, [geometry], get_runnable("lru"), MemoryRequest(context=100, at_most=at_most), [CPU])
+        assert found.room is not None
+        rooms.append(found.room.nbytes)
+        assert found.budgets[0].memory_nbytes <= (at_most or 2 * GIB)
+    assert rooms[1] - rooms[0] == GIB
+
+
 def test_what_a_pass_takes_grows_with_what_it_reads() -> None:
     small = {"hidden_size": 256, "intermediate_size": 1024, "num_experts_per_tok": 4}
     large = {"text_config": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}}
@@ -110,10 +131,18 @@ def test_available_memory_is_positive_and_within_the_machine() -> None:
     assert 0 < available_host_nbytes() <= total
 
 
+def test_a_cgroups_page_cache_can_be_had_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(limit, usage, of which page cache) of each above us: the tightest counts."""
+    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [(10 << 20, 9 << 20, 4 << 20), (90 << 20, 9 << 20, 0)])
+    assert available_host_nbytes() == 5 << 20
+
+
 def test_kv_cache_of_grouped_latent_and_encoder_decoder_attention() -> None:
     grouped = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 12}
     assert kv_cache_nbytes(grouped, 100, 2) == 12 * 2 * 64 * 100 * 2
     latent = {"num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     assert kv_cache_nbytes(latent | {"v_head_dim": 8, "num_hidden_layers": 3}, 10, 4) == 3 * 4 * 24 * 10 * 4
+    assert kv_cache_nbytes(grouped | {"text_config": None}, 100, 2) == kv_cache_nbytes(grouped, 100, 2)
+    assert kv_cache_nbytes({"text_config": grouped}, 100, 2) == kv_cache_nbytes(grouped, 100, 2)
     switch = {"num_heads": 4, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
     assert kv_cache_nbytes(switch, 10, 4) == 4 * 4 * 16 * 10 * 4

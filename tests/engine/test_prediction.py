@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +13,13 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError, TransferError
-from expertly.policies.eviction.eam import EAMEviction
-from expertly.scheduler.decisions import replay_file
-from expertly.store.reader import ExpertFile
+from expertly.core.errors import ConfigError
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce, interrupt_at_lines
 from tests.engine.observe import loaded, prediction, reader_threads
-from tests.engine.predictors import Everything, Failing, Slow
+from tests.engine.predictors import Everything, Slow
 from tests.engine.test_batching import run_batch
-from tests.families import NUM_EXPERTS, generate, load_reference, logits_of, make_model, make_prompts
+from tests.families import generate, load_reference, logits_of, make_model, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -232,45 +226,6 @@ def test_two_models_and_a_copy(cases: Cases) -> None:
         assert len(threads) == 2, "one a model; a copy shares it"
 
 
-@pytest.mark.parametrize(
-    ("system", "matcher"),
-    [
-        ("fmoe", "thread"),
-        ("fmoe", "inline"),
-        (SPECULATIVE, "thread"),
-        (LOOKAHEAD, "inline"),
-        (f"{LOOKAHEAD}:gate=confidence", "thread"),
-        ("moe-infinity", "inline"),
-        ("expertly", "auto"),
-    ],
-)
-def test_decisions_replay(system: str, matcher: str, cases: Cases, tmp_path: Path) -> None:
-    case, path = cases["mixtral"], tmp_path / "decisions.jsonl"
-    with loaded(case.store, system=system, matcher=matcher, segments=2, memory="50%", decisions=path) as model:
-        for _ in range(3):
-            assert generate(model, case.prompts) == case.tokens
-    header, replayed = replay_file(path)
-    assert header["system"] == system and replayed.difference is None and replayed.num_layers > 0
-    lines = path.read_text().splitlines()
-    if "gate" in system:
-        assert any('["at",["pass began"' in line for line in lines)
-    if system == "moe-infinity":
-        calls = [json.loads(line) for line in lines[1:]]
-        outlooks = [call[1][-1] for call in calls if call[0] == "predict" and isinstance(call[1][-1], list)]
-        assert any(len(outlook) == 3 * NUM_EXPERTS for outlook in outlooks), "of all three layers"
-
-
-def test_what_goes_is_what_the_matrices_of_moe_infinity_say(cases: Cases) -> None:
-    """Experts were evicted by algorithm 1, of the outlook that the predictor gave last."""
-    case = cases["qwen3_moe"]
-    with loaded(case.store, system="moe-infinity", memory="50%", matcher="inline") as model:
-        for _ in range(3):
-            generate(model, case.prompts[:1])
-        policy = handle(model).engine.scheduler.cache.partitions[0].policy
-        assert isinstance(policy, EAMEviction) and policy._has_outlook
-        assert policy._likely.any() and of_phases(model, "evicted_bytes") > 0
-
-
 # -- late, dropped, failing ------------------------------------------------------------------------------------------
 
 
@@ -297,38 +252,6 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
         assert prediction(model)["predictions_late"] > 0
 
 
-def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases["qwen3_moe"]
-    system = predictors.put(monkeypatch, lambda geometry: Failing(geometry, after=4))
-    with loaded(case.store, system=system) as model:
-        with pytest.raises(ValueError, match="the predictor gave up"):
-            for _ in range(5):
-                generate(model, case.prompts)
-        handle(model).engine.scheduler.check()
-        predicted = of_phases(model, "predicted")
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens, "it goes on without predictions"
-        assert of_phases(model, "predicted") == predicted
-        assert prediction(model)["failed"] == "ValueError: the predictor gave up"
-
-
-@pytest.mark.parametrize(("segments", "at"), [(4, 1), (1, 20), (4, 60)])
-def test_a_read_error_fails_one_pass(segments: int, at: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load's or a prefetch's."""
-    case, fail = cases["qwen3_moe"], FailOnce(at)
-    system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, segments=segments, memory="30%") as model:
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
-        with pytest.raises(TransferError, match=r"experts-\d+\.safetensors.*Input/output error"):
-            for _ in range(20):
-                generate(model, case.prompts)
-        scheduler = handle(model).engine.scheduler
-        scheduler.check()
-        assert not any(scheduler.slots.in_flight)
-        assert generate(model, case.prompts) == case.tokens
-        assert_prefetched(model)
-
-
 def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, system="fmoe", matcher="inline") as model:
@@ -345,17 +268,6 @@ def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> N
             hook.remove()
         assert prediction(model)["predictor"]["maps"] == before, "passes that failed teach nothing"
         assert generate(model, case.prompts) == case.tokens
-
-
-@pytest.mark.parametrize("matcher", ["thread", "inline"])
-def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(matcher: str, cases: Cases) -> None:
-    settings = {"system": "fmoe", "memory": "50%", "matcher": matcher, "maps": "off"}
-    interrupt_at_lines(
-        cases["qwen3_moe"],
-        range(3, 9000, 1907),
-        lambda model: handle(model).engine.scheduler.check(),
-        **settings,
-    )
 
 
 def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,17 +150,6 @@ def test_what_the_predictor_raises_is_raised_by_take_once() -> None:
         assert diary.told == a_pass(0)[:3]
 
 
-def test_what_making_an_observation_raises_is_raised_by_take() -> None:
-    def broken() -> Began:
-        raise RuntimeError("no such row")
-
-    with channel_of(Diary()) as channel:
-        channel.begin_iteration(-1, broken)
-        until(lambda: channel.error is not None)
-        with pytest.raises(RuntimeError, match="no such row"):
-            channel.take()
-
-
 def test_closing_reads_what_waits_and_ends_the_thread() -> None:
     diary = Diary()
     before = threading.active_count()
@@ -223,17 +212,6 @@ def test_who_is_always_busy_is_saved_too() -> None:
         until(lambda: len(saved) >= 2)
         assert 0.1 <= saved[0] - start < 0.6
         channel.close(wait_s=0.0)
-
-
-def test_a_failure_to_save_is_told_like_any_other() -> None:
-    def fail() -> None:
-        raise OSError("disk full")
-
-    with channel_of(Diary(), save=fail, save_every_s=0.01) as channel:
-        publish(channel, 0)
-        until(lambda: channel.error is not None)
-        with pytest.raises(OSError, match="disk full"):
-            all_ready(channel)
 
 
 def test_a_collection_in_the_thread_may_close_it() -> None:
@@ -310,10 +288,3 @@ def test_two_threads_soak() -> None:
     finally:
         sys.setswitchinterval(switch)
         gc.collect()
-
-
-def test_it_ends_though_an_interrupt_left_the_lock_taken() -> None:
-    channel = PredictorThread(Diary(), ObservationQueue(10))
-    channel._lock.acquire()  # as an interrupt leaves it that comes when it is about to be given back
-    assert channel.close()
-    assert not channel._thread.is_alive()

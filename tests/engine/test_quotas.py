@@ -51,13 +51,6 @@ def test_quotas_move_to_the_layer_that_misses_and_are_replayed(segments: int, ca
     assert replayed.difference is None and replayed.num_layers == 515 * 3
 
 
-@pytest.mark.parametrize(("family", "memory", "segments"), [("mixtral", "40%", 1), ("switch_transformers", "60%", 2)])
-def test_with_nothing_kept_tokens_are_the_references(family: str, memory: str, segments: int, cases: Cases) -> None:
-    case = cases[family]
-    with loaded(case.store, memory=memory, system="lru:allocation=none", segments=segments) as model:
-        assert generate(model, case.prompts) == case.tokens
-
-
 def test_with_nothing_kept_every_need_is_a_miss_or_was_prefetched(cases: Cases) -> None:
     case, prompt = cases["mixtral"], make_prompts(1, length=11, seed=2)
     counted = {}

@@ -138,12 +138,6 @@ def test_where_hardly_anything_is_decoded_all_compute(system: str, memory: str, 
         assert beside(model)["passes_with_fewer"] == 0
 
 
-def test_where_nothing_is_decoded_all_compute(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, system="lru", memory="50%") as model:
-        assert_all_compute(model, cases["qwen3_moe"], 6)
-        assert expertly.stats(model).as_dict()["compute_threads"] is None
-
-
 @pytest.mark.parametrize("number", [1, 4])
 def test_fewer_that_a_user_has_set_stay(number: int, planes: Case) -> None:
     with threads(number), loaded(planes.store, system="lru", memory="50%") as model:

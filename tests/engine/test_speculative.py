@@ -9,8 +9,7 @@ import pytest
 import expertly
 from expertly.api import handle
 from tests.engine.conftest import Cases
-from tests.engine.observe import loaded, reader_threads
-from tests.engine.test_prediction import assert_prefetched
+from tests.engine.observe import loaded
 from tests.families import generate
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,46 +55,3 @@ def test_what_was_loaded_for_the_next_token_waits_for_it(cases: Cases) -> None:
         assert sum(waited) > 0
         decode = expertly.stats(model).as_dict()["layers"][0]["decode"]
         assert 0 < decode["prefetched"] <= sum(waited) and decode["prefetched_needed"] <= decode["prefetched"]
-
-
-def test_a_decoder_goes_round_and_an_encoder_does_not(cases: Cases) -> None:
-    case = cases["switch_transformers"]
-    with loaded(case.store, system=NEXT_TOKEN, memory="50%", matcher="inline") as model:
-        passes: list[None] = []
-        hook = model.register_forward_hook(lambda *args: passes.append(None))  # an encoder's is not the model's
-        generate(model, case.prompts[:1], 9)
-        hook.remove()
-        stats = expertly.stats(model).as_dict()
-        assert stats["prediction"]["predictions_late"] == 0
-        layers = [layer["prefill"]["predicted"] + layer["decode"]["predicted"] for layer in stats["layers"]]
-        assert layers[0] == 0 < layers[1], "the encoder's first layer, never"
-        top_k = handle(model).engine.scheduler.geometry.layers[2].top_k
-        expected = [top_k * (len(passes) - 1), top_k * len(passes)]
-        assert len(passes) > 4 and layers[2:] == expected, "of each token but the first, of each"
-
-
-def test_all_experts_of_a_layer_are_named(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store, system=SPECULATIVE, memory="50%", matcher="inline") as model:
-        generate(model, case.prompts[:1], 6)
-        decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["recall"] == 1.0 and decode["prediction_accuracy"] == pytest.approx(3 / 8, abs=1e-3)
-
-
-def test_a_request_that_fails_after_its_last_layer_leaves_nothing_behind(cases: Cases) -> None:
-    """What was being loaded for a token that never comes: the next request finds the slots, and its tokens."""
-    case = cases["qwen3_moe"]
-
-    def stop(*args: Any) -> None:
-        raise RuntimeError("stop")
-
-    with loaded(case.store, system=SPECULATIVE, memory="40%", matcher="inline", segments=2) as model:
-        for _ in range(2):
-            hook = model.lm_head.register_forward_hook(stop)
-            with pytest.raises(RuntimeError, match="stop"):
-                generate(model, case.prompts)
-            hook.remove()
-            handle(model).engine.scheduler.check()
-            assert generate(model, case.prompts) == case.tokens
-        assert_prefetched(model)
-    assert not reader_threads()

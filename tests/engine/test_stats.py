@@ -120,25 +120,6 @@ def test_partial_hits_occur_with_segments_and_load_only_what_is_absent(cases: Ca
         assert decode["bytes_loaded"] == decode["demanded_bytes"] - decode["hit_bytes"]
 
 
-def test_an_evicted_byte_was_loaded_and_what_is_kept_was_not_evicted(cases: Cases) -> None:
-    with loaded(cases["mixtral"].store, system="lru", memory="50%") as model:
-        generate(model, cases["mixtral"].prompts)
-        stats = expertly.stats(model).as_dict()
-        evicted = stats["phases"]["decode"]["evicted_bytes"]
-        assert evicted > 0
-        kept = stats["devices"][0]["resident_bytes"]
-        assert kept + evicted <= stats["bytes_loaded"], "the rest went through staging slots"
-
-
-def test_a_fresh_model_has_no_rates(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store) as model:
-        stats = expertly.stats(model).as_dict()
-        assert stats["bytes_loaded"] == 0 and stats["stall_s"] == 0
-        for phase in stats["phases"].values():
-            assert phase["hit_rate"] is None and phase["byte_hit_rate"] is None
-            assert phase["iterations"] == phase["tokens"] == 0
-
-
 def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:

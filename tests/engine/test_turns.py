@@ -14,7 +14,6 @@ from expertly.api import handle
 from expertly.core.messages import Span
 from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
-from tests.engine.failing import interrupt_at_lines
 from tests.engine.observe import loaded
 from tests.engine.test_prediction import assert_prefetched, of_phases, prediction
 from tests.families import generate, logits_of
@@ -68,25 +67,3 @@ def test_however_a_layer_runs_it_is_lossless(
             assert expertly.stats(model).as_dict()["stall_s"] > 0
     header, replayed = replay_file(path)
     assert header["order"] == order and replayed.difference is None and replayed.num_layers > 0
-
-
-def test_an_order_that_is_asked_for_goes_before_the_systems(cases: Cases, tmp_path: Path) -> None:
-    case = cases["qwen3_moe"]
-    for asked, used in ((None, "id"), ("resident", "resident")):
-        path = tmp_path / f"{used}.jsonl"
-        with loaded(case.store, system="lru:order=id", memory="40%", decisions=path, order=asked) as model:
-            assert generate(model, case.prompts) == case.tokens
-        header, replayed = replay_file(path)
-        assert (header["system"], header["order"]) == ("lru:order=id", used) and replayed.difference is None
-
-
-@pytest.mark.parametrize("way", ["transfer=synchronous", "preemption=late", "order=id", "preemption=late:order=id"])
-def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cannot(way: str, cases: Cases) -> None:
-    interrupt_at_lines(
-        cases["qwen3_moe"],
-        range(3, 5000, 1031),
-        lambda model: handle(model).engine.scheduler.check(),
-        system=f"lru:prediction=lookahead:{way}",
-        memory="50%",
-        matcher="inline",
-    )

@@ -48,6 +48,10 @@ def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
         assert alone.dense_nbytes == needs.dense_nbytes
     with pytest.raises(CheckpointError, match="no such folder"):
         needs_of(str(tmp_path / "nowhere"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers=1000000000: accepted without weights: at most 1024"):
+        needs_of(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match="not a Mixture-of-Experts model"):
         needs_of(str(tmp_path))

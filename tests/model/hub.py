@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 NAME = "maker/model"
-COMMIT = "c0ffee" + "0" * 34
 
 
 @dataclass
@@ -22,6 +21,7 @@ class FakeHub:
     folder: Path
     watched: Path
     url: str = ""
+    commit: str = "c0ffee" + "0" * 34
     downloads: list[str] = field(default_factory=list)  # whole files, not ranges
     most_shards: int = 0  # that lay below `watched` when one was asked for
     fails_at: str | None = None  # a file whose download breaks off
@@ -51,7 +51,7 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
         def _answer(self, is_head: bool) -> None:
             path = self.path.partition("?")[0]
             if path.startswith(f"/api/models/{NAME}"):
-                told = {"id": NAME, "sha": COMMIT, "siblings": hub.siblings(), "tags": [], "private": False}
+                told = {"id": NAME, "sha": hub.commit, "siblings": hub.siblings(), "tags": [], "private": False}
                 self._send(200, json.dumps(told).encode(), {}, is_head)
                 return
             file = hub.folder / path.rpartition("/")[2]
@@ -59,7 +59,7 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, is_head)
                 return
             data = file.read_bytes()
-            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.commit}
             asked = self.headers.get("Range")
             if not is_head and asked is None:
                 hub.downloads.append(file.name)

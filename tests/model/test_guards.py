@@ -77,15 +77,6 @@ def test_the_same_device_and_dtype_are_no_change(model: Model) -> None:
         assert stay is model
 
 
-def test_the_experts_implementation_stays(model: Model) -> None:
-    for other in ("eager", "grouped_mm", {"": "batched_mm"}):
-        with pytest.raises(ModelUseError, match="accepted: 'expertly'"):
-            model.set_experts_implementation(other)
-    model.set_experts_implementation("expertly")
-    model.set_experts_implementation(model.get_experts_implementation())
-    assert model.config._experts_implementation == "expertly"
-
-
 def test_nothing_is_compiled(toys: Toys) -> None:
     toy, prompts = toys["mixtral"], make_prompts(1)
     with pytest.raises(ModelUseError, match="compile"):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants, hf_hub_download
 
-import expertly
+from expertly.cli.main import main
+from expertly.core.errors import CheckpointError
+from expertly.model.hub import HubModel
+from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from tests.families import make_checkpoint
 from tests.model.hub import NAME, FakeHub, served
+from tests.store.builders import safetensors_bytes
+
+Command = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -26,122 +32,160 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path) -> Iterator[FakeHub]:
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """What the hub's client talks to: its own settings are read when it is imported."""
     with served(FakeHub(checkpoint, tmp_path)) as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "".join(template[1:]))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
         yield found
 
 
-def command(hub: FakeHub, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and what --json printed."""
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(expertly.__file__).parents[1]),
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(hub.watched / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-        "EXPERTLY_CACHE": str(hub.watched / "cache"),
-    }
-    line = [sys.executable, "-m", "expertly", *arguments, "--json"]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
-    return result.returncode, json.loads(result.stdout or '{"stderr": ' + json.dumps(result.stderr) + "}")
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Its exit code, and what --json printed."""
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = main([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
 
 
 def shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
+def same_weights(store: PackedStore, whole: PackedStore) -> bool:
+    names = [name for name in whole.manifest.files if not name.endswith(".json")]
+    return bool(names) and all(store.manifest.files[name] == whole.manifest.files[name] for name in names)
+
+
 def test_a_streamed_store_is_the_packed_one_and_few_shards_lie_beside_it(
-    hub: FakeHub, checkpoint: Path, tmp_path: Path
+    hub: FakeHub, checkpoint: Path, tmp_path: Path, command: Command
 ) -> None:
     names = shards(checkpoint)
     assert len(names) > 5
-    code, told = command(hub, "pack", NAME, "--stream")
+    code, told = command("pack", NAME, "--stream")
     assert code == 0, told
     assert sorted(one for one in hub.downloads if one.endswith(".safetensors")) == names, "each once"
     assert hub.most_shards <= 3, "an expert layer of this model lies in at most three"
-    store, whole = PackedStore.open(Path(told["store"])), pack(checkpoint, tmp_path / "whole", codec="none")
+    store = PackedStore.open(Path(told["store"]))
     assert told["source"].startswith(f"{NAME}@")
-    same = [name for name in whole.manifest.files if not name.endswith(".json")]
-    assert same and all(store.manifest.files[name] == whole.manifest.files[name] for name in same)
+    assert same_weights(store, pack(checkpoint, tmp_path / "whole", codec="none"))
     assert (store.folder / "tokenizer.json").is_file()
     assert [path.name for path in store.folder.parent.iterdir()] == [store.folder.name], "nothing is left over"
     hub.downloads.clear()
-    code, again = command(hub, "pack", NAME)
+    code, again = command("pack", NAME)
     assert code == 0 and again["store"] == told["store"] and not hub.downloads, "it is found by its name"
 
 
-def test_an_interrupted_one_goes_on_and_what_is_half_written_is_not_used(hub: FakeHub, checkpoint: Path) -> None:
+def test_an_interrupted_one_goes_on_and_what_is_half_written_is_not_used(
+    hub: FakeHub, checkpoint: Path, command: Command
+) -> None:
     names = shards(checkpoint)
     hub.fails_at = names[-2]
-    code, told = command(hub, "pack", NAME, "--stream")
+    code, told = command("pack", NAME, "--stream")
     assert code == 2, told
     folder = hub.watched / "cache" / "stores"
     assert not any((one / "manifest.json").exists() for one in folder.iterdir())
     first = set(hub.downloads) - {hub.fails_at}
     hub.downloads.clear()
     hub.fails_at = None
-    code, told = command(hub, "pack", NAME, "--stream")
+    code, told = command("pack", NAME, "--stream")
     assert code == 0, told
     again = first.intersection(hub.downloads).intersection(names)
     assert len(again) <= 2 < len(first), "shards of which something was still to be packed"
     PackedStore.open(Path(told["store"])).verify(full=True)
 
 
-def test_what_the_hubs_cache_has_is_used_and_stays(hub: FakeHub, checkpoint: Path) -> None:
-    script = "import sys; from huggingface_hub import hf_hub_download; print(hf_hub_download(*sys.argv[1:]))"
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(hub.watched / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-    }
-    line = [sys.executable, "-c", script, NAME, shards(checkpoint)[1]]
-    cached = subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stdout.split()[-1]
+def test_what_an_earlier_commit_left_is_not_mixed_with_a_later_ones(
+    hub: FakeHub, checkpoint: Path, tmp_path: Path, command: Command
+) -> None:
+    """Of the same names, shapes and sizes."""
+    hub.fails_at = shards(checkpoint)[-2]
+    assert command("pack", NAME, "--stream", "--out", str(tmp_path / "out"))[0] == 2
+    hub.fails_at, hub.commit = None, "decade" + "1" * 34
+    hub.folder = make_checkpoint("qwen3_moe", tmp_path / "later", seed=1, max_shard_size="20KB", tokenizer=True)
+    code, told = command("pack", NAME, "--stream", "--out", str(tmp_path / "out"))
+    assert code == 0, told
+    assert same_weights(PackedStore.open(tmp_path / "out"), pack(hub.folder, tmp_path / "whole", codec="none"))
+
+
+def test_what_the_hubs_cache_has_is_used_and_stays(hub: FakeHub, checkpoint: Path, command: Command) -> None:
+    cached = hf_hub_download(NAME, shards(checkpoint)[1])
     hub.downloads.clear()
-    code, told = command(hub, "pack", NAME, "--stream")
+    code, told = command("pack", NAME, "--stream")
     assert code == 0, told
     assert shards(checkpoint)[1] not in hub.downloads and Path(cached).is_file()
 
 
-def test_what_cannot_be_streamed(hub: FakeHub, checkpoint: Path) -> None:
-    code, told = command(hub, "pack", "maker/nothing", "--stream")
-    assert code == 2 and "the hub has no such model" in told["error"]["message"]
-    code, told = command(hub, "pack", str(checkpoint), "--stream")
-    assert code == 2 and "is here already" in told["error"]["message"]
+def test_what_cannot_be_streamed(hub: FakeHub, checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    out = str(tmp_path / "out")
+    assert command("pack", NAME, "--stream", "--out", out)[0] == 0
+    for arguments, why in (
+        (["maker/nothing"], "the hub has no such model"),
+        ([str(checkpoint)], "is here already"),
+        ([NAME, "--out", out, "--dtype", "bfloat16"], "holds float32"),
+        ([NAME, "--out", out, "--codec", "planes"], "is in none"),
+    ):
+        code, told = command("pack", "--stream", *arguments)
+        assert code == 2 and why in told["error"]["message"]
 
 
-def test_room_is_looked_at_before_anything_is_downloaded(hub: FakeHub) -> None:
-    script = (
-        "import shutil, sys; from types import SimpleNamespace as Space\n"
-        "shutil.disk_usage = lambda path: Space(free=1000)\n"
-        "from expertly.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.watched / "hf"), "HF_HUB_OFFLINE": "0"}
-    environment |= {"PYTHONPATH": str(Path(expertly.__file__).parents[1]), "EXPERTLY_CACHE": str(hub.watched / "cache")}
+def test_room_is_looked_at_before_anything_is_downloaded(
+    hub: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     for flags, says in (([], "pack --stream"), (["--stream"], "for shards while they are packed")):
-        line = [sys.executable, "-c", script, "pack", NAME, *flags]
-        result = subprocess.run(line, capture_output=True, text=True, env=environment)
-        assert result.returncode == 2 and says in result.stderr and "1000 are free" in result.stderr, result.stderr
+        code, told = command("pack", NAME, *flags)
+        assert code == 2 and says in told["error"]["message"] and "1000 are free" in told["error"]["message"]
     assert not any(one.endswith(".safetensors") for one in hub.downloads)
 
 
 def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
-    script = (
-        "import sys; from dataclasses import asdict; from expertly.model.needs import needs_of; import json;"
-        "n = needs_of(sys.argv[1]); print(json.dumps([n.experts_nbytes, n.dense_nbytes, asdict(n.stored)]))"
-    )
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-    }
-    environment["PYTHONPATH"] = str(Path(expertly.__file__).parents[1])
-    line = [sys.executable, "-c", script, NAME]
-    result = subprocess.run(line, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    experts, dense, stored = json.loads(result.stdout.splitlines()[-1])
+    needs = needs_of(NAME)
     assert not any(one.endswith(".safetensors") for one in hub.downloads), "ranges of their beginnings alone"
     whole = pack(hub.folder, tmp_path / "whole", codec="none")
-    assert (experts, dense) == (whole.experts_nbytes, whole.dense_nbytes)
-    assert stored["nbytes"] == experts + dense and not stored["is_here"]
+    assert (needs.experts_nbytes, needs.dense_nbytes) == (whole.experts_nbytes, whole.dense_nbytes)
+    assert needs.stored is not None and not needs.stored.is_here
+    assert needs.stored.nbytes == needs.experts_nbytes + needs.dense_nbytes
+
+
+def test_a_file_of_another_size_than_was_said_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    told = HubModel.find(NAME)
+    told.files["config.json"] += 1
+    with pytest.raises(CheckpointError, match=r"config\.json: \d+ bytes, but the hub says"):
+        told.fetch("config.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "F99"),
+        ("shape", "wide"),
+        ("shape", [1 << 40]),
+        ("data_offsets", [8, 0]),
+        ("data_offsets", [5]),
+        ("", 0),
+    ],
+)
+def test_what_a_hub_says_is_read_as_hostile_input(hub: FakeHub, tmp_path: Path, field: str, value: Any) -> None:
+    """Headers that lie, and a config that is none."""
+    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "damaged"))
+    path = hub.folder / shards(hub.folder)[0]
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    name = next(one for one in header if one != "__metadata__")
+    if field:
+        header[name][field] = value
+        path.write_bytes(safetensors_bytes(header, raw[end:]))
+    else:
+        (hub.folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=rf"{NAME}|config\.json: not JSON"):
+        needs_of(NAME)

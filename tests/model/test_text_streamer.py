@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from expertly.model.text import TextStreamer
+from expertly.model.text import Decoder, TextStreamer
 
 
 class ByteTokenizer:
@@ -38,6 +38,19 @@ def test_never_writes_part_of_a_character():
 def test_what_never_becomes_a_character_is_written_at_the_end():
     written, _ = stream(ByteTokenizer().decode, [*b"ab", 0xF0, 0x9F])
     assert "".join(written) == ByteTokenizer().decode([*b"ab", 0xF0, 0x9F])
+
+
+def test_what_is_no_character_is_not_held_for_ever():
+    """Else each token would cost more than the last, in whoever waits for the text."""
+    tokens = [*b"ab", *[0x9F] * 30, *"漢".encode()]
+    decoder, decode = Decoder(ByteTokenizer().decode), ByteTokenizer().decode
+    held = 0
+    told = ""
+    for number, token in enumerate(tokens, 1):
+        told += decoder.add([token])
+        held = max(held, len(decode(tokens[:number])) - len(told))
+    assert held <= 10
+    assert told + decoder.end() == decode(tokens)
 
 
 def test_spaces_between_tokens_survive():

@@ -10,7 +10,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.base import PolicyOptions, option, option_names, option_text, parse_options
-from expertly.policies.prefetch import PREFETCHES, ByProximity, ByScore
+from expertly.policies.prefetch import PREFETCHES, ByProximity
 from expertly.testing import check_prefetch
 
 
@@ -69,13 +69,6 @@ def test_every_kind_of_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("yes", True), ("true", True), ("on", True), ("no", False), ("off", False)]
-)
-def test_words_for_yes_and_no(text: str, value: bool) -> None:
-    assert parse_options(Some, {"is_on": text}, "x").is_on is value
-
-
-@pytest.mark.parametrize(
     ("key", "text", "message"),
     [
         ("is_on", "1", r"part 'p': is_on='1': accepted: yes, true, on, no, false, off"),
@@ -118,10 +111,6 @@ def test_what_is_written_reads_as_the_same(given: dict[str, str]) -> None:
 def test_conformance(name: str) -> None:
     """A new priority inherits this by being in PREFETCHES."""
     check_prefetch(PREFETCHES[name])
-
-
-def test_by_score_the_distance_is_nothing() -> None:
-    assert [ByScore().priority(0.3, layers) for layers in (1, 9)] == [0.3, 0.3]
 
 
 def test_by_proximity_is_the_papers_formula() -> None:

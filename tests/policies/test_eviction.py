@@ -86,21 +86,6 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
     assert policy._has_heap == (num == 300), "both ways were gone"
 
 
-@pytest.mark.parametrize("is_asked", [True, False])
-def test_a_long_run_keeps_no_void_entries(is_asked: bool) -> None:
-    policy = Stated()
-    for expert in range(100):
-        policy.admitted(expert)
-    next(policy.scored_victims(()))
-    for step in range(5_000):
-        policy.stated[step % 100] = -float(step)  # it falls: a new entry each time
-        policy.rescore([step % 100])
-        if is_asked and step % 50 == 0:
-            next(policy.scored_victims(()))
-    assert len(policy._heap) <= 2 * 100 + 64
-    assert [expert for _, expert in policy.scored_victims(())] == list(reversed(range(100)))
-
-
 def test_fmoe_is_the_papers_formula() -> None:
     """1 / (p * freq) computed directly over a random history (section 4.5): p of the newest map of the layer."""
     dice, policy = random.Random(1), FMoEEviction()
@@ -181,32 +166,6 @@ def test_lcp_is_the_papers_formula() -> None:
             priority = {e: count[e] * rho ** ((now - last[e]) / omega) for e in last}
             got = list(policy.victims(set()))
             assert got == sorted(got, key=lambda e: (priority[e], e))
-
-
-def test_lcp_priorities_that_are_equal_tie() -> None:
-    """Four times the tokens, omega tokens earlier: mu * rho ** (nu / omega) is the same (rho is a quarter)."""
-    policy = LCP()
-    for expert in (8, 5, 2):
-        policy.admitted(expert)
-    policy.used([8], [12], 12)
-    policy.used([], [], 64)
-    policy.used([2], [6], 0)
-    policy.used([], [], 64)
-    policy.used([5], [3], 0)
-    assert list(policy.victims(())) == [2, 5, 8]
-
-
-def test_lcp_forgets_in_the_end() -> None:
-    policy = LCP()
-    policy.admitted(0)
-    policy.admitted(1)
-    policy.used([1], [1000], 1000)  # ten halvings of 64 tokens weigh as much
-    policy.used([0], [1], 600)
-    assert list(policy.victims(())) == [0, 1]
-    policy.used([0], [1], 100)
-    assert list(policy.victims(())) == [1, 0]
-    policy.used([], [], 10**12)  # priorities of a long run are still ordered
-    assert list(policy.victims(())) == [1, 0]
 
 
 def test_random_is_seeded_and_spreads() -> None:

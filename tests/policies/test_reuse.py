@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.reuse import (
@@ -183,15 +183,6 @@ def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
     assert values(model, 1).argmax() == 6
 
 
-def test_pads_alone_move_nothing() -> None:
-    model = ReuseModel(SHAPE)
-    ranks(model, told_by_another(50, 6))
-    model.observe(one_token(1, [2, 3]))
-    before = values(model, 1).copy()
-    model.observe(RouterRan(1, [7, 8], [0, 0], [True, True], 0))
-    np.testing.assert_array_equal(values(model, 1), before)
-
-
 def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
     model = ReuseModel(SHAPE)
     for layer in (0, 1, 2, 0, 1):  # layer 1 runs
@@ -201,28 +192,6 @@ def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
     assert to_run / said[2] > ran / said[0] > runs / said[1] > 0
     model.observe(RouterRan(1, [5], [8], [False], 8))
     assert min(model.worth()[SHAPE.expert_id(2, 0) :]) > max(model.worth()[: SHAPE.expert_id(2, 0)]), "of a prompt"
-
-
-def test_a_copy_goes_on_by_itself_and_alike() -> None:
-    model = ReuseModel(SHAPE)
-    ranks(model, told_by_another(200, 7))
-    learned = ranks(model.copy(), told_by_another(1400, 9))
-    assert np.mean(learned[-400:]) > np.mean(learned[:100]) + 0.1, "a copy learns on"
-    one, other = model.copy(), model.copy()
-    assert ranks(one, told_by_another(100, 8)) == ranks(other, told_by_another(100, 8))
-    np.testing.assert_array_equal(one.worth(), other.worth())
-    assert not np.array_equal(one.worth(), model.worth())
-
-
-def test_layers_may_have_other_numbers_of_experts() -> None:
-    layers = tuple(LayerGeometry(num, 2, 4, 16, 3, 2) for num in (4, 16, 8))
-    shape, dice = Geometry(layers), random.Random(9)
-    model = ReuseModel(shape)
-    for _ in range(100):
-        for layer, one in enumerate(layers):
-            model.observe(one_token(layer, dice.sample(range(min(3, one.num_experts)), 2)))
-    for layer, one in enumerate(layers):
-        assert values(model, layer, shape)[:3].min() > values(model, layer, shape)[3:].max(), one
 
 
 @pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (600, 1)])
@@ -361,13 +330,6 @@ def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
     control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(reuse=taught))
     again = sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one))
     assert again == num[1], "what is given is not changed"
-
-
-def test_what_was_taught_of_another_model_is_not_taken() -> None:
-    other = ReuseModel(geometry(layers=2, experts=8))
-    policy = EVICTIONS["reuse"].make(SHAPE, 4, Known(reuse=other))
-    policy.needed([1, 2], one_token(0, [1, 2]))
-    assert policy.score(1) == policy.score(2) > policy.score(3) == 0.0
 
 
 def test_the_caches_of_a_model_learn_together_and_those_of_two_do_not() -> None:

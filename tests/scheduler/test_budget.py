@@ -9,7 +9,7 @@ import pytest
 
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.scheduler.budget import class_segment_nbytes, split_budget
+from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
 
 
@@ -25,51 +25,12 @@ def test_ring_and_kept_are_the_whole_budget_and_never_more(segments: int) -> Non
         assert sum(budget.layer_shares) == sum(budget.kept_slots)
 
 
-@pytest.mark.parametrize(
-    ("segments", "memory", "ring", "expected"),
-    [
-        (1, 2 + 8, (2,), (3, 3, 2)),  # the remainder goes to the lowest layers
-        (4, 8 + 31, (8,), (12 + 3, 8, 8)),  # whole experts are shared out, then what is left of one
-        (1, 24, (0,), (8, 8, 8)),  # a budget of everything needs no staging slots
-    ],
-)
-def test_layers_share_equally(segments: int, memory: int, ring: tuple[int], expected: tuple[int, ...]) -> None:
-    """Memory in segments."""
-    shape = geometry(3, 8, 2, segments)
-    budget = split_budget(shape, memory * shape.segment_nbytes(0))
-    assert budget.ring_slots == ring and budget.layer_shares == expected
-
-
 def test_below_the_ring_the_least_budget_is_named() -> None:
     shape = geometry(3, 8, 2, segments=4)
     least = 2 * shape.layers[0].expert_nbytes
     with pytest.raises(BudgetError, match=f"least that works is {least} bytes"):
         split_budget(shape, least - 1)
     assert split_budget(shape, least).layer_shares == (0, 0, 0)
-
-
-def test_a_ring_of_one_segment_is_the_smallest_there_is() -> None:
-    shape = geometry(3, 8, 2, segments=4)
-    assert split_budget(shape, shape.segment_nbytes(0), ring=1).ring_slots == (1,)
-    with pytest.raises(BudgetError, match="ring=0"):
-        split_budget(shape, shape.nbytes // 2, ring=0)
-
-
-def test_two_size_classes_share_in_proportion() -> None:
-    small, large = LayerGeometry(8, 2, 4, 16, 3, 2), LayerGeometry(8, 2, 4, 64, 3, 2)
-    shape = Geometry((small, large, small), 1)
-    budget = split_budget(shape, shape.nbytes // 2)
-    assert len(budget.ring_slots) == 2
-    assert budget.ring_nbytes(shape) + budget.kept_nbytes(shape) <= shape.nbytes // 2
-    assert min(budget.layer_shares) > 0
-    assert class_segment_nbytes(shape) == [small.expert_nbytes, large.expert_nbytes]
-
-
-def test_a_layer_with_few_experts_takes_no_more_than_they_fill() -> None:
-    few, many = LayerGeometry(4, 2, 4, 16, 3, 2), LayerGeometry(32, 2, 4, 16, 3, 2)
-    shape = Geometry((few, many, few), 1)
-    budget = split_budget(shape, (2 + 30) * shape.segment_nbytes(0))
-    assert budget.layer_shares == (4, 22, 4)
 
 
 def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:

@@ -56,12 +56,6 @@ def test_what_goes_for_so_many_segments(
     assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
 
 
-def test_the_capacity_is_never_exceeded() -> None:
-    cache = filled(4, {1: 0b111})
-    with pytest.raises(AssertionError, match="never exceeds"):
-        cache.keep(2, 0b11)
-
-
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_counts_follow_any_history(eviction: str) -> None:
     """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
@@ -140,15 +134,6 @@ def test_a_part_of_an_expert_goes_from_its_end() -> None:
     control.cache.rearrange(set())
     assert control.slots.resident[:4] == [0, 0b0011, 0b1111, 0b1111]
     control.check()
-
-
-def test_prompts_fill_the_quota_there_is_now() -> None:
-    control = scheduler(geometry(layers=2, experts=8, top_k=2), 10 / 16)
-    control.cache.resize([1, 7])
-    control.cache.rearrange(set())
-    for layer in range(2):
-        run_layer(control, layer, list(range(8)), decode=False, check=True)
-    assert (len(kept(control, 0)), len(kept(control, 1))) == (1, 7)
 
 
 @pytest.mark.parametrize("quotas", [[4, 5], [3, 4], [-1, 9], [4], [9, -1]])

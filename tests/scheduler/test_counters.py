@@ -32,10 +32,6 @@ def test_all_some_or_none_of_an_experts_segments() -> None:
     assert counters.of(Phase.PREFILL) == PhaseCounters()
 
 
-def test_rates_of_nothing_are_none() -> None:
-    assert set(PhaseCounters().rates().values()) == set(PhaseCounters().goodpred().values()) == {None}
-
-
 Y, N = True, False
 
 
@@ -59,12 +55,6 @@ def test_which_phase_counts_what(
         assert (one.hits, one.partial_hits, one.misses) == expected
         assert one.demanded_nbytes == 400 * sum(expected)
         assert one.hit_nbytes == 400 * expected[0] + 200 * expected[1]
-
-
-def test_counters_add_up() -> None:
-    total = PhaseCounters(hits=1, misses=2, stall_ns=5)
-    total.add(PhaseCounters(hits=10, partial_hits=3, stall_ns=7))
-    assert (total.hits, total.partial_hits, total.misses, total.stall_ns) == (11, 3, 2, 12)
 
 
 def predicted(layer: int, distance: int, experts: list[int], confidence: float | None = None) -> Prediction:
@@ -151,23 +141,6 @@ def test_what_prefill_evicts_and_loads_is_counted_as_prefill(order: str) -> None
     assert counters.prefill.evicted_nbytes == (4 * nbytes if order == "id" else 0)
 
 
-@pytest.mark.parametrize("system", ["lru", "on-demand"])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_bytes_balance(system: str, segments: int) -> None:
-    """Without pads: what is demanded is either here or loaded; what is kept was loaded and not evicted."""
-    shape = geometry(3, 8, 2, segments)
-    control = scheduler(shape, 0.45, system)
-    dice = random.Random(2)
-    for _ in range(60):
-        for layer in range(3):
-            chosen = dice.sample(range(8), dice.choice([2, 2, 6]))
-            run_layer(control, layer, chosen, decode=[dice.random() < 0.5 for _ in chosen], dice=dice)
-    for layer in range(3):
-        for one in (control.counters[layer].decode, control.counters[layer].prefill):
-            assert one.demanded_nbytes == one.hit_nbytes + one.loaded_nbytes
-            assert one.demands * shape.layers[layer].expert_nbytes == one.demanded_nbytes
-
-
 # -- correlations --------------------------------------------------------------------------------------------------
 
 
@@ -200,8 +173,3 @@ def test_what_does_not_vary_has_no_correlation(pairs: list[tuple[float, float]])
     total = correlation_of(pairs)
     total.merge(correlation_of(pairs))
     assert total.pearson() is None
-
-
-def test_a_line_has_a_correlation_of_one() -> None:
-    assert correlation_of([(0.1 * i, 7 - i) for i in range(1000)]).pearson() == pytest.approx(-1)
-    assert (correlation_of([(0.1 * i, 0.3 * i) for i in range(7)]).pearson() or 0) <= 1

@@ -50,12 +50,6 @@ def test_a_new_scheduler_decides_the_same(system: str, tmp_path: Path) -> None:
     assert all(isinstance(json.loads(line), list | dict) for line in (tmp_path / "d.jsonl").open())
 
 
-def test_one_expert_at_a_time_is_replayed_so(tmp_path: Path) -> None:
-    record(tmp_path / "d.jsonl", order="id")
-    header, replayed = replay_file(tmp_path / "d.jsonl")
-    assert header["order"] == "id" and replayed.difference is None
-
-
 def predictions(dice: random.Random) -> Iterator[Prediction]:
     for layer in range(3):
         experts = dice.sample(range(8), 3)

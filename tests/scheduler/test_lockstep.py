@@ -14,6 +14,7 @@ from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
 from tests.scheduler.drive import geometry, run_layer
+from tests.tables import pairs
 
 
 class Reference:
@@ -119,9 +120,10 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Scheduler:
     return parts.scheduler(shape, replace(budget, layer_shares=tuple(shares)))
 
 
-@pytest.mark.parametrize("system", ["lru", "lfu", "lcp", "on-demand"])
-@pytest.mark.parametrize("segments", [1, 2, 4])
-@pytest.mark.parametrize("kinds", [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]])
+KINDS = [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]]
+
+
+@pytest.mark.parametrize(("system", "segments", "kinds"), pairs(["lru", "lfu", "lcp", "on-demand"], [1, 2, 4], KINDS))
 def test_every_decision_is_the_references(system: str, segments: int, kinds: list[str]) -> None:
     layers, experts, top_k = 3, 10, 3
     for share in (0.13, 0.31, 0.5, 0.77):

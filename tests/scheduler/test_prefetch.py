@@ -68,18 +68,6 @@ def test_a_right_prediction_that_comes_late_is_waited_for_and_not_loaded_again()
     control.counts_agree()
 
 
-def test_what_was_prefetched_in_prefill_and_cancelled_in_decode_is_taken_from_prefill() -> None:
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2)
-    run(control, one_token(0, [0, 1], decode=False))
-    control.predict(prediction(1, [3]))
-    spans = control.prefetch()
-    assert control.counters[1].prefill.prefetched_nbytes > 0
-    run(control, one_token(1, [0, 1]), cancelled=spans)
-    for phase in (control.counters[1].prefill, control.counters[1].decode):
-        assert phase.prefetched_nbytes == 0 and phase.loaded_nbytes >= 0 and phase.prefetched == 0
-    control.counts_agree()
-
-
 @pytest.mark.parametrize("order", ["resident", "id"])
 def test_loads_do_not_evict_what_was_prefetched_for_a_later_layer(order: str) -> None:
     control = made(geometry(layers=2, experts=8, top_k=2), [1, 1], 2, scope="global", order=order)
@@ -305,49 +293,3 @@ def test_what_is_first_is_what_looking_through_everything_finds(prefetch: str, s
                 queue._pop()
                 naive.queued.remove(first)
     assert asked > 300
-
-
-def said(layer: int, *scored: tuple[int, float]) -> Prediction:
-    return Prediction(layer, [expert for expert, _ in scored], [score for _, score in scored], 1)
-
-
-def all_of(queue: PrefetchQueue) -> list[tuple[int, int]]:
-    """(layer, expert) in the order in which they would be loaded."""
-    order = []
-    while (eid := queue._first()) is not None:
-        layer = SHAPE.layer_of_expert(eid)
-        order.append((layer, eid - SHAPE.first_expert_id(layer)))
-        queue._pop()
-    return order
-
-
-def test_by_proximity_a_near_one_goes_before_a_surer_far_one() -> None:
-    """Before any router: the layers are 1, 2 and 3 ahead. 0.6, 0.1; 0.8, 0.7 halved; 0.9 thirded."""
-    queue = queue_of("proximity")
-    for one in (said(0, (5, 0.6), (1, 0.1)), said(1, (2, 0.8), (3, 0.7)), said(2, (4, 0.9))):
-        queue.predict(one)
-    assert all_of(queue) == [(0, 5), (1, 2), (1, 3), (2, 4), (0, 1)]
-
-
-def test_priorities_move_as_layers_run() -> None:
-    """At layer 0, 0.5 one layer ahead beats 0.9 two ahead; when the wrong layer has run the other is one ahead."""
-    queue = queue_of("proximity")
-    queue.predict(said(1, (0, 0.5)))
-    queue.predict(said(2, (7, 0.9)))
-    queue.now = 0
-    assert queue._first() == SHAPE.expert_id(1, 0)
-    queue.now = 1
-    queue.router_ran(one_token(1, [3]), True)
-    queue.predict(said(3, (0, 0.99)))
-    assert queue._first() == SHAPE.expert_id(2, 7)
-    queue.now = 4  # two layers did not run: 2 comes again in three layers, 3 in four
-    assert all_of(queue) == [(2, 7), (3, 0)]
-
-
-def test_by_score_nothing_moves() -> None:
-    queue = queue_of("score")
-    queue.predict(said(1, (0, 0.5)))
-    queue.predict(said(3, (7, 0.9)))
-    for now in range(3):
-        queue.now = now
-        assert queue._first() == SHAPE.expert_id(3, 7)

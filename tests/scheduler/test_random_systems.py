@@ -24,27 +24,24 @@ from expertly.testing.made_up import ListFuture
 from tests.scheduler import drive
 from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
 from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
+from tests.tables import pairs
+
+KEEPING = [  # scope, order, admission, eviction
+    ("layer", "resident", "always", "lru"),
+    ("layer", "id", "always", "lcp"),
+    ("global", "resident", "always", "lfu"),
+    ("global", "id", "always", "lru"),
+    ("global", "resident", "always", "random"),
+    ("layer", "resident", "best", "belady"),
+    ("global", "resident", "best", "belady"),
+    ("global", "resident", "best", "lcp"),
+    ("global", "resident", "always", "fmoe"),
+]
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize(
-    ("scope", "order", "admission", "eviction"),
-    [
-        ("layer", "resident", "always", "lru"),
-        ("layer", "id", "always", "lcp"),
-        ("global", "resident", "always", "lfu"),
-        ("global", "id", "always", "lru"),
-        ("global", "resident", "always", "random"),
-        ("layer", "resident", "best", "belady"),
-        ("global", "resident", "best", "belady"),
-        ("global", "resident", "best", "lcp"),
-        ("global", "resident", "always", "fmoe"),
-    ],
-)
-def test_whatever_is_predicted(
-    segments: int, ahead: str, scope: str, order: str, admission: str, eviction: str
-) -> None:
+@pytest.mark.parametrize(("segments", "ahead", "keeping"), pairs([1, 4], ["cache", "ring"], KEEPING))
+def test_whatever_is_predicted(segments: int, ahead: str, keeping: tuple[str, str, str, str]) -> None:
+    scope, order, admission, eviction = keeping
     way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
     prefetch = "proximity" if eviction == "fmoe" else "score"
     happened: Counter[str] = Counter()
@@ -57,16 +54,16 @@ def test_whatever_is_predicted(
     assert happened["joined"] and happened["cancelled"], "prefetches were in flight when their layers' routers ran"
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
-@pytest.mark.parametrize(("order", "preemption"), WAYS)
-def test_however_a_layer_runs(order: str, preemption: str, transfer: str, ahead: str, segments: int) -> None:
-    way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
+@pytest.mark.parametrize(
+    ("way", "transfer", "ahead", "segments"), pairs(WAYS, ["asynchronous", "synchronous"], ["cache", "ring"], [1, 4])
+)
+def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, segments: int) -> None:
+    order, preemption = way
+    runs: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
     happened: Counter[str] = Counter()
     for share, staging in BUDGETS:
         for scope, window, failures in (("layer", None, 0.0), ("global", 3, 0.02)):
-            named = way | {"scope": scope, "window": window}
+            named = runs | {"scope": scope, "window": window}
             happened += soak(f"{share} {scope}", segments, share, staging, failures=failures, **named).happened
     is_late = preemption == "late"
     assert bool(happened["requested"]) == (order == "id" and not is_late)
@@ -88,12 +85,12 @@ def test_whatever_a_filter_lets_through(order: str, preemption: str, ahead: str,
     assert happened["let"] and happened["refused"]
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
 @pytest.mark.parametrize(
-    ("eviction", "admission"), [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]
+    ("segments", "ahead", "keeping"),
+    pairs([1, 4], ["cache", "ring"], [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]),
 )
-def test_whatever_quotas_layers_get(segments: int, ahead: str, eviction: str, admission: str) -> None:
+def test_whatever_quotas_layers_get(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+    eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
     for share in (0.35, 0.6, 0.9):
@@ -103,10 +100,12 @@ def test_whatever_quotas_layers_get(segments: int, ahead: str, eviction: str, ad
     assert happened["there"] and (ahead == "ring" or (happened["in flight"] and happened["on the way"]))
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
-@pytest.mark.parametrize(("eviction", "admission"), [("lcp", "always"), ("random", "always"), ("lcp", "best")])
-def test_whatever_is_kept_of_experts(segments: int, ahead: str, eviction: str, admission: str) -> None:
+@pytest.mark.parametrize(
+    ("segments", "ahead", "keeping"),
+    pairs([1, 4], ["cache", "ring"], [("lcp", "always"), ("random", "always"), ("lcp", "best")]),
+)
+def test_whatever_is_kept_of_experts(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+    eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
     for share, staging in BUDGETS:

@@ -101,15 +101,6 @@ def test_found_late_experts_come_one_at_a_time() -> None:
     assert by_id == ["router 0", "compute 0.0", "load 0.2", "compute 0.2", "load 0.4", "compute 0.4"]
 
 
-def test_found_late_a_demand_is_not_made_before_its_turn() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, preemption="late")
-    plan = control.begin_layer(one_token(0, [4, 2]))
-    assert [span.expert for span in plan.loads] == [4] and not plan.requested
-    control.loaded(plan.loads[0])
-    following = control.computed([plan.loads[0]])
-    assert following is not None and [span.expert for span in following.loads] == [2]
-
-
 def test_by_id_and_early_what_is_missing_is_asked_for_at_once_and_computed_in_its_turn() -> None:
     control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, order="id")
     plan = control.begin_layer(one_token(0, [6, 2, 4]))
@@ -169,20 +160,6 @@ def test_found_late_a_guess_goes_on_until_its_expert_is_reached_and_is_a_demand_
     )
     assert counters.loaded_nbytes == 4 * control.geometry.layers[0].expert_nbytes
     control.counts_agree()
-
-
-def test_found_late_what_comes_for_nothing_is_free_again() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [0], 3, ahead="ring", preemption="late")
-    control.predict(prediction(0, [5, 6]))
-    five, six = control.prefetch()
-    plan = control.begin_layer(one_token(0, [6]))
-    assert plan.joined == [six]
-    assert not control.loaded(five)
-    assert control.slots.num_free(0) == 2, "of 5"
-    assert control.loaded(six)
-    control.computed([six])
-    control.end_layer()
-    assert control.counters[0].decode.wasted_nbytes == control.geometry.layers[0].expert_nbytes
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

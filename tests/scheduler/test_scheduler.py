@@ -37,14 +37,6 @@ def test_a_quota_under_top_k_is_served_through_staging_slots() -> None:
     assert kept(control, 0) == {2}, "the kept one is needed and protected: 4 was staged"
 
 
-def test_a_budget_of_staging_slots_alone_keeps_nothing() -> None:
-    control = scheduler(geometry(layers=2, experts=8, top_k=2), 2 / 16)
-    for _ in range(3):
-        for layer in range(2):
-            assert run_layer(control, layer, [0, 1], check=True).hits == []
-    assert kept(control, 0) == kept(control, 1) == set()
-
-
 def test_prefill_loads_each_absent_segment_once_and_leaves_what_decode_kept() -> None:
     shape = geometry(layers=2, experts=16, top_k=4, segments=4)
     control = scheduler(shape, 0.5)
@@ -151,23 +143,7 @@ def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:
     assert loaded == {("resident", "early"): 4, ("resident", "late"): 4, ("id", "early"): 8, ("id", "late"): 8}
 
 
-@pytest.mark.parametrize("preemption", ["early", "late"])
-def test_by_id_runs_one_expert_after_the_other(preemption: str) -> None:
-    control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=2), 0.5, order="id", preemption=preemption)
-    ran = run_layer(control, 0, [6, 2, 7, 0], check=True)
-    assert [span.expert for span in ran.loads] == sorted(span.expert for span in ran.loads)
-
-
 # -- a layer that fails --------------------------------------------------------------------------------------------
-
-
-def test_a_loaded_span_whose_computation_failed_is_kept_only_if_admitted() -> None:
-    control = scheduler(geometry(1, 8, 2), 2 / 8)  # staging slots alone
-    plan = control.begin_layer(one_token(0, [0, 1]))
-    control.loaded(plan.loads[0])
-    control.abandon()
-    control.check()
-    assert kept(control, 0) == set()
 
 
 def test_what_arrived_before_the_failure_is_a_hit_afterwards_and_what_did_not_is_a_miss() -> None:
@@ -179,16 +155,6 @@ def test_what_arrived_before_the_failure_is_a_hit_afterwards_and_what_did_not_is
     control.check()
     assert kept(control, 0) == {3}
     assert list(run_layer(control, 0, [3, 5], check=True).loaded) == [5]
-
-
-def test_a_victim_of_a_failed_layer_is_gone_and_its_place_is_free() -> None:
-    control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8)
-    run_layer(control, 0, [0, 1])
-    control.begin_layer(one_token(0, [6, 7]))
-    control.abandon()
-    control.check()
-    assert kept(control, 0) == set()
-    assert control.cache.partitions[0].room == 2
 
 
 def test_a_failed_preload_can_begin_again() -> None:
@@ -205,11 +171,3 @@ def test_a_failed_preload_can_begin_again() -> None:
             control.loaded(span)
     assert kept(control, 0) == {0, 1, 2, 3}
     assert run_layer(control, 0, [2, 1], check=True).loads == []
-
-
-def test_nothing_to_abandon_is_no_error() -> None:
-    control = scheduler(geometry(), 0.5)
-    control.abandon()
-    control.check()
-    assert not kept(control, 0)
-    assert list(run_layer(control, 0, [1, 0], check=True).loaded) == [1, 0], "and it runs as if nothing had been"

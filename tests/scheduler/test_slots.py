@@ -25,15 +25,6 @@ def test_blocks_first_then_loose_slots() -> None:
     assert pool.take_block() == 4, "the block is whole again"
 
 
-@pytest.mark.parametrize("num_slots", [0, 3])
-def test_fewer_slots_than_a_block_are_all_loose(num_slots: int) -> None:
-    pool = BlockPool(num_slots, 4)
-    assert pool.take_block() is None
-    for slot in [pool.take(None) for _ in range(num_slots)]:
-        pool.give(slot)
-    assert pool.take_block() is None and pool.free_slots() == list(range(num_slots))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_slots", [1, 7, 12, 13])
 def test_every_slot_of_a_block_pool_has_one_owner(num_slots: int, size: int) -> None:
@@ -191,16 +182,3 @@ def test_any_history_keeps_every_slot_owned_once_and_every_segment_in_one_state(
         elif held:
             table.release(eid, held if dice.random() < 0.6 else 1 << bits(held)[0])
         table.check()
-
-
-def test_a_slot_is_never_given_twice() -> None:
-    table = SlotTable(geometry(1, 4, 2), [2])
-    table.allocate(1, 1, table.awaited)
-    with pytest.raises(AssertionError, match="one slot"):
-        table.allocate(1, 1, table.awaited)
-    with pytest.raises(AssertionError, match="gives it back"):
-        table.release(3, 1)
-
-
-def test_bits_lists_the_ones_lowest_first() -> None:
-    assert bits(0) == [] and bits(0b1011) == [0, 1, 3]

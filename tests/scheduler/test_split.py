@@ -82,17 +82,6 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
     assert control.counters[0].decode.hits == 2
 
 
-def test_a_wrong_prefetch_leaves_its_staging_slots_and_the_top_stays() -> None:
-    control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring")
-    run_layer(control, 0, [0, 1])
-    control.predict(Prediction(0, [0], [0.9], 1))
-    for span in control.prefetch():
-        control.loaded(span)
-    assert control.slots.resident[0] == 0b1111 and control.cache.staged == [2]
-    run_layer(control, 0, [1, 2], check=True)
-    assert control.slots.resident[:3] == [0b0011] * 3 and control.cache.staged == [0]
-
-
 def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> None:
     """The guesses are wrong and on their way: the demand comes a segment at a time, as they leave."""
     control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring:window=99", layers=2, experts=4)

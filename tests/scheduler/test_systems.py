@@ -8,11 +8,9 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.simple import LRU, Belady
 from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
@@ -25,12 +23,6 @@ from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=8, top_k=2)
 BUDGET = split_budget(SHAPE, SHAPE.nbytes // 2)
-
-
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_a_preset_by_its_name(name: str) -> None:
-    assert get_system(name) is SYSTEMS[name]
-    assert SYSTEMS[name].scheduler(SHAPE, BUDGET, KNOWN).budget is BUDGET
 
 
 @pytest.mark.parametrize(
@@ -89,28 +81,6 @@ def test_a_spec_is_a_system_that_can_be_had_again_by_its_name(spec: str) -> None
     assert get_system(system.name) == system
     system.scheduler(SHAPE, BUDGET, KNOWN)
     system.predictor(SHAPE, KNOWN)
-
-
-def test_other_parts_are_what_it_is_made_of() -> None:
-    control = get_system("fmoe:eviction=lru:scope=layer:window=5:prefetch=score").scheduler(SHAPE, BUDGET)
-    partitions = control.cache.partitions
-    assert isinstance(partitions[0].policy, LRU) and partitions[0] is not partitions[1]
-    assert control.queue.window == 5 and control.queue._is_steady
-    assert not get_system("fmoe").scheduler(SHAPE, BUDGET).queue._is_steady
-    predictor = get_system("fmoe:capacity=17:distance=2").predictor(SHAPE)
-    assert isinstance(predictor, FMoE)
-    assert (predictor.learned.capacity, predictor.learned.semantic_weight) == (17, 2 / 4)
-    best = get_system("lru:eviction=belady:admission=best").scheduler(SHAPE, BUDGET, KNOWN)
-    assert isinstance(best.cache.partitions[0].policy, Belady)
-
-
-def test_moepic_is_the_papers() -> None:
-    system, shape = get_system("moepic"), geometry(layers=4, experts=8, top_k=2, segments=4)
-    control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
-    assert (system.scope, system.eviction, system.prediction, system.distance) == ("layer", "lcp", "speculative", 1)
-    assert (system.ahead, system.transfer, system.segments) == ("ring", "asynchronous", 4)
-    assert isinstance(control.allocation, MoEpic) and {top.bit_count() for top in control.cache.tops} == {2}
-    assert "moepic" in runnable_systems()
 
 
 def test_options_of_a_preset_stay_until_their_part_is_replaced() -> None:
@@ -257,7 +227,3 @@ def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> N
         get_runnable(spec)
     accepted = str(refused.value).split("accepted: ")[1].split(", ")
     assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
-
-
-def test_what_a_model_can_run_is_what_it_is_elsewhere() -> None:
-    assert get_runnable("lru:segments=2") == get_system("lru:segments=2")

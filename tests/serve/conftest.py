@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import expertly
 from expertly.data import demo_folder
-from expertly.serve.memory import PAGE_TOKENS, MemorySplit
+from expertly.serve.memory import PAGE_TOKENS
 from expertly.serve.scheduler import Room
 from expertly.serve.server import ApiServer, Assembled, assemble, bind
-from expertly.serve.settings import ServerSettings
+from expertly.serve.settings import Access, ServeOptions
 
 KEY = "a-key-that-nobody-guesses"
 
@@ -46,7 +46,7 @@ class Serving:
 
     @property
     def scheduler(self) -> Any:
-        return self.assembled.scheduler
+        return self.assembled.service.scheduler
 
 
 def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num_pages: int | None = None) -> Room:
@@ -55,11 +55,11 @@ def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num
 
 
 @contextmanager
-def running(assembled: Assembled, settings: ServerSettings) -> Iterator[Serving]:
+def running(assembled: Assembled) -> Iterator[Serving]:
     """Served until the block ends."""
     listener: socket.socket = bind("127.0.0.1", 0)
     is_up = threading.Event()
-    server = ApiServer(assembled, settings, is_up.set)
+    server = ApiServer(assembled, announce=is_up.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -73,21 +73,22 @@ def running(assembled: Assembled, settings: ServerSettings) -> Iterator[Serving]
 
 
 @contextmanager
-def served(
-    model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
-) -> Iterator[Serving]:
-    """A model as `expertly serve` serves it."""
-    told, assembled = assembled_for(model, tokenizer, room, template, **settings)
-    with running(assembled, told) as serving:
+def served(*model: Any, **more: Any) -> Iterator[Serving]:
+    """A model as `expertly serve` serves it; see `assembled_for`."""
+    with running(assembled_for(*model, **more)) as serving:
         yield serving
 
 
 def assembled_for(
-    model: Any, tokenizer: Any, room: Room | None = None, template: str | None = None, **settings: Any
-) -> tuple[ServerSettings, Assembled]:
-    told = ServerSettings(**({"name": "demo"} | settings))
-    room = room or room_for()
-    return told, assemble(model, tokenizer, told, room, MemorySplit(1, 1, 1, 1, room.num_pages), template)
+    model: Any,
+    tokenizer: Any,
+    room: Room | None = None,
+    template: str | None = None,
+    access: Access | None = None,
+    **options: Any,
+) -> Assembled:
+    told = ServeOptions(**({"name": "demo"} | options))
+    return assemble(model, tokenizer, told, access or Access(), room or room_for(), template)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,6 @@ def scripted(assembled: Assembled, text: str, tokenizer: Any) -> Assembled:
     vocabulary = assembled.service.prompts.vocabulary
 
     def start() -> None:
-        assembled.scheduler.start(lambda sampler, failed: Scripted(sampler, lambda entry: tokens, vocabulary))
+        assembled.service.scheduler.start(lambda sampler, failed: Scripted(sampler, lambda entry: tokens, vocabulary))
 
     return replace(assembled, start=start)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from expertly.serve.settings import Access
 from tests.serve.browser import Tab, browser, find_browser
 from tests.serve.conftest import KEY, Serving, greedy, served
 
@@ -90,7 +91,7 @@ def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
     for name in ("running", "waiting"):
         assert tab.run(f"document.querySelector('#n-{name}').textContent") == "0"
     memory = tab.run("document.querySelector('#memory').textContent")
-    for name, key in (("KiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
+    for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
         (shown,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
         assert float(shown) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
 
@@ -100,7 +101,7 @@ def test_host_memory_is_shown_where_there_is_such_a_tier(
 ) -> None:
     told = {"host_experts_bytes": 40 << 20, "host_resident_bytes": 30 << 20}
     assert "host memory" not in tab.run("document.querySelector('#memory').textContent")
-    monkeypatch.setattr(serving.assembled.view._readings, "host_memory", lambda: told)
+    monkeypatch.setattr(serving.assembled.view, "host_memory", lambda: told)
     tab.until("document.querySelector('#memory').textContent.includes('host memory behind it: 40.0 MiB')")
     shown = tab.run("document.querySelector('#memory').textContent")
     assert "experts 30.0 MiBroom for experts 10.0 MiB" in shown
@@ -169,7 +170,7 @@ def test_a_narrow_window_has_no_sideways_scrolling(tab: Tab, serving: Serving) -
 
 
 def test_a_key_opens_it_and_stays_in_the_tab(window: Tab, demo: tuple[Any, Any]) -> None:
-    with served(*demo, keys=(KEY,)) as guarded:
+    with served(*demo, access=Access((KEY,))) as guarded:
         window.open(f"{guarded.url}/")
         window.until("!document.querySelector('#locked').hidden")
         assert window.run("document.querySelector('#status').textContent") == "no key"

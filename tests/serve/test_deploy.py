@@ -75,7 +75,7 @@ def test_rays_file_is_of_options_that_there_are() -> None:
     (application,) = read["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, callable(getattr(ray_app, name))) == ("expertly.serve.ray_app", True)
-    ray_app.Options(**application["args"]).check()
+    ray_app.RayOptions(**application["args"]).check()
 
 
 def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from expertly.core.errors import StoreError
 from expertly.serve.fleet import MAX_MEMBERS, SILENT_S, Member, News, Pool, Report
-from expertly.serve.fleet_metrics import of_others, together
+from expertly.serve.metrics import of_others, together
 
 ONE: Mapping[str, Any] = {"maps": np.ones(1)}
 TWO: Mapping[str, Any] = {"maps": np.zeros(2)}

@@ -27,8 +27,8 @@ QUIET = settings(
 @pytest.fixture(scope="module")
 def small(demo: tuple[Any, Any]) -> Iterator[Serving]:
     """The model says what it is told to, so that what is right is answered soon."""
-    settings, assembled = assembled_for(*demo, room_for(context=64, max_running=16))
-    with running(scripted(assembled, "Hello there", demo[1]), settings) as found:
+    assembled = assembled_for(*demo, room_for(context=64, max_running=16))
+    with running(scripted(assembled, "Hello there", demo[1])) as found:
         yield found
 
 

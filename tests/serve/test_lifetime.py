@@ -15,8 +15,10 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
+from expertly.serve.server import ApiServer, bind, open_server
+from expertly.serve.settings import Access, ServeOptions
 from tests.commands import RunningCommand
-from tests.serve.conftest import greedy
+from tests.serve.conftest import assembled_for, greedy
 
 Start = Callable[..., RunningCommand]
 
@@ -33,9 +35,7 @@ def test_sigterm_lets_what_runs_end_and_refuses_new_requests(start: Start) -> No
     body = {"model": "demo", "prompt": "The sea", "max_tokens": 60, "temperature": 0, "logit_bias": {"0": -100}}
     running, told = serving(start, "--total-memory", "2GiB", "--dtype", "float32", "--context", "256")
     split = told["memory"]
-    assert split["total_bytes"] == 2 << 30
-    used = split["dense_bytes"] + split["kv_cache_bytes"] + split["working_bytes"] + split["experts_bytes"]
-    assert used <= 2 << 30
+    assert 0 < sum(split.values()) <= 2 << 30
     client = httpx.Client(base_url=told["url"], timeout=60)
     assert client.get("/ready").status_code == 200
     lines = client.get("/metrics").text.splitlines()
@@ -119,6 +119,37 @@ def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) 
     assert errors or "closed" in said
 
 
+def test_a_signal_that_comes_before_the_loop_ends_it(demo: tuple[Any, Any]) -> None:
+    server = ApiServer(assembled_for(*demo))
+    server.end()
+    listener = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    thread.join(30)
+    if is_hanging := thread.is_alive():
+        server.end()
+        thread.join(30)
+    listener.close()
+    assert not is_hanging
+
+
+def test_packing_is_told_and_memory_is_divided_as_load_divides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    told: list[tuple[str, int, int]] = []
+    options = ServeOptions(total_memory="100GiB", device="cpu", system="lru", context=128)
+    assembled = open_server(options, Access(), lambda *seen: told.append(seen))
+    try:
+        assert told[-1][0] == "packing" and told[-1][1] == told[-1][2] > 0
+        reason = expertly.stats(assembled.model).memory_reason
+        assert reason.startswith("total memory 100GiB") and "this process takes" in reason
+        assert assembled.service.scheduler.room.num_pages == 16 * (128 // 32 + 1)
+    finally:
+        assembled.close()
+        expertly.unload(assembled.model)
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["serve", *arguments]) == 2
     return capsys.readouterr().err
@@ -126,7 +157,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_others_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
-        assert "give --api-key-file" in refusal(capsys, "--host", host)
+        assert "--api-key-file FILE" in refusal(capsys, "--host", host)
     short = tmp_path / "keys"
     short.write_text("short\n")
     assert "16 or more" in refusal(capsys, "--host", "0.0.0.0", "--api-key-file", str(short))
@@ -139,11 +170,9 @@ def test_others_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     [
         (("--memory", "50%", "--total-memory", "1GiB"), "one of the two"),
         (("--context", "99999"), "at most the model's 1024"),
-        (("--max-running", "5000"), "at most 256"),
-        (("--kv-tokens", "10"), "or more"),
-        (("--total-memory", "1MiB"), "the least is above"),
-        (("--kv-tokens", "999999999999", "--memory", "25%"), "bytes that are free"),
-        (("--kv-tokens", "999999999999"), "the least is above"),
+        (("--total-memory", "1MiB"), "of 1 MiB this process takes"),
+        (("--kv-tokens", "999999999999", "--memory", "25%"), "are free"),
+        (("--kv-tokens", "999999999999"), "are free"),
         (("--cors", "example.org"), "a web site"),
         (("--api-key-file", "/nowhere"), "cannot be read"),
         (("--chat-template", "/nowhere"), "cannot be read"),

@@ -1,49 +1,89 @@
-"""How memory is divided."""
+"""How the memory of a server is divided: the plan of `load`, with a KV cache that requests share."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+import torch
 
-from expertly.core.errors import BudgetError
-from expertly.serve.memory import PAGE_TOKENS, Shape, split_total
+from expertly.core.errors import BudgetError, ConfigError
+from expertly.engine import memory
+from expertly.engine.memory import Division, MemoryRequest, divide
+from expertly.model.packing import pack_cached
+from expertly.scheduler.presets import get_system
+from expertly.serve.memory import PAGE_TOKENS, cache_for
+from expertly.serve.settings import ServeOptions
+from expertly.store.packed import PackedStore
 
-GIB = 1 << 30
-CONFIG = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-SHAPE = Shape(CONFIG, itemsize=2, dense=3 * GIB, all_experts=80 * GIB, context=4096, max_running=16)
-
-
-@pytest.mark.parametrize("total_gib", [6, 8, 12, 24, 64])
-def test_nothing_is_given_twice_and_nothing_is_left(total_gib: int) -> None:
-    split = split_total(total_gib * GIB, SHAPE)
-    used = split.dense + split.cache + split.working + split.experts
-    assert used == total_gib * GIB
-    assert split.num_pages * PAGE_TOKENS >= SHAPE.context, "one text always fits"
-    assert split.num_pages <= SHAPE.pages_wanted()
-    assert split.experts > 0
+MIB = 1 << 20
+OWN = 300 * MIB
 
 
-def test_experts_have_most_of_what_can_be_chosen() -> None:
-    split = split_total(12 * GIB, SHAPE)
-    assert split.experts >= 2.5 * split.cache
+@pytest.fixture(scope="module")
+def store() -> PackedStore:
+    return pack_cached(None, "float32")
 
 
-def test_a_cache_takes_what_experts_do_not_need() -> None:
-    small = replace(SHAPE, all_experts=2 * GIB)
-    split = split_total(24 * GIB, small)
-    assert split.experts == 2 * GIB and split.num_pages == SHAPE.pages_wanted()
-    tight = split_total(8 * GIB, small)
-    assert tight.experts == pytest.approx(2 * GIB, rel=0.02)
-    assert split_total(8 * GIB, SHAPE).num_pages < tight.num_pages
+@pytest.fixture(autouse=True)
+def _own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "rss_nbytes", lambda: OWN)
 
 
-def test_a_stated_cache_is_kept() -> None:
-    assert split_total(24 * GIB, SHAPE, stated_pages=200).num_pages == 200
+def divided(store: PackedStore, system: str = "lru", **told: int | str) -> Division:
+    options = ServeOptions(system=system, **told)  # type: ignore[arg-type]
+    request = MemoryRequest(
+        options.memory, None, options.context, options.total_memory, cache=cache_for(options, store)
+    )
+    return divide(store, [store.geometry()], get_system(system), request, [torch.device("cpu")])
 
 
-def test_too_little_names_the_least() -> None:
-    with pytest.raises(BudgetError, match="the least is above") as raised:
-        split_total(3 * GIB, SHAPE)
-    least = int(str(raised.value).split()[-2])
-    assert split_total(least + (1 << 20), SHAPE).experts >= 0
+def parts(store: PackedStore, division: Division) -> tuple[int, int, int]:
+    """Bytes of the cache, of experts, and of all that there is."""
+    cache = division.context * division.beside.cache_nbytes
+    (budget,) = division.budgets
+    experts = budget.memory_nbytes
+    return cache, experts, OWN + division.beside.dense_nbytes + division.beside.fixed_nbytes + cache + experts
+
+
+@pytest.mark.parametrize("total", [430, 470, 490, 520, 1000])
+def test_a_total_holds_the_process_and_everything_else(store: PackedStore, total: int) -> None:
+    division = divided(store, total_memory=f"{total}MiB")
+    cache, experts, used = parts(store, division)
+    assert used <= total * MIB
+    if experts < store.experts_nbytes:
+        assert used > (total - 2) * MIB, "nothing is left over"
+        assert experts > 2 * cache or division.context == cache_for(ServeOptions(), store).least
+    assert division.context >= 1024 + PAGE_TOKENS, "one text always fits"
+
+
+def test_a_cache_takes_what_experts_do_not_need(store: PackedStore) -> None:
+    few, many = (divided(store, total_memory=f"{total}MiB") for total in (520, 700))
+    assert many.budgets[0].memory_nbytes == store.experts_nbytes
+    assert many.context > few.context
+    stated = divided(store, total_memory="1500MiB", kv_tokens=2000)
+    assert stated.context == 65 * PAGE_TOKENS
+
+
+def test_what_is_stated_for_experts_they_get_and_the_cache_gets_the_rest(
+    store: PackedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    division = divided(store, memory="25%")
+    assert division.budgets[0].memory_nbytes == pytest.approx(store.experts_nbytes / 4, rel=0.02)
+    with pytest.raises(BudgetError, match=r"KV cache of 1000000064 tokens .* accepted: less memory"):
+        divided(store, memory="25%", kv_tokens=999_999_999)
+    with pytest.raises(BudgetError, match=r"of 400 MiB this process takes 300 MiB; dense weights take .* working"):
+        divided(store, total_memory="400MiB")
+    with pytest.raises(ConfigError, match="of 900 MiB this process takes 300 MiB"):
+        divided(store, "resident", total_memory="900MiB", kv_tokens=200_000)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"context": 99_999}, "at most the model's 1024"),
+        ({"max_running": 5000}, "at most 256"),
+        ({"kv_tokens": 10}, "1056 or more, for one text of 1024"),
+    ],
+)
+def test_what_cannot_be_is_named(store: PackedStore, told: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        divided(store, **told)

@@ -70,7 +70,12 @@ def test_fields_that_tune_are_honoured_and_unknown_ones_named_once(
     serving: Serving, demo: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = greedy(*demo, PROMPT, 24)
-    greedily: list[dict[str, Any]] = [{"top_k": 1}, {"min_p": 1.0}, {"no_such_field": {"a": 1}, "temperature": 0}]
+    greedily: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"top_k": -1, "temperature": 0},
+        {"no_such_field": {"a": 1}, "temperature": 0},
+    ]
     with caplog.at_level(logging.INFO, "expertly.serve"):
         for extra in [*greedily, greedily[-1]]:
             got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=24, extra_body=extra)
@@ -253,6 +258,7 @@ def test_penalties_change_what_is_repeated(serving: Serving) -> None:
         ({"extra_body": {"repetition_penalty": 0}}, 400, "repetition_penalty"),
         ({"extra_body": {"audio": {"voice": "x"}}}, 400, None),
         ({"modalities": ["audio"]}, 400, None),
+        ({"extra_body": {"modalities": 5}}, 400, "modalities"),
         ({"extra_body": {"max_tokens": "7"}}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user"}]}, 400, "messages.0"),

@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     """The address of two replicas of the demo model with fMoE, that begin with no maps."""
     from ray import serve
 
-    from expertly.serve.ray_app import Options, app
+    from expertly.serve.ray_app import RayOptions, app
 
     folder = tmp_path_factory.mktemp("ray")
     keys = folder / "keys"
@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         log_to_driver=False,
         configure_logging=False,
     )
-    options = Options(
+    options = RayOptions(
         replicas=2,
         memory="40%",
         dtype="float32",
@@ -158,19 +158,19 @@ def test_a_key_is_asked_for(cluster: str) -> None:
 
 
 def test_what_cannot_work_is_named() -> None:
-    from expertly.serve.ray_app import Options, app
+    from expertly.serve.ray_app import RayOptions, app
 
     with pytest.raises(ConfigError, match="api_key_file: missing"):
-        app(Options())
+        app(RayOptions())
     with pytest.raises(ConfigError, match="one of the two"):
-        app(Options(no_key=True, api_key_file="keys"))
+        app(RayOptions(no_key=True, api_key_file="keys"))
     with pytest.raises(ConfigError, match="replicas='many': "):
         app({"no_key": "true", "replicas": "many"})
     with pytest.raises(ConfigError, match=r"memori='25%': .*; accepted: model, name, replicas, memory"):
         app({"no_key": "true", "memori": "25%"})
     with pytest.raises(ConfigError, match="nothing-like-it"):
-        app(Options(no_key=True, system="nothing-like-it"))
+        app(RayOptions(no_key=True, system="nothing-like-it"))
     with pytest.raises(ConfigError, match="codec='zip': unknown; accepted: none, planes, auto"):
-        app(Options(no_key=True, codec="zip"))
+        app(RayOptions(no_key=True, codec="zip"))
     with pytest.raises(ConfigError, match=r"compressed='30%': .*accepted: codec='planes'"):
-        app(Options(no_key=True, compressed="30%"))
+        app(RayOptions(no_key=True, compressed="30%"))

@@ -186,6 +186,21 @@ def test_a_failed_pass() -> None:
     run(story)
 
 
+def test_a_token_that_is_no_text_fails_its_request_alone() -> None:
+    """As a tokenizer says of the numbers with which a vocabulary was filled up."""
+
+    async def story() -> None:
+        one = Story()
+        first, second = one.ask(), one.ask()
+        await one.step(0x110000)
+        for request in (first, second):
+            with pytest.raises(ApiError, match="token 1114112 cannot be made text"):
+                _ = [delta async for delta in request]
+        assert one.names() == [] and one.steps.running == {} and one.scheduler.free_pages == 100
+
+    run(story)
+
+
 def test_a_model_that_is_gone_ends_everything() -> None:
     async def story() -> None:
         one = Story(max_running=1)

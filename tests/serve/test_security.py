@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.serve.settings import is_known, read_origins
+from expertly.serve.answers import CompletionAnswer
+from expertly.serve.settings import Access, ServeOptions
 from tests.serve.conftest import KEY, Serving, served
 
 JSON = {"content-type": "application/json"}
@@ -20,7 +21,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def guarded(demo: tuple[Any, Any]) -> Iterator[Serving]:
-    with served(*demo, keys=(KEY, "another-key-of-this-server"), max_body_nbytes=10_000) as found:
+    with served(*demo, access=Access((KEY, "another-key-of-this-server")), max_body=10_000) as found:
         yield found
 
 
@@ -34,8 +35,7 @@ def test_keys(guarded: Serving) -> None:
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="no", max_retries=0).models.list()
     for path in ("/", "/health", "/ready"):
         assert httpx.get(guarded.url + path).status_code == 200
-    assert is_known("another-key-of-this-server", (KEY, "another-key-of-this-server"))
-    assert not is_known("", (KEY,))
+    assert not Access((KEY,)).knows("")
 
 
 def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Serving) -> None:
@@ -48,7 +48,7 @@ def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Servi
 
 
 def test_pages_of_sites_that_were_named_may_ask(demo: tuple[Any, Any]) -> None:
-    with served(*demo, cors=("https://example.org",), keys=(KEY,)) as serving, serving.http() as client:
+    with served(*demo, access=Access((KEY,), ("https://example.org",))) as serving, serving.http() as client:
         for origin, allowed in (("https://example.org", "https://example.org"), ("https://attacker.example", None)):
             asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             preflight = client.options(
@@ -62,8 +62,8 @@ def test_pages_of_sites_that_were_named_may_ask(demo: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("origin", ["*", "example.org", "https://example.org/path", "https://*.org"])
 def test_what_may_not_be_an_origin_is_named(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--cors"):
-        read_origins(f"https://example.org,{origin}", ())
+    with pytest.raises(ConfigError, match="cors="):
+        Access.of(ServeOptions(cors=f"https://example.org,{origin}"))
 
 
 def test_no_model_is_loaded_for_who_asks(serving: Serving) -> None:
@@ -119,6 +119,15 @@ def test_a_body_without_an_end_is_cut_off(guarded: Serving) -> None:
     except httpx.TransportError:
         return  # it was closed while we still wrote
     assert got.status_code == 413
+
+
+def test_a_bug_in_a_stream_is_told_in_it(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompletionAnswer, "last_chunks", lambda self: 1 // 0)
+    body = {"model": "demo", "prompt": "a", "max_tokens": 2, "stream": True}
+    with serving.http() as client:
+        lines = [line for line in client.post("/v1/completions", json=body).text.splitlines() if line]
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and "division" not in error["message"]
 
 
 def test_unknown_paths_and_methods_have_the_same_shape(guarded: Serving) -> None:

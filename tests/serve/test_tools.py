@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from expertly.serve.prompts import Prompts
+from expertly.serve.responses import ResponsesRequest
 from expertly.serve.schema import Message
 from tests.serve.conftest import Serving, assembled_for, running, served
 from tests.serve.scripted import scripted
@@ -37,8 +38,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 @contextmanager
 def saying(demo: tuple[Any, Any], text: str, template: str = TEMPLATE) -> Iterator[Serving]:
-    settings, assembled = assembled_for(*demo, template=template)
-    with running(scripted(assembled, text, demo[1]), settings) as serving:
+    assembled = assembled_for(*demo, template=template)
+    with running(scripted(assembled, text, demo[1])) as serving:
         yield serving
 
 
@@ -209,6 +210,7 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         "instructions": "Be brief",
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
             {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Oslo"}'},
             {"type": "function_call_output", "call_id": "1", "output": "rain"},
         ],
@@ -230,6 +232,8 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         assert final.output_text == "I look."
         assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
         assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I look."
+        several = client.responses.create(**asked, extra_body={"n": 2, "logprobs": True})
+        assert [item.type for item in several.output] == ["reasoning", "message", "function_call"], "n has no effect"
         cut = client.responses.create(**(asked | {"max_output_tokens": 3}))
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         for wrong in (
@@ -240,6 +244,16 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         ):
             with pytest.raises(openai.BadRequestError):
                 client.responses.create(**(asked | wrong))
+
+
+def test_items_are_the_messages_of_a_chat() -> None:
+    """What an assistant says and calls in one turn is one message, as templates want it."""
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    request = ResponsesRequest.model_validate({"model": "demo", "input": [said, call, {**call, "call_id": "2"}]})
+    (message,) = request.as_chat()["messages"]
+    assert message["content"] == [{"type": "text", "text": "I look."}]
+    assert [one["id"] for one in message["tool_calls"]] == ["1", "2"]
 
 
 def test_a_template_that_does_not_end_is_told_and_others_are_served(demo: tuple[Any, Any]) -> None:

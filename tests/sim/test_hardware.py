@@ -51,12 +51,6 @@ FULL = Hardware(
 )
 
 
-@pytest.mark.parametrize(("folder", "names"), [("hardware", HARDWARE_NAMES), ("geometry", GEOMETRY_NAMES)])
-def test_names_are_the_shipped_files(folder: str, names: tuple[str, ...]):
-    path = Path(__file__).parents[2] / "src" / "expertly" / "data" / folder
-    assert sorted(names) == sorted(path.stem for path in path.glob("*.toml"))
-
-
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
 def test_shipped_profiles_are_read_and_every_number_has_its_source_beside_it(name: str):
     hardware = Hardware.read(name)
@@ -66,19 +60,6 @@ def test_shipped_profiles_are_read_and_every_number_has_its_source_beside_it(nam
     for i, line in enumerate(lines):
         if re.match(r"\w+ = [\d.]", line):
             assert "#" in line or lines[i - 1].startswith("#"), line
-
-
-def test_faster_machines_are_faster():
-    rates = [Hardware.read(name).memory_nbytes_per_s for name in ("a5000", "rtx3090", "rtx4090", "a100", "h200")]
-    assert rates == sorted(rates)
-    assert Hardware.read("h200").link.nbytes_per_s > Hardware.read("a100").link.nbytes_per_s
-
-
-def test_a_file_without_what_shares_processors_leaves_computing_one_of_several(tmp_path: Path):
-    for threads, beside in ((4, 3), (1, 1)):
-        changes = ("threads = 4", f"threads = {threads}"), ("threads_beside = 3\n", ""), ("read_processors = 0.5\n", "")
-        codec = Hardware.read(written(tmp_path, *changes)).codec
-        assert codec is not None and (codec.threads_beside, codec.read_processors) == (beside, 0.0)
 
 
 def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
@@ -240,14 +221,6 @@ def test_all_weights_together_are_the_published_number(name: str):
     nbytes = Geometry(found.layers).nbytes + num_layers * found.dense.layer_nbytes + found.dense.head_nbytes
     embedding = vocabulary * layer.hidden_size  # of which a token reads a row
     assert (nbytes / layer.itemsize + embedding) / 1e9 == pytest.approx(billions, rel=0.005)
-
-
-def test_a_file_of_ones_own(tmp_path: Path):
-    path = tmp_path / "mine.toml"
-    path.write_text(GOOD)
-    found = read_geometry(str(path))
-    assert len(found.layers) == 3 and found.layers[0].expert_nbytes == 16 * 3 * 32 * 2
-    assert found.dense is None
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,6 @@ def test_asking_and_taking_cost_the_thread_time_that_is_no_stall() -> None:
     assert arrivals(clock, link, 1) == [(0, 50)] and link.stall_ns == 20, "the link begins meanwhile"
 
 
-def test_an_infinite_link_brings_all_at_once() -> None:
-    clock, link, _ = make(toy(link=INFINITE))
-    clock.now_ns = 5
-    link.submit([span(e) for e in range(8)])
-    assert [link.poll() for _ in range(9)] == [*(span(e) for e in range(8)), None]
-    assert clock.now_ns == 5 and link.stall_ns == 0
-
-
 # -- a disk behind: reads take 20 + 5 + 200 ns a segment --------------------------------------------------------------
 
 DISK = Link(0.1e9, 20, 5)
@@ -262,14 +254,6 @@ def test_what_no_reader_has_is_cancelled() -> None:
     assert clock.now_ns == pytest.approx(7 + 23 + 5 * 80, abs=2) and decoder(link).next_ns == NEVER_NS
 
 
-def test_loads_are_read_before_prefetches() -> None:
-    clock, link, _ = make_coded()
-    link.prefetch([span(e) for e in range(6)])  # a reader has each of the first four
-    clock.now_ns = 10
-    link.submit([span(6), span(7)])
-    assert [link.wait().expert for _ in range(8)] == [0, 1, 2, 3, 6, 7, 4, 5]
-
-
 def test_a_prefetch_in_several_parts_begins_alone() -> None:
     """Spans of four parts: the second one waits until the first one is there, and is cancelled before."""
     geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
@@ -331,13 +315,6 @@ def test_behind_a_host_tier_decoded_experts_go_over_the_link() -> None:
     assert link.wait() == span(5) and clock.now_ns == 20 + 105 + 80 + 50
     assert [move[:2] for move in watch.moves] == [("link", 0), ("disk", 5), ("link", 5)]
     assert decoder(link).read_nbytes == 10
-
-
-def test_behind_a_host_tier_the_device_computes_and_takes_no_processor() -> None:
-    clock, link, _ = make_coded(disk=Link(0.1e9, 20, 5), host_memory_nbytes=4 * 20)
-    link.submit([span(5), span(6), span(7)])
-    link.computing(0, 1000)
-    assert link.wait() == span(5) and clock.now_ns < 1000
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------

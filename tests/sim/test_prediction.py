@@ -82,17 +82,6 @@ def test_a_predictor_slower_than_its_passes_is_of_no_use_and_no_harm(tmp_path: P
         assert row["prefetched_bytes"] == 0 and row["prediction_accuracy"] is None
 
 
-def test_the_slower_the_predictor_the_later_it_is(tmp_path: Path) -> None:
-    trace = random_trace(tmp_path)
-    served = []
-    for call_ns in (0, 200, 3000):
-        hardware = toy(link=INFINITE, predictor=PredictorCosts(call_ns=call_ns))
-        row = results(make_study(trace, hardware), ["lru:prediction=lookahead"], "40%")["lru:prediction=lookahead"]
-        served.append((row["coverage"] or 0, -row["predictions_late"] - row["contexts_dropped"]))
-    assert served == sorted(served, reverse=True), "less of use, more in vain"
-    assert served[0][0] > 0.5 and served[-1][0] == 0
-
-
 def test_maps_of_the_training_part_foretell_what_repeats(tmp_path: Path) -> None:
     trace = repeating_trace(tmp_path)
     name = "fmoe:select=top-k"
@@ -164,22 +153,6 @@ def test_a_trace_that_lacks_what_a_predictor_looks_at(tmp_path: Path) -> None:
     assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["similarity_correlation_semantic"] is None
 
 
-def test_one_system_in_two_spellings_is_one_row(tmp_path: Path) -> None:
-    study = make_study(random_trace(tmp_path, num_passes=5))
-    names = ["fmoe:semantic=no:distance=2", "fmoe:distance=2:semantic=false", "belady"]
-    found = [row["system"] for row in study.results(names, [Memory("40%")])]
-    assert found == ["fmoe:distance=2:semantic=no", "belady", "belady-global", "oracle", "resident"]
-
-
-def test_predictors_that_are_told_the_future_take_no_time(tmp_path: Path) -> None:
-    """What they say is made from where the simulation is."""
-    trace = random_trace(tmp_path)
-    names = ["oracle", "modelled-lookahead"]
-    slow = results(make_study(trace, toy(predictor=PredictorCosts(call_ns=10**6))), names, "40%")
-    fast = results(make_study(trace, toy(predictor=NO_TIME)), names, "40%")
-    assert slow == fast and slow["oracle"]["contexts_dropped"] == 0
-
-
 def test_a_batch_is_predicted_for_all_of_its_requests(tmp_path: Path) -> None:
     trace = mixed_trace(tmp_path)
     names = ["fmoe", "fmoe:eviction=lru:select=top-k", "lru:prediction=counts", "lru:prediction=lookahead"]
@@ -233,15 +206,6 @@ def test_a_filled_collection_predicts_more_of_what_is_needed_than_an_empty_one(t
     assert found["filled"]["recall"] > found["empty"]["recall"]
     assert found["filled"]["prediction_accuracy"] > 1.5 * 1 / 6, "half of the experts are the other domain's"
     assert found["filled"]["predictor"]["decode_matrices"] > found["empty"]["predictor"]["decode_matrices"] > 0
-
-
-def test_its_cache_is_not_lrus(tmp_path: Path) -> None:
-    """With the same predictions another eviction keeps other experts."""
-    trace = domains(tmp_path)
-    systems = (SYSTEM, f"{SYSTEM}:eviction=lru")
-    once = results(make_study(trace, matcher="inline"), systems, "30%")
-    assert once[SYSTEM]["bytes_loaded"] != once[systems[1]]["bytes_loaded"]
-    assert once[SYSTEM]["prefetched_bytes"] > 0
 
 
 # -- the next token's first layers, simulated ----------

@@ -139,14 +139,6 @@ def test_requests_queue_first_come_first_served(tmp_path: Path) -> None:
     assert row["tpot_s"] * 1e9 == pytest.approx(1158) and row["requests"] == 3
 
 
-def test_layers_that_did_not_run_make_nobody_popular(tmp_path: Path) -> None:
-    layers = sized(2, 4, 2)
-    passes = [(n, False, [[[3, 1], []]]) for n in range(2)]
-    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
-    schedule = make_schedule(trace, Selection(split=(1, 1)))
-    assert popularity(trace, schedule.training, make_study(trace).geometry) == {1: 1, 3: 1}
-
-
 # -- arrivals ----------
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import BudgetError, ConfigError, HardwareError
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import Geometry
 from expertly.lab import synth
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware
@@ -38,14 +38,6 @@ def test_budgets_are_the_engines() -> None:
     kept = Memory("3/layer", 3).budget(geometry)
     assert (kept.layer_shares, kept.kept_slots, kept.ring_slots) == ((6, 6, 6), (18,), (4,))
     assert kept.memory_nbytes == 22 * segment
-
-
-def test_every_layer_keeps_so_many_whatever_its_size() -> None:
-    geometry = Geometry((LayerGeometry(8, 2, 2, 12, 2, 1), LayerGeometry(4, 1, 2, 24, 2, 1)))
-    budget = Memory("3/layer", 3).budget(geometry)
-    assert budget.layer_shares == (3, 3) and budget.kept_slots == (3, 3) and budget.ring_slots == (2, 1)
-    with pytest.raises(BudgetError, match=r"experts_per_layer=5: must be from 0 to the 4 experts of a layer"):
-        Memory("5/layer", 5).budget(geometry)
 
 
 def test_a_budget_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -92,13 +84,6 @@ def test_without_sizes_what_is_prefetched_is_there_at_once(tmp_path: Path) -> No
     assert rows["oracle"]["timeliness"] == rows["modelled-lookahead"]["timeliness"] == 1.0
 
 
-def test_runs_do_not_depend_on_what_ran_before(tmp_path: Path) -> None:
-    trace = small(tmp_path, prompt=4)
-    together = results(make_study(trace, segments=2), ["random", "lcp", "belady", "oracle", "static"], "40%")
-    for name in (*together, "random"):
-        assert results(make_study(trace, segments=2), [name], "40%")[name] == together[name]
-
-
 def test_each_requests_hit_rate_is_of_its_own_decode(tmp_path: Path) -> None:
     same = [[[0, 1]] * 3]
     passes = [(0, False, same)] * 3 + [(1, True, same), (1, False, same), (2, True, same)]
@@ -133,7 +118,6 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
 # -- whole runs with compressed experts on disk ----------
 
 
-HALF = CodecCosts(0.5, 0.5e9, 2)  # an expert is read in 48 ns and decoded in 96, by one of two threads
 PLANES = "planes"
 
 
@@ -161,20 +145,6 @@ def test_a_run_bound_by_the_link_takes_the_ratio_of_the_time(tmp_path: Path) -> 
     assert (plain["bytes_read"], coded["bytes_read"]) == (None, 24 * 6 * 24)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_run_bound_by_decoding_takes_the_bytes_over_the_rate_of_all_threads(threads: int, tmp_path: Path) -> None:
-    trace, hardware = loop(tmp_path / "trace"), only_loading(INFINITE, CodecCosts(0.5, 0.5e9, threads))
-    row = one(trace, hardware, PLANES, "40%")
-    assert row["tpot_s"] * 1e9 == pytest.approx(6 * 48 / (0.5 * threads))
-
-
-def test_on_one_processor_computing_and_decoding_take_their_sum(tmp_path: Path) -> None:
-    trace = loop(tmp_path / "trace")
-    study = make_study(trace, toy(link=INFINITE, codec=CodecCosts(0.5, 0.5e9, 1, threads_beside=0)), codec=PLANES)
-    rows = results(study, ["lru", "resident"], "40%")
-    assert rows["lru"]["tpot_s"] * 1e9 == pytest.approx(rows["resident"]["tpot_s"] * 1e9 + 6 * 48 / 0.5)
-
-
 def test_where_computing_leaves_a_processor_decoding_goes_on_beside_it(tmp_path: Path) -> None:
     """The second expert of each layer is read 48 ns after the first, and decoded while that one is computed."""
     trace = loop(tmp_path / "trace")
@@ -192,16 +162,6 @@ def test_what_is_kept_does_not_depend_on_how_it_is_stored(tmp_path: Path) -> Non
         plain, coded = (one(trace, hardware, codec, "40%", system) for codec in ("none", PLANES))
         assert {**plain, "bytes_read": 0} == {**coded, "bytes_read": 0}, system
         assert coded["bytes_read"] * 2 == coded["bytes_loaded"], system
-
-
-@pytest.mark.parametrize(("disk", "segments"), [(0.02e9, 2), (0.5e9, 1), (50e9, 2)])
-def test_no_system_beats_the_floor(disk: float, segments: int, tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(2, LAYERS, 40), LAYERS)
-    study = make_study(trace, toy(link=Link(disk, 0, 0), codec=HALF), segments=segments, codec=PLANES)
-    rows = with_bounds(study, ["lru", "lfu", "modelled-lookahead", "moepic:prediction=random"], "60%")
-    for row in rows.values():
-        assert row["floor_tpot_s"] and row["tpot_s"] >= row["floor_tpot_s"] * (1 - 1e-9), row["system"]
-    assert any(row["tpot_s"] > rows["resident"]["tpot_s"] for row in rows.values())
 
 
 def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from expertly.core.errors import ConfigError, StoreError
 from expertly.store.cache import (
     LEARNED,
-    cache_folder,
     entry_folder,
     learned_beside,
     list_entries,
@@ -30,19 +29,6 @@ def fill_cache(folder: Path) -> list[str]:
         write_store(target, plan)
         names.append(target.name)
     return names
-
-
-def test_the_folder_is_the_user_s_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("EXPERTLY_CACHE")
-    assert cache_folder() == tmp_path / ".cache" / "expertly"
-    monkeypatch.setenv("EXPERTLY_CACHE", "~/mine")
-    assert cache_folder() == tmp_path / "mine"
-
-
-def test_an_entry_is_named_by_what_it_is() -> None:
-    folder = entry_folder("../../etc", "ab" * 32, "bfloat16", Path("/cache"))
-    assert folder == Path("/cache/stores/______etc-abababababababab-bfloat16")
 
 
 def test_codecs_have_folders_of_their_own_and_share_what_was_learned() -> None:
@@ -68,16 +54,6 @@ def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> Non
         assert maps.exists()
         remove_entry(second.name, tmp_path)
         assert not maps.exists() and list(stores_folder(tmp_path).iterdir()) == []
-
-
-def test_lists_codec_and_ratio(tmp_path: Path) -> None:
-    store = write_store(stores_folder(tmp_path) / "b", PLANES)
-    write_store(stores_folder(tmp_path) / "a")
-    (stores_folder(tmp_path) / "c").mkdir()
-    plain, in_planes, damaged = list_entries(tmp_path)
-    assert (plain.codec, plain.ratio) == ("none", 1.0)
-    assert in_planes.codec == "planes" and in_planes.ratio == pytest.approx(store.ratio, abs=0.02)
-    assert damaged.codec == "" and damaged.problem
 
 
 def test_lists_what_is_there(tmp_path: Path) -> None:
@@ -117,11 +93,6 @@ def test_removes_nothing_else(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"remove={name!r}: .*accepted: {names[0]}, {names[1]}"):
         remove_entry(name, tmp_path)
     assert [entry.name for entry in list_entries(tmp_path)] == names
-
-
-def test_an_empty_cache_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the cache is empty"):
-        remove_entry("x", tmp_path)
 
 
 def test_a_store_being_packed_is_not_removed(tmp_path: Path) -> None:

@@ -88,12 +88,6 @@ def test_scatters_one_read_over_several_buffers(file: ExpertFile, path: Path) ->
     assert b"".join(map(bytes, buffers)) == path.read_bytes()[2 * PAGE : 7 * PAGE]
 
 
-def test_scatters_over_more_buffers_than_one_call_takes(file: ExpertFile, path: Path) -> None:
-    memory = aligned(64 * 1500)
-    file.read_into(10, [memory[i : i + 64] for i in range(0, len(memory), 64)])
-    assert bytes(memory) == path.read_bytes()[10 : 10 + len(memory)]
-
-
 def test_buffers_of_any_type_are_filled(file: ExpertFile, path: Path) -> None:
     values = np.zeros(10, np.float32)
     file.read_into(4, [memoryview(values)])

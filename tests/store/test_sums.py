@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,6 @@ from tests.store.builders import PLAN, expert_bytes, write_store
 LAYER = LayerGeometry(3, 2, hidden_size=64, intermediate_size=192, num_matrices=3, itemsize=2)  # 4 blocks of 18 KiB
 PLAN_OF_BLOCKS = replace(PLAN, layers=(LAYER,), sites=("a.x",))
 BLOCK = LAYER.expert_nbytes // 4
-
-
-class CountedFile(ExpertFile):
-    """How many bytes were read for the check."""
-
-    num_bytes = 0
-
-    def read_into(self, offset: int, buffers: list[memoryview]) -> bool:  # type: ignore[override]
-        self.num_bytes += sum(map(len, buffers))
-        return super().read_into(offset, buffers)
 
 
 @pytest.fixture
@@ -57,9 +48,9 @@ def test_each_block_is_compared_once(
         flip(path, begin + (expert + 1) * LAYER.expert_nbytes - 1)
     sums = store.block_sums(0)
     assert sums is not None
-    with closing(CountedFile(path)) as file:
+    with closing(ExpertFile(path)) as file:
         first_reads = FirstReads(0, file, begin, LAYER.expert_nbytes, nbytes, sums)
-        raw = path.read_bytes()[begin + expert * LAYER.expert_nbytes :]
+        raw, again_nbytes = path.read_bytes()[begin + expert * LAYER.expert_nbytes :], 0
         for number in range(segments):
             first, view = number * nbytes, memoryview(raw)[number * nbytes : (number + 1) * nbytes]
             if is_damaged and first + nbytes > 3 * BLOCK and not first_reads.are_over(expert, first, nbytes):
@@ -69,11 +60,11 @@ def test_each_block_is_compared_once(
                     first_reads.check(expert, first, view)
                 assert not first_reads.are_over(expert, first, nbytes)  # nor the next time
                 continue
-            first_reads.check(expert, first, view)
+            again_nbytes += first_reads.check(expert, first, view)
             assert first_reads.are_over(expert, first, nbytes)
         if not is_damaged:
-            assert file.num_bytes == num_read_again * BLOCK
-            first_reads.check(expert, 0, memoryview(bytes(LAYER.expert_nbytes)))  # not looked at any more
+            assert again_nbytes == num_read_again * BLOCK
+            assert not first_reads.check(expert, 0, memoryview(bytes(LAYER.expert_nbytes)))  # not looked at any more
         assert not first_reads.are_over(0, 0, 1)
 
 
@@ -110,14 +101,20 @@ def test_a_flipped_byte_beside_the_experts_is_named(store: PackedStore, name: st
 
 
 def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
-    path = store.folder / "experts-00000.sums.safetensors"
+    path, manifest_path = store.folder / "experts-00000.sums.safetensors", store.folder / "manifest.json"
+    whole, manifest = path.read_bytes(), json.loads(manifest_path.read_text())
+    forged = whole.replace(b'"shape":[3,4]', b'"shape":[4,3]')
+    path.write_bytes(forged)
+    manifest["files"][path.name]["checksum"] = zlib.crc32(forged)
+    manifest_path.write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=r"no tensor 'checksum' of U64 \[3, 4\]"):
+        PackedStore.open(store.folder)
     flip(path, -1)
     with pytest.raises(StoreError, match=f"{path.name}: checksum"):
         PackedStore.open(store.folder)
     with path.open("ab") as file:
         file.write(b"more")
-    manifest = json.loads((store.folder / "manifest.json").read_text())
     manifest["files"][path.name]["nbytes"] += 4
-    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest_path.write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match="too many"):
         PackedStore.open(store.folder)

@@ -106,15 +106,6 @@ def test_frames_without_their_index_are_written_again(tmp_path: Path, name: str)
     assert files_of(folder) == files_of(write_store(tmp_path / "whole", PLANES).folder)
 
 
-def test_what_an_exception_leaves_is_resumed(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
-        writer.write_layer(0, experts_of(0))
-        raise KeyboardInterrupt
-    with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
-        assert writer.is_done("experts-00000.safetensors") and not writer.is_done("experts-00001.safetensors")
-        fill(writer).verify(full=True)
-
-
 @pytest.mark.parametrize("damage", ["other plan", "journal torn", "journal garbage", "file truncated"])
 def test_what_cannot_be_trusted_is_written_again(tmp_path: Path, damage: str) -> None:
     folder, plan = tmp_path / "store", PLAN
@@ -158,11 +149,6 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path, place: str) -> None:
     with pytest.raises(StoreError, match=r"must be a new or empty folder|not left by packing"):
         write_store(folder)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_folder_may_be_there(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    write_store(tmp_path / "store")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

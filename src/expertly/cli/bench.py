@@ -11,9 +11,8 @@ from pathlib import Path
 
 from expertly.cli import compare
 from expertly.cli.arguments import temperature
-from expertly.cli.loading import MODEL_HELP
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP
-from expertly.options import argument, json_flag, option
+from expertly.options import MODEL_HELP, argument, json_flag, option
 
 DEFAULT_SYSTEMS = "lru,expertly"
 

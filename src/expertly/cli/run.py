@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from expertly.cli.arguments import probability, seed, temperature
-from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.loading import load_model
 from expertly.cli.output import message, print_json, reserved_stdout, table
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
-from expertly.options import REQUIRED, LoadOptions, argument, json_flag, option
+from expertly.options import MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat

@@ -5,98 +5,58 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from expertly.cli.loading import MODEL_HELP, load_model
-from expertly.cli.output import message, print_json, reserved_stdout
+from expertly.cli.loading import say_system
+from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError
-from expertly.options import ADVANCED, LoadOptions, argument, json_flag, option
+from expertly.options import json_flag, option
+from expertly.serve.settings import Access, ServeOptions
 
 if TYPE_CHECKING:
-    from expertly.serve.memory import MemorySplit
-    from expertly.serve.scheduler import Room
     from expertly.serve.service import About
-    from expertly.serve.settings import ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 """What the extra `serve` brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(LoadOptions):
-    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+class ServeCommand(ServeOptions):
     host: str = option("127.0.0.1", "others need --api-key-file", metavar="ADDRESS")
     port: int = option(8000, "0 is any that is free", metavar="N")
-    api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
-    name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
-    context: int | None = option(
-        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
-    )
-    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
-    max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
-    kv_tokens: int | None = option(
-        None,
-        "KV cache (default: --max-running texts, at most 32768)",
-        metavar="N",
-        type=int,
-        least=1,
-        panel=ADVANCED,
-    )
-    max_body: int = option(4 << 20, "of a request", metavar="BYTES", least=1, panel=ADVANCED)
-    chat_template: str | None = option(
-        None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
-    )
-    drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
-    cors: str | None = option(
-        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
-    )
-    log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
     json: bool = json_flag()
 
 
-def run(args: ServeOptions) -> int:
+def run(args: ServeCommand) -> int:
     _check_installed()
-    from expertly.serve.server import ApiServer, assemble, bind
-    from expertly.serve.settings import ServerSettings, check_exposure, read_keys, read_origins
+    from expertly import api
+    from expertly.serve.server import ApiServer, bind, open_server
 
-    keys = read_keys(args.api_key_file)
-    check_exposure(args.host, keys)
-    cors = read_origins(args.cors, keys)
-    template = _read_template(args.chat_template)
-    settings = ServerSettings(
-        name=args.name or _name_of(args.model),
-        host=args.host,
-        port=args.port,
-        keys=keys,
-        max_body_nbytes=args.max_body,
-        log_prompts=args.log_prompts,
-        cors=cors,
-        drain_s=float(args.drain_seconds),
-    )
+    access = Access.of(args, args.host)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("expertly.serve").setLevel(logging.INFO)
     with contextlib.closing(bind(args.host, args.port)) as listener, reserved_stdout() as stdout:
-        from expertly import api
-
-        model, tokenizer, room, split = _load(args)
+        with progress_bar() as progress:
+            assembled = open_server(args, access, progress)
         try:
-            assembled = assemble(model, tokenizer, settings, room, split, template)
+            say_system(assembled.model)
+            message(f"expertly: {api.stats(assembled.model).memory_reason}")
 
             def announce() -> None:
                 port = listener.getsockname()[1]
                 host = f"[{args.host}]" if ":" in args.host else args.host
-                told = {"url": f"http://{host}:{port}", "model": assembled.about.as_dict(), "memory": split.as_dict()}
+                about = assembled.service.about
+                told = {"url": f"http://{host}:{port}", "model": about.as_dict(), "memory": about.memory}
                 if args.json:
                     print_json(told, stdout)
                 else:
-                    stdout.write(_welcome(str(told["url"]), settings, assembled.about) + "\n")
+                    stdout.write(_welcome(str(told["url"]), len(access.keys), about) + "\n")
                     stdout.flush()
 
-            ApiServer(assembled, settings, announce).run(sockets=[listener])
+            ApiServer(assembled, args.drain_seconds, announce).run(sockets=[listener])
         finally:
-            api.unload(model)
+            api.unload(assembled.model)
     return 0
 
 
@@ -110,54 +70,11 @@ def _check_installed() -> None:
         )
 
 
-def _load(args: ServeOptions) -> tuple[Any, Any, Room, MemorySplit]:
-    """The model, its tokenizer, and how the memory was divided."""
-    from expertly import api
-    from expertly.serve.planning import ServeWishes, plan
-
-    wishes = ServeWishes(
-        model=args.model,
-        dtype=args.dtype,
-        device=args.device,
-        devices=None if args.devices is None else str(args.devices),
-        system=args.system,
-        memory=str(args.memory),
-        total_memory=None if args.total_memory is None else str(args.total_memory),
-        context=args.context,
-        max_running=args.max_running,
-        max_queue=args.max_queue,
-        kv_tokens=args.kv_tokens,
-        codec=args.codec,
-    )
-    planned = plan(wishes)
-    model, tokenizer = load_model(args.model, args, memory=planned.memory, total_memory=None, context=None)
-    split = replace(planned.split, experts=api.stats(model).as_dict()["memory_bytes"])
-    message(f"expertly: {split.sentence()}")
-    return model, tokenizer, planned.room, split
-
-
-def _welcome(url: str, settings: ServerSettings, about: About) -> str:
+def _welcome(url: str, num_keys: int, about: About) -> str:
     """What is said when requests are taken."""
     how = about.batching if about.why is None else f"{about.batching}: {about.why}"
-    keys = f"{len(settings.keys)} keys" if settings.keys else "no key asked for"
+    keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (
         f"expertly: serving {about.name} on {url} ({url}/v1 for clients, {keys})\n"
         f"expertly: requests run {how} | context {about.context} | chat template: {about.chat_template}"
     )
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path}: cannot be read: {error}") from None
-
-
-def _name_of(model: str | None) -> str:
-    """The last part of a folder, as no client needs to know where it lies; all of a hub id."""
-    if model is None:
-        return "demo"
-    path = Path(model)
-    return path.resolve().name if path.exists() else model

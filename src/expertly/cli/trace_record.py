@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import seed, temperature
-from expertly.cli.loading import MODEL_HELP, load_model
+from expertly.cli.loading import load_model
 from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 from expertly.core.units import format_nbytes, format_seconds
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
-from expertly.options import REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option
+from expertly.options import MODEL_HELP, REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.lab.recording import Recording

@@ -105,7 +105,7 @@ def parse_safetensors_header(
     entries.pop("__metadata__", None)
     start = 8 + len(raw)
     data_nbytes = (path.stat().st_size if file_nbytes is None else file_nbytes) - start
-    tensors = {name: _tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
+    tensors = {name: tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     expected, previous = start, "the header"
     for name, info in ordered:
@@ -165,7 +165,8 @@ def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, An
     return entries
 
 
-def _tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyError]) -> TensorInfo:
+def tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyError]) -> TensorInfo:
+    """One entry of a header, checked by itself; `start` is where the file's data begins, `where` what it is called."""
     if not isinstance(entry, dict):
         raise failure(f"{where}: header entry is {entry!r:.80}; must be an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

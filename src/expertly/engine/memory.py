@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,16 +34,24 @@ BESIDE_NBYTES = 80 << 20
 DEFAULT_CONTEXT = 4096
 """Tokens that experts leave room for where nobody says how many."""
 
+CACHE_SHARE = 4
+"""A server's KV cache is at most a quarter of what experts could have, unless they do not need it."""
+
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What a user says of memory; see `expertly.load`. `at_most`: bytes beyond which more experts bring nothing."""
+    """What a user says of memory; see `expertly.load`. `at_most`: bytes beyond which more experts bring nothing.
+    `cache`: of a server, in place of one context.
+    """
 
     memory: str | int | None = None
     ring: int | None = None
     context: int | None = None
     total: str | int | None = None
     at_most: int | None = None
+    cache: SharedCache | None = None
 
     @property
     def is_stated(self) -> bool:
@@ -74,6 +82,28 @@ class BesideExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedCache:
+    """The KV cache that the requests of a server share, of `least` to `most` tokens. A forward pass reads at most
+    `num_read` tokens, and is told by `num_masks` masks which of the cached ones each sees.
+    """
+
+    least: int
+    most: int
+    num_read: int
+    num_masks: int = 1
+
+    def beside(self, one: BesideExperts, itemsize: int) -> BesideExperts:
+        """Of a server: activations are of a whole pass, and a cached token takes its column of the masks, too."""
+        mask_nbytes = self.num_masks * self.num_read * itemsize
+        of_pass = self.num_read * (one.pass_nbytes + mask_nbytes)
+        return BesideExperts(one.dense_nbytes, one.fixed_nbytes + of_pass, one.cache_nbytes + mask_nbytes)
+
+    def tokens_in(self, nbytes: int, beside: BesideExperts) -> int:
+        """As many as fit, within the bounds."""
+        return max(self.least, min(self.most, nbytes // max(1, beside.cache_nbytes)))
+
+
+@dataclass(frozen=True, slots=True)
 class RoomBeside:
     """What experts leave for KV cache and activations."""
 
@@ -93,10 +123,14 @@ class RoomBeside:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The slots of each device, and why so many. `room` is None where nobody counted what is left."""
+    """The slots of each device, and why so many; what is beside experts, with room for `context` tokens. `room` is
+    None where nobody counted what is left.
+    """
 
     budgets: list[Budget]
     reason: str
+    beside: BesideExperts
+    context: int
     room: RoomBeside | None = None
 
 
@@ -118,15 +152,25 @@ def divide(
             f"total_memory={request.total!r}: {len(targets)} devices have memory of their own; accepted: memory, for "
             "the experts of all"
         )
-    beside = beside_experts(store, geometries[0].layers[0].itemsize, targets[0])
+    itemsize = geometries[0].layers[0].itemsize
+    beside, context = beside_experts(store, itemsize, targets[0]), request.context or DEFAULT_CONTEXT
+    if request.cache is not None:
+        beside = request.cache.beside(beside, itemsize)
     if system.keeps_everything or request.is_stated:
-        return _divide_stated(geometries, system, request, targets, beside)
-    context = request.context or DEFAULT_CONTEXT
+        return _divide_stated(geometries, system, request, targets, beside, context)
+    if request.cache is not None:
+        left = _available(targets[0], request.total)[0] - beside.dense_nbytes - beside.fixed_nbytes
+        experts = sum(one.nbytes for one in _on_first(geometries, targets))
+        context = request.cache.tokens_in(max(left // CACHE_SHARE, left - experts), beside)
     amounts, reason, room = choose_amounts(targets, geometries, beside, context, request.total)
     if request.at_most is not None:
-        amounts = [min(one, most) for one, most in zip(amounts, shares_of(request.at_most, geometries), strict=True)]
+        most = shares_of(request.at_most, geometries)
+        owners = [kind_of(target).memory_of(target) for target in targets]
+        room += sum(max(0, a - b) for a, b, owner in zip(amounts, most, owners, strict=True) if owner == owners[0])
+        amounts = [min(one, other) for one, other in zip(amounts, most, strict=True)]
     try:
-        return Division(_split_over(geometries, amounts, request.ring), reason, RoomBeside(room, beside))
+        budgets = _split_over(geometries, amounts, request.ring)
+        return Division(budgets, reason, beside, context, RoomBeside(room, beside))
     except BudgetError as error:
         raise BudgetError(f"{error}; {reason}") from None
 
@@ -137,9 +181,10 @@ def _divide_stated(
     request: MemoryRequest,
     targets: Sequence[torch.device],
     beside: BesideExperts,
+    context: int,
 ) -> Division:
     """Where experts get what was said, or all keep their places: `total_memory`, and the host's free memory where a
-    context was stated, must hold that.
+    context was stated, must hold that; for a server the memory of any device.
     """
     total_nbytes = sum(one.nbytes for one in geometries)
     nbytes = total_nbytes
@@ -153,20 +198,30 @@ def _divide_stated(
     over = f" over {len(targets)} devices" if len(targets) > 1 else ""
     reason = f"system {system.name}: all experts" if system.keeps_everything else f"memory {request.memory}{over}"
     room = None
-    if request.total is not None or (request.context is not None and kind_of(targets[0]).runs_on_host):
-        context = request.context or DEFAULT_CONTEXT
+    amounts = [one.nbytes for one in geometries] if system.keeps_everything else shares_of(nbytes, geometries)
+    is_context_stated = request.context is not None and kind_of(targets[0]).runs_on_host
+    if request.total is not None or request.cache is not None or is_context_stated:
         available, what = _available(targets[0], request.total)
-        kept = min(nbytes, total_nbytes)
+        used = [min(amount, one.nbytes) for amount, one in zip(amounts, geometries, strict=True)]
+        kept = sum(_on_first(used, targets))
         room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
+        if request.cache is not None:
+            context = request.cache.tokens_in(room.nbytes, beside)
         if beside.of_tokens(0, context) > room.nbytes:
             raise BudgetError(
                 f"{reason}: takes {format_nbytes(kept)}, but {what}; {beside.sentence(context)}; accepted: less "
                 "memory, or a smaller context"
             )
-        if request.total is not None:
+        if request.total is not None or request.cache is not None:
             reason = f"{reason}; {what}; {beside.sentence(context)}"
-    amounts = [one.nbytes for one in geometries] if system.keeps_everything else shares_of(nbytes, geometries)
-    return Division(_split_over(geometries, amounts, None if system.keeps_everything else request.ring), reason, room)
+    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.ring)
+    return Division(budgets, reason, beside, context, room)
+
+
+def _on_first(values: Sequence[Value], targets: Sequence[torch.device]) -> list[Value]:
+    """Those of the devices that share the memory of the first one."""
+    owners = [kind_of(target).memory_of(target) for target in targets]
+    return [value for value, owner in zip(values, owners, strict=True) if owner == owners[0]]
 
 
 def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
@@ -255,9 +310,14 @@ def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> B
     return BesideExperts(store.dense_nbytes, BESIDE_NBYTES, cache, pass_nbytes(config, itemsize))
 
 
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
 def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
     """Activations of a token of those that a model on a CPU reads in one forward pass."""
-    text = config.get("text_config", config)
+    text = _text_of(config)
     hidden = text.get("hidden_size", text.get("d_model", 0))
     top_k = next(
         (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
@@ -268,7 +328,7 @@ def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
     """Keys and values of `context` tokens of one request; an upper bound where layers slide, share or compress."""
-    text = config.get("text_config", config)
+    text = _text_of(config)
     heads = text.get("num_attention_heads", text.get("num_heads", 1))
     hidden = text.get("hidden_size", text.get("d_model", 0))
     size = text.get("head_dim") or text.get("d_kv") or hidden // max(1, heads)

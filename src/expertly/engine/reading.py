@@ -56,6 +56,7 @@ class Moved(NamedTuple):
     buffered_nbytes: int  # read through the page cache
     decoded_nbytes: int = 0
     decode_ns: int = 0  # processor time
+    again_nbytes: int = 0  # read once more, of blocks that were compared with their sums
 
 
 Read = Callable[[], Moved]
@@ -145,8 +146,8 @@ def _read_checked(
     first_reads: FirstReads, place: int, first: int, file: ExpertFile, offset: int, buffer: memoryview
 ) -> Moved:
     moved = _read_plain(file, offset, buffer)
-    first_reads.check(place, first, buffer)
-    return moved
+    again_nbytes = first_reads.check(place, first, buffer)
+    return moved._replace(again_nbytes=again_nbytes) if again_nbytes else moved
 
 
 def _close(files: list[ExpertFile]) -> None:

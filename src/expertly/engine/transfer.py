@@ -74,6 +74,8 @@ class Readers:
         """Spans submitted and neither taken back nor cancelled."""
         self.asked_nbytes = 0
         """Asked of the disk, for all spans submitted and not cancelled or dropped before they were begun."""
+        self.again_nbytes = 0
+        """Read once more for the comparison of first reads."""
         self.buffered_nbytes = 0
         """What was read through the page cache."""
         self.decoded_nbytes = 0
@@ -172,7 +174,7 @@ class Readers:
         decoded, and processor time that it took.
         """
         return {
-            "disk_nbytes": self.asked_nbytes,
+            "disk_nbytes": self.asked_nbytes + self.again_nbytes,
             "buffered_nbytes": self.buffered_nbytes,
             "decoded_nbytes": self.decoded_nbytes,
             "decode_ns": self.decode_ns,
@@ -249,6 +251,7 @@ class Readers:
             error = e
         ticket = job.ticket
         with self._lock:
+            self.again_nbytes += moved.again_nbytes
             self.buffered_nbytes += moved.buffered_nbytes
             self.decoded_nbytes += moved.decoded_nbytes
             self.decode_ns += moved.decode_ns

@@ -13,6 +13,9 @@ from typing import Any, Literal
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+_NO_CALL = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What the parser raises where a call ends that is none."""
+
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 """Around a call as JSON: what most chat templates teach, and what is read where transformers knows nothing better."""
 
@@ -109,13 +112,15 @@ class AnswerReader:
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
         loaded = load_response_template(template)
         begun = loaded.truncate_past_last_anchor(prompt)
-        self._parser: ResponseParser | None = ResponseParser(loaded, prefix=prompt, tools=list(tools))
+        self._make = lambda: ResponseParser(loaded, prefix=prompt, tools=list(tools))
+        self._parser: ResponseParser | None = self._make()
         calls = loaded.fields.get("tool_calls")
         self._opens = None if calls is None else calls.open_re
         self._is_single = is_single
         self._text = ""  # all of it, as it came
         self._told: set[str] = set()  # kinds
         self._is_begun = bool(begun)
+        self._is_behind_call = False
         self.is_thinking = False  # at the start
         for event in self._parser.initial_events:  # of what the prompt begins
             self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
@@ -134,10 +139,23 @@ class AnswerReader:
             return self._shown("content", text)
         try:
             return self._events(advance(self._parser))
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError):  # no call after all
-            self._parser = None
-            opened = list(self._opens.finditer(self._text)) if self._opens is not None else []
-            return self._shown("content", self._text[opened[-1].start() :] if opened else text)
+        except _NO_CALL:
+            return self._given_up(text)
+
+    def _given_up(self, text: str) -> list[AnswerPart]:
+        """In `text`, the last, a call ended that is none: it, and what follows, is content."""
+        self._parser = None
+        done = len(self._text) - len(text)
+        again, parts = self._make(), []
+        again.feed(self._text[:done])
+        for letter in text:
+            done += 1
+            try:
+                parts += self._events(again.feed(letter))
+            except _NO_CALL:
+                break
+        opened = [] if self._opens is None else list(self._opens.finditer(self._text, 0, done))
+        return parts + self._shown("content", self._text[opened[-1].start() :] if opened else "")
 
     def _events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -158,15 +176,18 @@ class AnswerReader:
         if self._is_single and "call" in self._told:
             return []
         self._told.add("call")
+        self._is_behind_call = True
         return [AnswerPart("call", call=call)]
 
     def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
         """Without the blank lines that templates put between marks and text."""
-        if kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun):
+        is_first = kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun)
+        if is_first or self._is_behind_call:
             text = text.lstrip()
-        if not text or ("call" in self._told and text.isspace()):
+        if not text:
             return []
         self._told.add(kind)
+        self._is_behind_call = False
         return [AnswerPart(kind, text)]
 
 

@@ -142,7 +142,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -
 def max_positions(model: Any) -> int | None:
     """Tokens that it can hold, where it says so."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    return found if type(found) is int and found > 0 else None
 
 
 def check_length(model: Any, max_new_tokens: int) -> None:

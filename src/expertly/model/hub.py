@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from expertly.core.errors import CheckpointError
-from expertly.core.files import existing_parent, is_plain_name
-from expertly.core.headers import read_safetensors_header
+from expertly.core.files import existing_parent, is_plain_name, read_json_object
+from expertly.core.headers import read_safetensors_header, tensor_info
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -143,14 +142,15 @@ class HubModel:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         path = folder / name
-        if not path.is_file():
-            cached = try_to_load_from_cache(self.name, name, revision=self.commit)
-            if isinstance(cached, str):
-                path.unlink(missing_ok=True)
-                path.symlink_to(Path(cached).resolve())
-            else:
-                with hub_errors(self.name):
-                    hf_hub_download(self.name, name, revision=self.commit, local_dir=folder)
+        cached = try_to_load_from_cache(self.name, name, revision=self.commit)
+        if isinstance(cached, str):
+            path.unlink(missing_ok=True)
+            path.symlink_to(Path(cached).resolve())
+        else:  # what another commit left there is told from this one's by the hub's client
+            if path.is_symlink():
+                path.unlink()
+            with hub_errors(self.name):
+                hf_hub_download(self.name, name, revision=self.commit, local_dir=folder)
         size = path.stat().st_size
         if size != self.files[name]:
             raise CheckpointError(f"{path}: {size} bytes, but the hub says {self.files[name]}")
@@ -163,24 +163,24 @@ class HubModel:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
+        config = read_json_object(folder / "config.json", CheckpointError)
         disable_progress_bars()
         try:
             with hub_errors(self.name):
                 found = HfApi().get_safetensors_metadata(self.name, revision=self.commit)
+        except (TypeError, ValueError, AttributeError) as error:  # of headers that the hub's client does not check
+            raise CheckpointError(f"model={self.name!r}: the headers of its weights are damaged ({error})") from None
         finally:
             enable_progress_bars()
         tensors = {}
         for file_name, of_file in found.files_metadata.items():
             if not is_plain_name(file_name) or file_name not in self.files:
                 raise CheckpointError(f"model={self.name!r}: {INDEX_NAME} names {file_name!r:.80}, which is not there")
-            for name, info in of_file.tensors.items():
-                begin, end = info.data_offsets
-                tensors[name] = TensorRef(
-                    folder / file_name, str(info.dtype), tuple(info.shape), _UNKNOWN_OFFSET, end - begin
-                )
-        config = json.loads((folder / "config.json").read_bytes())
-        if not isinstance(config, dict):
-            raise CheckpointError(f"model={self.name!r}: config.json is no object")
+            for name, told in of_file.tensors.items():
+                entry = {"dtype": told.dtype, "shape": told.shape, "data_offsets": list(told.data_offsets)}
+                where = f"model={self.name!r}: {file_name}: tensor {name!r}"
+                info = tensor_info(where, entry, 0, CheckpointError)
+                tensors[name] = TensorRef(folder / file_name, info.dtype, info.shape, _UNKNOWN_OFFSET, info.nbytes)
         shapes = {name: ref.shape for name, ref in tensors.items()}
         check_claims(folder / "config.json", config, shapes, CheckpointError)
         return Checkpoint(folder, config, tensors, {})

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
 from expertly.model.packing import Packing, default_dtype, local_folder
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
-from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
 from expertly.store.manifest import ITEMSIZE, check_store_dtype
 from expertly.store.packed import PackedStore, is_packed_store
 
@@ -75,6 +76,7 @@ def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
 
 
 def _of_store(name: str, store: PackedStore) -> ModelNeeds:
+    store.check_claims()
     config, model, _ = _bare_model(store.folder, store.manifest.dtype)
     stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
     layers = store.manifest.layers
@@ -89,6 +91,9 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
         checkpoint = Checkpoint.open(folder)
         sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
+    path = folder / "config.json"
+    if path.is_file():  # else reading the config says what is wanted
+        check_claims(path, read_json_object(path, CheckpointError), None, CheckpointError)
     return _of_config(name, folder, check_store_dtype(dtype or "bfloat16"), None, None)
 
 
@@ -109,7 +114,7 @@ def _of_checkpoint(
         nbytes=sum(dtypes.values()),
         experts_nbytes=None if packing is None else sum(checkpoint.tensors[one].nbytes for one in packing.expert_names),
         dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
-        largest_file_nbytes=max(file_sizes[ref.path.name] for ref in checkpoint.tensors.values()),
+        largest_file_nbytes=max((file_sizes[ref.path.name] for ref in checkpoint.tensors.values()), default=0),
         is_here=is_here,
     )
     return _of_config(name, checkpoint.folder, runs_in, stored, refused, packing)

@@ -55,7 +55,7 @@ def pack_cached(
     folder = local_folder(model) or _streamed(str(model), dtype, codec, cache_dir) or download(str(model))
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
-        return replace(_open_store(folder, dtype, codec), why_codec=why)
+        return replace(open_store(folder, dtype, codec), why_codec=why)
     checkpoint = Checkpoint.open(folder)
     name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
     model_type = str(checkpoint.config.get("model_type"))
@@ -144,7 +144,8 @@ def default_dtype(checkpoint: Checkpoint) -> str:
     return "bfloat16" if config.get("quantization_config") or not nbytes[stored] else names[stored]
 
 
-def _open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
+def open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
+    """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for."""
     store = PackedStore.open(folder, identity)
     again = f"pack {store.manifest.source} again for another"
     if dtype is not None and check_store_dtype(dtype) != store.manifest.dtype:
@@ -162,7 +163,7 @@ def _pack(
     choice = _choose(checkpoint, folders, packing) if codec == "auto" else CodecChoice(codec, "it was asked for")
     folder = folders[choice.codec]
     if is_packed_store(folder):
-        store = _open_store(folder, dtype, choice.codec, checkpoint.identity)
+        store = open_store(folder, dtype, choice.codec, checkpoint.identity)
         copy_extras(checkpoint.folder, folder)
     else:
         store = packing().write(folder, choice.codec, progress)

@@ -12,7 +12,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import existing_parent
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
-from expertly.model.packing import Packing, default_dtype, local_folder
+from expertly.model.packing import Packing, default_dtype, local_folder, open_store
 from expertly.store.cache import entry_folder, store_errors
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import check_store_dtype
@@ -66,7 +66,7 @@ def pack_streamed(
     target = folders[codec]
     if not is_packed_store(target):
         _Stream(hub, checkpoint, Packing(checkpoint, runs_in), here).write(target, codec, identity, progress)
-    store = PackedStore.open(target, identity)
+    store = open_store(target, runs_in, codec, identity)
     shutil.rmtree(here, ignore_errors=True)
     return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
 

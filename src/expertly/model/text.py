@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a chat template may raise over messages that it was not written for."""
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_MOST_HELD = 8
+"""Tokens that may come to one character: of UTF-8 it has four bytes, and a token one or more."""
 
 Decode = Callable[[list[int]], str]
 
@@ -39,11 +44,29 @@ class Decoder:
     def _advance(self, is_end: bool) -> str:
         before = self._decode(self._tokens[: self._written])
         text = self._decode(self._tokens)
-        if len(text) <= len(before) or (text.endswith(_REPLACEMENT) and not is_end):
+        num_sure = len(self._tokens)
+        if text.endswith(REPLACEMENT) and not is_end:
+            if num_sure - self._written <= _MOST_HELD:
+                return ""
+            num_sure -= _MOST_HELD // 2  # no character, then; or one that only the last tokens began
+            sure = self._decode(self._tokens[:num_sure])
+            text = sure if text.startswith(sure) else ""
+        if len(text) <= len(before):
             return ""
         self._tokens = self._tokens[self._written :]
-        self._written = len(self._tokens)
+        self._written = num_sure - self._written
         return text[len(before) :]
+
+
+def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
+    """Of one token, whose text alone is `text`: it may be a part of a character."""
+    if REPLACEMENT not in text:
+        return text.encode()
+    raw: str = tokenizer.convert_ids_to_tokens(token)
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", raw):  # as sentencepiece writes a byte
+        return bytes([int(raw[3:5], 16)])
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level BPE does
+    return bytes(byte_of[letter] for letter in raw) if byte_of.keys() >= set(raw) else text.encode()
 
 
 class TextStreamer:

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertly.model.answers import AnswerPart, AnswerReader
+from expertly.serve.errors import ApiError
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.sampling import SampledToken
+from expertly.serve.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 
@@ -36,36 +38,47 @@ def _reason(reason: str | None, num_calls: int) -> str | None:
 class _Answer:
     """What the chunks of one answer, or all of it, have in common."""
 
-    prefix = ""
+    prefix = kind = kind_of_chunk = ""
+    done = b"data: [DONE]\n\n"
+    """The end of its stream."""
+    failure = staticmethod(ApiError.body)
+    """The last event of a stream that failed."""
 
-    def __init__(
-        self, model: str, prompts: Prompts, request: ServedRequest, has_logprobs: bool, includes_usage: bool
-    ) -> None:
+    def __init__(self, asked: ChatRequest | CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
         self.prompts = prompts
         self.request = request
-        self.has_logprobs = has_logprobs
-        self._null = {"usage": None} if includes_usage else {}
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.has_logprobs = asked.logprobs not in (None, False)
+        self._null = {"usage": None} if asked.includes_usage else {}
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
-    def _object(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
-        return {**self._head, "object": kind, "choices": list(choices), **more}
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        """All of it, from all deltas."""
+        choices = []
+        for index in range(len(self.request.texts)):
+            own = [delta for delta in deltas if delta.index == index]
+            choices.append(self._choice(index, own, [choice for delta in own for choice in delta.choices]))
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage(self.request)}
+
+    def last_chunks(self) -> list[Json]:
+        """With what was used, where that was asked for."""
+        return [self._chunk() | {"usage": usage(self.request)}] if self._null else []
+
+    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+        raise NotImplementedError
+
+    def _chunk(self, *choices: Json) -> Json:
+        return {**self._head, "object": self.kind_of_chunk, "choices": list(choices), **self._null}
 
 
 class ChatAnswer(_Answer):
     """`readers`: of the texts in which there may be more than content, by index."""
 
-    prefix = "chatcmpl"
+    prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: str,
-        prompts: Prompts,
-        request: ServedRequest,
-        has_logprobs: bool,
-        readers: Mapping[int, AnswerReader],
-        includes_usage: bool = False,
+        self, asked: ChatRequest, prompts: Prompts, request: ServedRequest, readers: Mapping[int, AnswerReader]
     ) -> None:
-        super().__init__(model, prompts, request, has_logprobs, includes_usage)
+        super().__init__(asked, prompts, request)
         self._readers = readers
         self._num_calls: dict[int, int] = {}
 
@@ -74,7 +87,7 @@ class ChatAnswer(_Answer):
         chunks = []
         if delta.index not in self._num_calls:
             self._num_calls[delta.index] = 0
-            chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+            chunks.append(self._told(delta.index, {"role": "assistant", "content": ""}))
         parts = parts_of(self._readers, delta)
         if delta.choices and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))  # tokens without text have log probabilities as well
@@ -82,57 +95,45 @@ class ChatAnswer(_Answer):
         for part in parts:
             logprobs = self._logprobs(untold) if self.has_logprobs and part.kind == "content" else None
             untold = () if logprobs is not None else untold
-            chunks.append(self._chunk(delta.index, self._told_part(delta.index, part), logprobs))
+            chunks.append(self._told(delta.index, self._of_part(delta.index, part), logprobs))
         if delta.reason is not None:
             reason = _reason(delta.reason, self._num_calls[delta.index])
-            chunks.append(self._chunk(delta.index, {}, reason=reason))
+            chunks.append(self._told(delta.index, {}, reason=reason))
         return chunks
 
-    def _told_part(self, index: int, part: AnswerPart) -> Json:
+    def _of_part(self, index: int, part: AnswerPart) -> Json:
         if part.call is not None:
             number = self._num_calls[index]
             self._num_calls[index] += 1
             return {"tool_calls": [{"index": number, **part.call.as_dict()}]}
         return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
 
-    def last_chunks(self) -> list[Json]:
-        return [self._object("chat.completion.chunk", [], usage=usage(self.request))] if self._null else []
+    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+        parts = [part for delta in deltas for part in parts_of(self._readers, delta)]
+        content = "".join(part.text for part in parts if part.kind == "content")
+        thought = "".join(part.text for part in parts if part.kind == "reasoning")
+        calls = [part.call.as_dict() for part in parts if part.call is not None]
+        message: Json = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(tokens) if self.has_logprobs else None,
+            "finish_reason": _reason(deltas[-1].reason, len(calls)),
+        }
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        choices = []
-        for index in range(len(self.request.texts)):
-            own = [delta for delta in deltas if delta.index == index]
-            parts = [part for delta in own for part in parts_of(self._readers, delta)]
-            content = "".join(part.text for part in parts if part.kind == "content")
-            thought = "".join(part.text for part in parts if part.kind == "reasoning")
-            calls = [part.call.as_dict() for part in parts if part.call is not None]
-            message: Json = {"role": "assistant", "content": None if calls and not content else content}
-            message["refusal"] = None
-            if thought:
-                message["reasoning_content"] = thought
-            if calls:
-                message["tool_calls"] = calls
-            choice_tokens = [choice for delta in own for choice in delta.choices]
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(choice_tokens) if self.has_logprobs else None,
-                    "finish_reason": _reason(own[-1].reason, len(calls)),
-                }
-            )
-        return self._object("chat.completion", choices, usage=usage(self.request))
-
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._object("chat.completion.chunk", [choice], **self._null)
+    def _told(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs(self, choices: Sequence[SampledToken]) -> Json:
-        return {"content": [self._told(choice) for choice in choices], "refusal": None}
-
-    def _told(self, choice: SampledToken) -> Json:
-        top = [self._token(token, logprob) for token, logprob in choice.top]
-        return {**self._token(choice.token, choice.logprob), "top_logprobs": top}
+        content = [
+            self._token(one.token, one.logprob) | {"top_logprobs": [self._token(*other) for other in one.top]}
+            for one in choices
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> Json:
         text, piece = self.prompts.piece(token)
@@ -140,58 +141,32 @@ class ChatAnswer(_Answer):
 
 
 class CompletionAnswer(_Answer):
-    """`echo`: the prompts' texts, by index, that go before what is written."""
+    prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
-    prefix = "cmpl"
-
-    def __init__(
-        self,
-        model: str,
-        prompts: Prompts,
-        request: ServedRequest,
-        has_logprobs: bool,
-        echo: Mapping[int, str],
-        includes_usage: bool = False,
-    ) -> None:
-        super().__init__(model, prompts, request, has_logprobs, includes_usage)
-        self._echo = echo
-        self._offsets = [0 if has_logprobs else len(echo.get(index, "")) for index in range(len(request.texts))]
+    def __init__(self, asked: CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
+        super().__init__(asked, prompts, request)
+        # the prompts' texts, by index, that go before what is written
+        self._echo = {text.index: prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
+        self._offsets = [
+            0 if self.has_logprobs else len(self._echo.get(index, "")) for index in range(len(request.texts))
+        ]
         self._started: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream tells of `delta`."""
-        text, first = delta.text, []
-        if delta.index not in self._started:
-            self._started.add(delta.index)
-            text = self._echo.get(delta.index, "") + text
-            first = self._first(delta.index)
-        if not text and delta.reason is None:
+        if not (delta.text or delta.reason is not None or (delta.index in self._echo.keys() - self._started)):
             return []
-        logprobs = self._logprobs(delta.index, [*first, *delta.choices]) if self.has_logprobs else None
-        return [
-            self._object("text_completion", [self._choice(delta.index, text, logprobs, delta.reason)], **self._null)
-        ]
+        return [self._chunk(self._choice(delta.index, [delta], delta.choices))]
 
-    def last_chunks(self) -> list[Json]:
-        return [self._object("text_completion", [], usage=usage(self.request))] if self._null else []
-
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        choices = []
-        for index in range(len(self.request.texts)):
-            own = [delta for delta in deltas if delta.index == index]
-            text = self._echo.get(index, "") + "".join(delta.text for delta in own)
-            tokens = [choice for delta in own for choice in delta.choices]
-            logprobs = self._logprobs(index, [*self._first(index), *tokens]) if self.has_logprobs else None
-            choices.append(self._choice(index, text, logprobs, own[-1].reason))
-        return self._object("text_completion", choices, usage=usage(self.request))
-
-    def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _first(self, index: int) -> list[SampledToken]:
-        """Of an echoed prompt, which nothing comes before."""
-        text = self.request.texts[index]
-        return [SampledToken(text.prompt[0])] if index in self._echo and self.has_logprobs else []
+    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+        text = "".join(delta.text for delta in deltas)
+        if index not in self._started:
+            self._started.add(index)
+            text = self._echo.get(index, "") + text
+            if index in self._echo:  # a prompt, which nothing comes before
+                tokens = [SampledToken(self.request.texts[index].prompt[0]), *tokens]
+        logprobs = self._logprobs(index, tokens) if self.has_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
         """Offsets count what each token is alone: near enough where characters span tokens."""

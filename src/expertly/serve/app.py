@@ -17,26 +17,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
-from expertly.serve.dashboard import dashboard_page
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.http import (
     ClientGone,
     EventStream,
     Guard,
     as_event,
-    on_api_error,
+    error_response,
     on_bug,
     on_gone,
     on_http_error,
-    read_body,
     unless_gone,
 )
-from expertly.serve.reading import check, parse_json
-from expertly.serve.request import ServedRequest as Asked
+from expertly.serve.reading import read
+from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName
 from expertly.serve.service import Service
-from expertly.serve.view import View
+from expertly.serve.settings import Access
+from expertly.serve.view import View, dashboard_page
 
 _ERROR = {
     "type": "object",
@@ -66,23 +65,22 @@ _REFUSALS = {
 }
 
 
+Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
 TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
-DONE = b"data: [DONE]\n\n"
-"""The end of a stream, but of /v1/responses."""
 
 
-def make_app(service: Service, view: View) -> Any:
+def make_app(service: Service, view: View, access: Access, max_body_nbytes: int) -> Any:
     """The ASGI application. It takes requests from when `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_state(app, service, view)
-    _add_texts(app, service)
+    _add_texts(app, service, max_body_nbytes)
     _add_schema(app)
-    guarded: Any = Guard(app, service.settings)
-    if service.settings.cors:
+    guarded: Any = Guard(app, access)
+    if access.origins:
         guarded = CORSMiddleware(
             guarded,
-            allow_origins=service.settings.cors,
+            allow_origins=access.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
@@ -91,25 +89,25 @@ def make_app(service: Service, view: View) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, on_gone)
     app.add_exception_handler(ClientDisconnect, on_gone)
-    app.add_exception_handler(Exception, on_bug)
+    for kind in (ApiError, Exception):
+        app.add_exception_handler(kind, on_bug)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return await on_api_error(request, invalid("the request's address cannot be read"))
+    return error_response(invalid("the request's address cannot be read"))
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
     scheduler = service.scheduler
-    page = dashboard_page()
+    html, headers = dashboard_page()
 
     @app.get("/", response_class=HTMLResponse, summary="The dashboard")
     async def dashboard() -> Response:
-        return HTMLResponse(page.html, headers=page.headers)
+        return HTMLResponse(html, headers=headers)
 
     @app.get("/health", summary="Is the server alive?", responses=_refusals("503"))
     async def health() -> Response:
@@ -145,18 +143,16 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
         return Response(await asyncio.to_thread(view.metrics), media_type=view.METRICS_TYPE)
 
 
-def _add_texts(app: FastAPI, service: Service) -> None:
-    limit = service.settings.max_body_nbytes
+def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
     refusals = _refusals("400", "401", "403", "404", "413", "415", "429", "503")
 
-    async def answer(request: Request, made: tuple[Asked, Any], is_stream: bool | None, last: bytes = DONE) -> Response:
-        asked, told = made
-        service.start(asked)
-        gone: Callable[[], None] = lambda: service.scheduler.cancel(asked)  # noqa: E731
+    async def answer(request: Request, told: Answer, is_stream: bool | None) -> Response:
+        service.start(told.request)
+        gone: Callable[[], None] = lambda: service.scheduler.cancel(told.request)  # noqa: E731
         if is_stream:
-            return EventStream(_events(asked, told), gone, last, getattr(told, "failure", ApiError.body))
+            return EventStream(_events(told), gone, told.done, told.failure)
         try:
-            deltas = await unless_gone(request.receive, _all(asked))
+            deltas = await unless_gone(request.receive, _all(told.request))
         finally:
             gone()
         return JSONResponse(told.whole(deltas))
@@ -166,32 +162,32 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @post("/v1/chat/completions", "Answer a conversation", ChatRequest)
     async def chat(request: Request) -> Response:
-        asked = check(ChatRequest, parse_json(await read_body(request, limit)))
+        asked = await read(request, ChatRequest, limit)
         return await answer(request, await service.chat(asked), asked.stream)
 
     @post("/v1/completions", "Continue a text", CompletionRequest)
     async def complete(request: Request) -> Response:
-        asked = check(CompletionRequest, parse_json(await read_body(request, limit)))
+        asked = await read(request, CompletionRequest, limit)
         return await answer(request, await service.complete(asked), asked.stream)
 
     @post("/v1/responses", "Answer a conversation, as items", ResponsesRequest)
     async def respond(request: Request) -> Response:
-        asked = check(ResponsesRequest, parse_json(await read_body(request, limit)))
-        return await answer(request, await service.respond(asked), asked.stream, b"")
+        asked = await read(request, ResponsesRequest, limit)
+        return await answer(request, await service.respond(asked), asked.stream)
 
     @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", ModelName)
     async def load_model(request: Request) -> Response:
-        service.check_model(check(ModelName, parse_json(await read_body(request, limit))).model)
+        service.check_model((await read(request, ModelName, limit)).model)
         ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
         return Response(ready, media_type=EventStream.media_type)
 
 
-async def _all(asked: Asked) -> list[Any]:
-    return [delta async for delta in asked]
+async def _all(request: ServedRequest) -> list[Any]:
+    return [delta async for delta in request]
 
 
-async def _events(asked: Asked, told: ChatAnswer | CompletionAnswer | ResponsesAnswer) -> AsyncIterator[Any]:
-    async for delta in asked:
+async def _events(told: Answer) -> AsyncIterator[Any]:
+    async for delta in told.request:
         for chunk in told.chunks(delta):
             yield chunk
     for chunk in told.last_chunks():

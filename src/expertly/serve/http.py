@@ -1,4 +1,4 @@
-"""Between HTTP and the service: bodies with a limit, streams that end when their client goes, errors in one shape."""
+"""Between HTTP and the service: streams that end when their client goes, errors in one shape."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.core.errors import ExpertlyError
-from expertly.serve.errors import ApiError, failed, invalid
-from expertly.serve.settings import ServerSettings, is_known, is_loopback
+from expertly.serve.errors import ApiError, failed
+from expertly.serve.settings import Access, is_loopback
 
 OPEN_PATHS = ("/", "/health", "/ready")
 """Need no key: they tell nothing that anybody asked."""
@@ -27,23 +27,6 @@ log = logging.getLogger("expertly.serve")
 
 class ClientGone(Exception):
     """The client has closed the connection before its answer was whole."""
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """All of it. Raises ApiError 413 above `limit` bytes, 415 where it says that it is no JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "Content-Type: accepted: application/json", code="unsupported_media_type")
-    told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > limit:
-        raise _too_large(limit)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
@@ -67,7 +50,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each of `events` as one, then `last`; an ApiError on the way is the last one, as `failure`
+    """Server-sent events: each of `events` as one, then `last`; what is raised on the way is the last one, as `failure`
     tells it.
 
     `closed` is called once, when the stream has ended, however it did.
@@ -98,10 +81,12 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": as_event(event), "more_body": True})
-            await send({"type": "http.response.body", "body": self._last, "more_body": True})
-        except ApiError as error:
-            await send({"type": "http.response.body", "body": as_event(self._failure(error)), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self._last
+        except OSError:  # of sending
+            raise
+        except Exception as error:  # too late for another status: the stream itself says it
+            last = as_event(self._failure(as_told(error)))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def as_event(value: Any) -> bytes:
@@ -113,9 +98,9 @@ def as_event(value: Any) -> bytes:
 class Guard:
     """The outermost layer: who may ask, and under which name."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._settings = settings
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,13 +114,13 @@ class Guard:
             await error_response(error)(scope, receive, send)
 
     def _error(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
-        settings = self._settings
-        if settings.checks_host and not is_loopback(_host_of(headers.get(b"host", ""))):
+        access = self._access
+        if access.checks_host and not is_loopback(_host_of(headers.get(b"host", ""))):
             return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
-        if not settings.keys or path in OPEN_PATHS:
+        if not access.keys or path in OPEN_PATHS:
             return None
         scheme, _, key = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and is_known(key.strip(), settings.keys):
+        if scheme.lower() == "bearer" and access.knows(key.strip()):
             return None
         return ApiError(
             401,
@@ -155,11 +140,6 @@ def error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
 async def on_http_error(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
@@ -169,18 +149,18 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
+    return error_response(as_told(error))
+
+
+def as_told(error: Exception) -> ApiError:
     """What is wrong with the model has a sentence for the client; a bug of ours is told to the log alone."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, ExpertlyError):
-        return error_response(failed(str(error)))
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(failed("the server has a bug: its log says more"))
+        return failed(str(error))
+    log.error("a request failed", exc_info=error)
+    return failed("the server has a bug: its log says more")
 
 
 async def on_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-def _too_large(limit: int) -> ApiError:
-    error = invalid(f"the body is too large; accepted: {limit} bytes", code="body_too_large")
-    error.status = 413
-    return error

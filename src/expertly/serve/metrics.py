@@ -1,18 +1,17 @@
-"""What Prometheus scrapes: how requests fared, and what the engine has counted."""
+"""What Prometheus scrapes: how requests fared, and what the engine has counted, of one server or several."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
-from expertly.serve.memory import MemorySplit
-from expertly.serve.readings import Readings
 from expertly.serve.request import ServedRequest
 from expertly.serve.scheduler import RequestScheduler
 
@@ -64,47 +63,40 @@ class RequestMetrics:
 
 
 class EngineMetrics(Collector):
-    """Reads the engine's own counters when it is asked."""
+    """Reads the engine's own counters when it is asked. `memory`: bytes by use, each name with _bytes."""
 
-    def __init__(self, readings: Readings, scheduler: RequestScheduler, split: MemorySplit) -> None:
-        self._readings = readings
+    def __init__(
+        self, stats: Callable[[], dict[str, Any]], memory: Callable[[], dict[str, int]], scheduler: RequestScheduler
+    ) -> None:
+        self._stats = stats
+        self._memory = memory
         self._scheduler = scheduler
-        self._split = split
 
     def describe(self) -> list[Metric]:
         """Nothing is read before somebody asks."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_requests()
-        stats = self._readings.stats()
-        yield from _of_phases(stats["phases"])
-        yield from _of_layers(stats["layers"])
-        yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", _accuracy(stats))
-        if (reuse := stats["reuse"]) is not None:
-            yield _gauge("expertly_reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
-            yield _gauge("expertly_reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
-        yield self._of_memory(stats)
-        yield _gauge("expertly_process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
-
-    def _of_requests(self) -> Iterator[Metric]:
-        scheduler, room = self._scheduler, self._scheduler.room
+        scheduler, stats = self._scheduler, self._stats()
         yield _gauge("expertly_requests_waiting", "Requests in the queue", len(scheduler.waiting))
         yield _gauge("expertly_texts_running", "Texts that are being written", len(scheduler.running))
         yield _gauge("expertly_kv_pages_free", "Pages of the KV cache that nobody has", scheduler.free_pages)
-        yield _gauge("expertly_kv_pages", "Pages of the KV cache", room.num_pages)
-        yield _counter("expertly_failed_steps", "Forward passes that raised", scheduler.num_failed_steps)
-
-    def _of_memory(self, stats: dict[str, Any]) -> Metric:
-        family = GaugeMetricFamily("expertly_memory_bytes", "By use, as it was divided", labels=["use"])
-        split = self._split
-        for use, nbytes in (("dense", split.dense), ("kv_cache", split.cache), ("working", split.working)):
-            family.add_metric([use], nbytes)
-        family.add_metric(["experts"], stats["memory_bytes"])
-        family.add_metric(["experts_resident"], sum(device["resident_bytes"] for device in stats["devices"]))
-        for name, nbytes in self._readings.host_memory().items():
-            family.add_metric([name.removesuffix("_bytes")], nbytes)
-        return family
+        yield _gauge("expertly_kv_pages", "Pages of the KV cache", scheduler.room.num_pages)
+        failed = CounterMetricFamily("expertly_failed_steps", "Forward passes that raised")
+        failed.add_metric([], scheduler.num_failed_steps)
+        yield failed
+        yield from _of_phases(stats["phases"])
+        yield from _of_layers(stats["layers"])
+        accuracy = prefetch_accuracy(stats)
+        yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
+        if (reuse := stats["reuse"]) is not None:
+            yield _gauge("expertly_reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
+            yield _gauge("expertly_reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
+        memory = GaugeMetricFamily("expertly_memory_bytes", "By use, as it was divided", labels=["use"])
+        for use, nbytes in self._memory().items():
+            memory.add_metric([use.removesuffix("_bytes")], nbytes)
+        yield memory
+        yield _gauge("expertly_process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
 
 
 _COUNTED = {
@@ -150,7 +142,8 @@ def _unit(key: str) -> str:
     return key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
 
 
-def _accuracy(stats: dict[str, Any]) -> float | None:
+def prefetch_accuracy(stats: dict[str, Any]) -> float | None:
+    """Of what was loaded ahead, how much was needed."""
     of_phases = stats["phases"].values()
     prefetched = sum(one["prefetched"] for one in of_phases)
     return sum(one["prefetched_needed"] for one in of_phases) / prefetched if prefetched else None
@@ -163,11 +156,34 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     return family
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    family = CounterMetricFamily(name, text)
-    family.add_metric([], value)
-    return family
+# -- of several servers ----------------------------------------------------------------------------------------------
 
 
-def rendered(metrics: RequestMetrics) -> bytes:
-    return generate_latest(metrics.registry)
+class _Together(Collector):
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, text in sorted(self._texts.items()):
+            for found in text_string_to_metric_families(text):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                for sample in found.samples:
+                    family.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value, sample.timestamp)
+        yield from families.values()
+
+
+def together(texts: Mapping[str, str]) -> bytes:
+    """By the name of the server, which each sample has as a label. Prometheus wants each metric in one piece, so the
+    texts cannot just be joined.
+    """
+    registry: Any = _Together(texts)
+    return generate_latest(registry)
+
+
+def of_others(num_taken: int) -> str:
+    """What a server has learned from the others, as text."""
+    registry = CollectorRegistry()
+    counter = Counter("expertly_learned_from_others", "Maps or matrices taken from other replicas", registry=registry)
+    counter.inc(num_taken)
+    return generate_latest(registry).decode()

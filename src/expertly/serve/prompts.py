@@ -8,16 +8,16 @@ import ctypes
 import inspect
 import json
 import queue
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
-from expertly.model.text import TEMPLATE_ERRORS
+from expertly.model.text import TEMPLATE_ERRORS, bytes_of
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
 
@@ -29,18 +29,6 @@ _MAX_RENDERED = 4
 
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}\n\n{% endfor -%}"
 """For a model that was never taught to chat: its messages are a text that it continues."""
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-def _bytes_by_letter() -> dict[str, int]:
-    """Of byte-level BPE (GPT-2): printable bytes are themselves, the others are letters from U+0100."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
-
-
-_BYTE_OF = _bytes_by_letter()
 
 
 class Prompts:
@@ -111,14 +99,7 @@ class Prompts:
     def piece(self, token: int) -> tuple[str, bytes]:
         """One token alone: as text, and its bytes, which may be a part of a character."""
         text = self.text([token], special=True)
-        if _REPLACEMENT not in text:
-            return text, text.encode()
-        raw: str = self._reader.convert_ids_to_tokens(token)
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", raw):
-            return text, bytes([int(raw[3:5], 16)])
-        if all(letter in _BYTE_OF for letter in raw):
-            return text, bytes(_BYTE_OF[letter] for letter in raw)
-        return text, text.encode()
+        return text, bytes_of(self._reader, token, text)
 
     def close(self) -> None:
         self._renderers.shutdown(cancel_futures=True)
@@ -198,24 +179,15 @@ def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
+_CALLS_SEEN = {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}}
+_SEEN: Any = dict.fromkeys(("reasoning_content", "name", "tool_call_id"), True) | {"tool_calls": _CALLS_SEEN}
+
+
 def as_template_sees(message: Message) -> dict[str, Any]:
     """A message as templates expect it: text in one piece, arguments of calls as objects."""
     role = "system" if message.role == "developer" else message.role
-    seen: dict[str, Any] = {"role": role, "content": message.text}
-    if message.reasoning_content is not None:
-        seen["reasoning_content"] = message.reasoning_content
-    if message.name is not None:
-        seen["name"] = message.name
-    if message.tool_call_id is not None:
-        seen["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        calls = []
-        for call in message.tool_calls:
-            try:
-                arguments = json.loads(call.function.arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = call.function.arguments
-            function = {"name": call.function.name, "arguments": arguments}
-            calls.append({"id": call.id, "type": "function", "function": function})
-        seen["tool_calls"] = calls
+    seen = {"role": role, "content": message.text, **message.model_dump(include=_SEEN, exclude_none=True)}
+    for call in seen.get("tool_calls", ()):
+        with suppress(ValueError, RecursionError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
     return seen

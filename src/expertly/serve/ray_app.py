@@ -9,18 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from expertly.core.costs import check_codec, refuse_compressed
+from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
+from expertly.options import OptionInfo, option
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
-from expertly.serve.fleet_metrics import together
-from expertly.serve.named import Named
+from expertly.serve.settings import Access, ServeOptions
 
 try:
     from ray import serve
@@ -28,7 +28,8 @@ except ImportError as error:
     raise ConfigError("ray[serve]: not installed in this Python; `pip install 'expertly[ray]'` brings it") from error
 
 if TYPE_CHECKING:
-    from expertly.serve.replica import Opened
+    from expertly.engine.learned import LearnedExchange
+    from expertly.serve.server import Assembled
 
 _NOTE_S = 1.0
 _SWAP_S = 5.0
@@ -39,47 +40,27 @@ _SPARE_REQUESTS = 64
 log = logging.getLogger("expertly.serve")
 
 
-class Options(BaseModel):
-    """What `app` can be told, as `expertly serve` is; files are read by each replica, on its own machine."""
+def _above_zero(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise ValueError("a number above 0")
+    return value
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str | None = None
-    name: str | None = None
-    replicas: int = Field(default=2, ge=1)
-    memory: str = "auto"
-    total_memory: str | None = None
-    system: str = AUTO_SYSTEM
-    segments: int | None = Field(default=None, ge=1)
-    dtype: str | None = None
-    device: str | None = None
-    host_memory: str = "auto"
-    codec: str = "auto"
-    compressed: object = None  # gone, and refused
-    maps: str = "auto"
-    predictor: str = "auto"
-    plan: str | None = None
-    matcher: Literal["auto", "thread", "inline"] = "auto"
-    context: int | None = Field(default=None, ge=1)
-    max_running: int = Field(default=16, ge=1)
-    max_queue: int = Field(default=256, ge=0)
-    kv_tokens: int | None = Field(default=None, ge=1)
-    max_body: int = Field(default=4 << 20, ge=1)
-    chat_template: str | None = None
-    api_key_file: str | None = None
-    no_key: bool = False
-    log_prompts: bool = False
-    drain_seconds: float = Field(default=600.0, ge=0)
-    share_every_s: float = Field(default=30.0, gt=0)
-    num_cpus: float = Field(default=1.0, ge=0)
-    num_gpus: float = Field(default=0.0, ge=0)
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(ServeOptions):
+    """What `app` can be told; files are read by each replica, on its own machine."""
+
+    replicas: int = option(2, "servers", metavar="N", least=1)
+    no_key: bool = option(False, "requests for localhost are answered without a key, and no others")
+    share_every_s: float = option(30.0, "between exchanges of what was learned", metavar="SECONDS", type=_above_zero)
+    num_cpus: float = option(1.0, "that Ray counts a replica as", metavar="N")
+    num_gpus: float = option(0.0, "that Ray counts a replica as", metavar="N")
 
     def check(self) -> None:
         """What can be known before a replica starts. Raises ConfigError."""
         if self.system != AUTO_SYSTEM:
             get_system(self.system)
         check_codec(self.codec)
-        refuse_compressed(self.compressed)
         if self.api_key_file is None and not self.no_key:
             raise ConfigError(
                 "api_key_file: missing; accepted: a file of keys on every machine, or no_key=true, with which requests "
@@ -102,52 +83,77 @@ class Exchange:
 class Replica:
     """One server: it loads the model, and answers what Ray's proxies pass on."""
 
-    def __init__(self, options: Options, exchange: Any) -> None:
+    def __init__(self, options: RayOptions, exchange: Any) -> None:
         self._options = options
         self._exchange = exchange
         self._name: str = serve.get_replica_context().replica_id.unique_id
-        self._opened: Opened | None = None
+        self._server: Assembled | None = None
+        self._sharing: LearnedExchange | None = None  # None: its system learns nothing, or keeps it nowhere
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """See ray.serve.ingress: called once, before there are requests."""
-        opened = await asyncio.to_thread(_open, self._options)
-        member = Member(self._name, opened.identity, opened.sharing, opened.metrics, self._ask_pool)
-        if opened.sharing is not None:
+        server, identity = await asyncio.to_thread(self._open)
+        self._member = Member(self._name, identity, self._sharing, self._own_metrics, self._ask_pool)
+        if self._sharing is not None:
             with _noted("the replicas that run could not be asked what they have learned"):
-                await member.swap()
-            opened.sharing.exchange()  # before anything is predicted
-        self._opened, self._member = opened, member
-        opened.server.start()
-        self._tasks = [asyncio.ensure_future(work()) for work in (self._note, self._swap)]
-        return Named(opened.server.app, self._name, self._all_metrics)
+                await self._member.swap()
+            self._sharing.exchange()  # before anything is predicted
+        server.start()
+        self._tasks = [asyncio.ensure_future(work) for work in (self._note(server), self._swap())]
+        return NamedReplica(server.app, self._name, self._all_metrics)
+
+    def _open(self) -> tuple[Assembled, str]:
+        """As `expertly serve` does it; and the model's identity. What needs torch is imported here and not before."""
+        from expertly import api
+        from expertly.serve.server import open_server
+
+        server = self._server = open_server(self._options, Access.of(self._options))
+        loaded = api.handle(server.model)
+        log.info("%s", loaded.stats.memory_reason)
+        if (prefetching := loaded.engine.prefetching) is not None:
+            self._sharing = prefetching.share(self._options.share_every_s)
+        return server, loaded.store.manifest.identity
 
     async def check_health(self) -> None:
         """See Ray Serve: a replica that raises is replaced."""
-        if self._opened is not None and self._opened.server.scheduler.problem is not None:
-            raise RuntimeError(self._opened.server.scheduler.problem)
+        if self._server is not None and self._server.service.scheduler.problem is not None:
+            raise RuntimeError(self._server.service.scheduler.problem)
 
     async def __del__(self) -> None:
         """Ray has waited for what ran. What was learned is written, and told."""
         for task in self._tasks:
             task.cancel()
-        if self._opened is not None:
-            await asyncio.to_thread(self._opened.close)
+        if self._server is not None:
+            await asyncio.to_thread(self._close, self._server)
             with _noted("what was learned last was not told to the other replicas"):
                 await self._member.swap()
+
+    def _close(self, server: Assembled) -> None:
+        from expertly import api
+
+        server.close()
+        api.unload(server.model)
 
     async def _ask_pool(self, report: Report) -> News:
         news: News = await asyncio.wait_for(_answer(self._exchange.swap.remote(report)), _PATIENCE_S)
         return news
 
-    def _all_metrics(self) -> bytes:
-        assert self._opened is not None
-        return together({**self._member.metrics_of_others, self._name: self._opened.metrics()})
+    def _own_metrics(self) -> str:
+        from expertly.serve.metrics import of_others
 
-    async def _note(self) -> None:
-        assert self._opened is not None
+        assert self._server is not None
+        own = self._server.view.metrics().decode()
+        return own if self._sharing is None else own + of_others(self._sharing.num_taken)
+
+    def _all_metrics(self) -> bytes:
+        from expertly.serve.metrics import together
+
+        return together({**self._member.metrics_of_others, self._name: self._own_metrics()})
+
+    async def _note(self, server: Assembled) -> None:
         while True:
-            self._opened.server.view.note()
+            server.view.note()
             await asyncio.sleep(_NOTE_S)
 
     async def _swap(self) -> None:
@@ -157,9 +163,45 @@ class Replica:
             await asyncio.sleep(min(_SWAP_S, self._options.share_every_s))
 
 
-def app(options: Options | dict[str, Any]) -> Any:
+class NamedReplica:
+    """Between Ray's proxies and a replica's server: every answer says who gave it, and /metrics is of all replicas."""
+
+    def __init__(self, inner: ASGIApp, name: str, metrics: Callable[[], bytes]) -> None:
+        self._inner = inner
+        self._header = (b"x-expertly-replica", name.encode())
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_metrics = scope["type"] == "http" and scope["path"] == "/metrics"
+        start: Message = {}
+        body = b""
+
+        async def named(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                start = {**message, "headers": [*message["headers"], self._header]}
+                if not is_metrics:
+                    await send(start)
+            elif is_metrics and message["type"] == "http.response.body":
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    await self._send_metrics(send, start, body)
+            else:
+                await send(message)
+
+        await self._inner(scope, receive, named)
+
+    async def _send_metrics(self, send: Send, start: Message, body: bytes) -> None:
+        if start["status"] == 200:
+            body = await asyncio.to_thread(self._metrics)
+        kept = [header for header in start["headers"] if header[0].lower() != b"content-length"]
+        await send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def app(options: RayOptions | dict[str, Any]) -> Any:
     """The application, for `serve run` and Ray's config files, which give strings. Raises ConfigError."""
-    if not isinstance(options, Options):
+    if not isinstance(options, RayOptions):
         options = _checked(options)
     options.check()
     pool = serve.deployment(
@@ -175,22 +217,27 @@ def app(options: Options | dict[str, Any]) -> Any:
     return replica.bind(options, pool.bind())
 
 
-def _checked(options: dict[str, Any]) -> Options:
-    try:
-        return Options.model_validate(options)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        accepted = ", ".join(Options.model_fields)
-        hint = f"; accepted: {accepted}" if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{name}={first['input']!r}: {first['msg'].lower()}{hint}") from None
+def _checked(told: dict[str, Any]) -> RayOptions:
+    known: dict[str, OptionInfo] = {
+        one.name: one.metadata["option"] for one in fields(RayOptions) if "option" in one.metadata
+    }
+    values: dict[str, Any] = {}
+    for name, value in told.items():
+        if name not in known:
+            raise ConfigError(f"{name}={value!r}: there is no such option; accepted: {', '.join(known)}")
+        if value is None:
+            continue
+        try:
+            values[name] = _is_true(str(value)) if known[name].type is bool else known[name].parse(str(value))
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r}: accepted: {error}") from None
+    return RayOptions(**values)
 
 
-def _open(options: Options) -> Opened:
-    """What needs torch is imported where a model is loaded, and by nobody else."""
-    from expertly.serve.replica import open_server
-
-    return open_server(options)
+def _is_true(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return text.lower() == "true"
 
 
 async def _answer(response: Any) -> News:

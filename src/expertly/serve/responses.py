@@ -11,13 +11,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from expertly.model.answers import AnswerPart, AnswerReader
-from expertly.serve.answers import Json, parts_of
+from expertly.model.answers import AnswerReader, Call
+from expertly.serve.answers import Json, parts_of, usage
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.schema import ChatRequest, Count, Strict
+from expertly.serve.schema import Count, Strict
 
 Item = dict[str, Any]
+
+_TEXTS = ("input_text", "output_text", "text")
 
 
 class ReasoningWish(Strict):
@@ -44,6 +46,11 @@ class ResponsesRequest(Strict):
     text: TextWish | None = None
     stream: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    tuning: ClassVar[tuple[str, ...]] = (
+        *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("stop", "seed", "logit_bias", "generation_config"),
+    )
+    """Fields of a chat's request that are taken, too."""
     cannot: ClassVar[dict[str, str]] = {
         "previous_response_id": "nothing is stored; send what was said",
         "conversation": "nothing is stored; send what was said",
@@ -82,28 +89,22 @@ class ResponsesRequest(Strict):
             "chat_template_kwargs": self.chat_template_kwargs,
             "stream": self.stream,
         }
-        tuning = {name: value for name, value in (self.model_extra or {}).items() if name in ChatRequest.model_fields}
+        tuning = {name: value for name, value in (self.model_extra or {}).items() if name in self.tuning}
         return {**tuning, **{name: value for name, value in told.items() if value is not None}}
 
 
 def _add_item(messages: list[Json], item: Item, place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [_content_part(part, place) for part in content]
-        messages.append({"role": item.get("role"), "content": content})
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
         calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
-        if messages and messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"] += calls
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        if not messages or messages[-1]["role"] != "assistant":  # else it is a part of what was said
+            messages.append({"role": "assistant", "content": None})
+        messages[-1]["tool_calls"] = messages[-1].get("tool_calls", []) + calls
     elif kind == "function_call_output":
-        output = item.get("output")
-        if isinstance(output, list):
-            output = [_content_part(part, place) for part in output]
+        output = _content(item.get("output"), place)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind != "reasoning":  # what was thought is not told again
         raise invalid(
@@ -112,10 +113,12 @@ def _add_item(messages: list[Json], item: Item, place: str) -> None:
         )
 
 
-def _content_part(part: Any, place: str) -> Json:
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
-        return {"type": "text", "text": part.get("text")}
-    raise invalid(f"{place}.content: accepted: parts of type input_text or output_text", "input")
+def _content(content: Any, place: str) -> Any:
+    if not isinstance(content, list):
+        return content
+    if any(not isinstance(part, dict) or part.get("type") not in _TEXTS for part in content):
+        raise invalid(f"{place}.content: accepted: parts of type input_text or output_text", "input")
+    return [{"type": "text", "text": part.get("text")} for part in content]
 
 
 def _tool(tool: Item) -> Json:
@@ -127,27 +130,30 @@ def _tool(tool: Item) -> Json:
 class ResponsesAnswer:
     """One answer as items: what was thought, what is said, each call."""
 
+    done = b""
+
     def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
+        self.request = request
         self._asked = asked
-        self._request = request
         self._readers = readers
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._items: list[Json] = []
-        self._open: str | None = None  # the kind of the last item, while text comes to it
+        self._open: str | None = None  # "output" or "reasoning" of the last item, while text comes to it
         self._reason: str | None = None
         self._number = 0  # of the next event
-        self._is_begun = False
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The events that tell of `delta`."""
         events: list[Json] = []
-        if not self._is_begun:
-            self._is_begun = True
+        if self._number == 0:
             for name in ("created", "in_progress"):
                 events.append(self._event(f"response.{name}", response=self._object("in_progress")))
         for part in parts_of(self._readers, delta):
-            events += self._told(part)
+            if part.call is not None:
+                events += self._closed() + self._called(part.call)
+            else:
+                events += self._said("reasoning" if part.kind == "reasoning" else "output", part.text)
         if delta.reason is not None:
             events += self._closed()
             self._reason = delta.reason
@@ -167,69 +173,63 @@ class ResponsesAnswer:
             self.chunks(delta)
         return self._object(self._status())
 
-    def _told(self, part: AnswerPart) -> list[Json]:
+    def _said(self, kind: str, text: str) -> list[Json]:
+        """More of what is said, or thought."""
         events = []
-        if self._open != part.kind:
-            events += self._closed()
-            events += self._opened(part)
-        if part.call is not None:
-            return events
-        self._items[-1]["content"][0]["text"] += part.text
-        name = "response.reasoning_text.delta" if part.kind == "reasoning" else "response.output_text.delta"
-        return [
-            *events,
-            self._event(name, **self._place(), content_index=0, delta=part.text, **_no_logprobs(part.kind)),
-        ]
-
-    def _opened(self, part: AnswerPart) -> list[Json]:
-        if part.call is not None:
-            call = part.call
-            item: Json = {
-                "type": "function_call",
-                "id": f"fc_{uuid.uuid4().hex}",
-                "call_id": call.id,
-                "name": call.name,
-            }
-            self._items.append({**item, "arguments": call.arguments, "status": "completed"})
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            arguments = {**self._place(), "arguments": call.arguments, "name": call.name}
-            return [
-                self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun),
-                self._event("response.function_call_arguments.delta", **self._place(), delta=call.arguments),
-                self._event("response.function_call_arguments.done", **arguments),
-                self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1]),
+        if self._open != kind:
+            events = self._closed()
+            self._open = kind
+            content: Json = {"type": f"{kind}_text", "text": ""}
+            if kind == "reasoning":
+                item: Json = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
+            else:
+                item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+                content |= {"annotations": [], "logprobs": []}
+            item["status"] = "in_progress"
+            events += [
+                self._of_item("added", item | {"content": []}),
+                self._of_text("response.content_part.added", part=dict(content)),
             ]
-        self._open = part.kind
-        if part.kind == "reasoning":
-            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "status": "in_progress"}
-            content: Json = {"type": "reasoning_text", "text": ""}
-        else:
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": "in_progress"}
-            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._items.append({**item, "content": [content]})
-        begun = {**item, "content": []}
-        return [
-            self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun),
-            self._event("response.content_part.added", **self._place(), content_index=0, part=dict(content)),
-        ]
+            self._items[-1]["content"] = [content]
+        self._items[-1]["content"][0]["text"] += text
+        return [*events, self._of_text(f"response.{kind}_text.delta", delta=text, **self._no_logprobs())]
 
     def _closed(self) -> list[Json]:
         """The item that was open, if one was."""
-        kind, self._open = self._open, None
-        if kind is None:
+        if self._open is None:
             return []
-        item = self._items[-1]
-        item["status"] = "completed"
-        content = item["content"][0]
-        name = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
-        return [
-            self._event(name, **self._place(), content_index=0, text=content["text"], **_no_logprobs(kind)),
-            self._event("response.content_part.done", **self._place(), content_index=0, part=content),
-            self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
-        ]
+        content = self._items[-1]["content"][0]
+        text = self._of_text(f"response.{self._open}_text.done", text=content["text"], **self._no_logprobs())
+        self._open = None
+        return [text, self._of_text("response.content_part.done", part=content), self._of_item("done")]
+
+    def _called(self, call: Call) -> list[Json]:
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}
+        events = [self._of_item("added", {**item, "arguments": "", "status": "in_progress"})]
+        self._items[-1]["arguments"] = call.arguments
+        name, place = "response.function_call_arguments", self._place()
+        events.append(self._event(f"{name}.delta", **place, delta=call.arguments))
+        events.append(self._event(f"{name}.done", **place, arguments=call.arguments, name=call.name))
+        return [*events, self._of_item("done")]
+
+    def _of_item(self, what: str, begun: Json | None = None) -> Json:
+        """An item is added, or the last one done."""
+        if begun is None:
+            item = self._items[-1]
+            item["status"] = "completed"
+        else:
+            item = dict(begun)
+            self._items.append(begun)
+        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
+
+    def _of_text(self, kind: str, **more: Any) -> Json:
+        return self._event(kind, **self._place(), content_index=0, **more)
 
     def _place(self) -> Json:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _no_logprobs(self) -> Json:
+        return {"logprobs": []} if self._open == "output" else {}
 
     def _status(self) -> str:
         return "incomplete" if self._reason == "length" else "completed"
@@ -239,9 +239,8 @@ class ResponsesAnswer:
         return {"type": kind, "sequence_number": self._number - 1, **more}
 
     def _object(self, status: str) -> Json:
-        asked, request = self._asked, self._request
-        is_over = status not in ("in_progress", "failed")
-        prompt, written = request.num_prompt_tokens, request.num_tokens
+        asked, is_over = self._asked, status not in ("in_progress", "failed")
+        used = usage(self.request)
         return {
             "id": self._id,
             "object": "response",
@@ -252,11 +251,11 @@ class ResponsesAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._items) if is_over else [],
             "usage": {
-                "input_tokens": prompt,
+                "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": written,
+                "output_tokens": used["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + written,
+                "total_tokens": used["total_tokens"],
             }
             if is_over
             else None,
@@ -270,7 +269,3 @@ class ResponsesAnswer:
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "metadata": {},
         }
-
-
-def _no_logprobs(kind: str) -> Json:
-    return {"logprobs": []} if kind == "content" else {}

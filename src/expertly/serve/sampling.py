@@ -83,6 +83,7 @@ class _State:
     random: np.random.Generator
     prompt: Sequence[int]
     grammar: Grammar | None
+    bias: tuple[torch.Tensor, torch.Tensor] | None  # tokens, and what is added to their logits
     counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
     num_scripted: int = 0  # so far
 
@@ -107,7 +108,9 @@ class Sampler:
         with self._lock:
             if name not in self._states:
                 grammar = None if sampling.grammar is None else sampling.grammar.fork()
-                self._states[name] = _State(sampling, np.random.default_rng(sampling.seed), prompt, grammar)
+                bias = torch.tensor(list(sampling.bias)), torch.tensor(list(sampling.bias.values()))
+                random = np.random.default_rng(sampling.seed)
+                self._states[name] = _State(sampling, random, prompt, grammar, bias if sampling.bias else None)
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -158,8 +161,9 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
         ids = torch.tensor(list(state.counts), device=logits.device)
         counts = torch.tensor(list(state.counts.values()), device=logits.device, dtype=logits.dtype)
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-    for token, bias in sampling.bias.items():
-        logits[token] += bias
+    if state.bias is not None:
+        ids, values = (one.to(logits.device) for one in state.bias)
+        logits[ids] += values.to(logits.dtype)
     if state.grammar is not None:
         allowed = state.grammar.allowed().to(logits.device)
         logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)

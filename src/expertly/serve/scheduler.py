@@ -188,7 +188,11 @@ class RequestScheduler:
             if text is None:
                 continue
             request, now = text.request, text.request.now_s()
-            delta = text.add(choice)
+            try:
+                delta = text.add(choice)
+            except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
+                self._fail(request, failed(f"token {choice.token} cannot be made text: {error}"))
+                continue
             if request.first_s is None:
                 request.first_s = now
                 self.watcher.first_token(request)

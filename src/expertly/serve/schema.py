@@ -26,6 +26,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
 
 
@@ -70,8 +71,8 @@ class Generation(ModelName):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="default: 1")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="default: 1")
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = Field(
-        default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 is all"
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = Field(
+        default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 and -1 are all"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
@@ -98,7 +99,7 @@ class Generation(ModelName):
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(0, self.top_k or 0),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
             seed=None if self.seed is None else self.seed % 2**64,
@@ -215,6 +216,9 @@ class ChatRequest(Generation):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
         default=None, description="not OpenAI's: more variables for the chat template"
     )
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = Field(
+        default=None, description="this is a text model"
+    )
     generation_config: str | None = Field(
         default=None, description="as `transformers chat` sends it: JSON of generate's names, for what is not said else"
     )
@@ -251,8 +255,6 @@ class ChatRequest(Generation):
             )
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
-        if "audio" in ((self.model_extra or {}).get("modalities") or ()):
-            raise ValueError("modalities: this is a text model; accepted: text")
         return self
 
     @property
@@ -288,8 +290,8 @@ class ChatRequest(Generation):
 Prompts = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    | Annotated[list[Token], Field(min_length=1)]
-    | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
 )
 
 

@@ -14,19 +14,18 @@ from typing import Any
 
 import uvicorn
 
-from expertly.api import handle
+from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.serve.app import make_app
-from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, MemorySplit
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
-from expertly.serve.readings import Readings
 from expertly.serve.sampling import Sampler
 from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
 from expertly.serve.service import About, Service
-from expertly.serve.settings import ServerSettings
+from expertly.serve.settings import Access, ServeOptions
 from expertly.serve.view import View
 
 _NOTE_S = 1.0
@@ -40,32 +39,46 @@ log = logging.getLogger("expertly.serve")
 class Assembled:
     """All of a server but its socket."""
 
+    model: Any
     app: Any
-    about: About
     service: Service
-    scheduler: RequestScheduler
     view: View
     start: Callable[[], None]
     """In the loop that serves: requests are taken from then on."""
     close: Callable[[], None]
 
 
+def open_server(options: ServeOptions, access: Access, progress: api.Progress | None = None) -> Assembled:
+    """Load the model, and make its server; `api.unload` of the model ends what stands behind it.
+
+    Raises ExpertlyError subclasses that name the option and what is accepted.
+    """
+    template = options.template()
+    model, tokenizer = api.open_model(options.model, options, progress, lambda store: cache_for(options, store))
+    try:
+        return assemble(model, tokenizer, options, access, room_for(options, api.handle(model)), template)
+    except BaseException:
+        api.unload(model)
+        raise
+
+
 def assemble(
-    model: Any, tokenizer: Any, settings: ServerSettings, room: Room, split: MemorySplit, template: str | None = None
+    model: Any, tokenizer: Any, options: ServeOptions, access: Access, room: Room, template: str | None = None
 ) -> Assembled:
     """`model` as `expertly.load` gives it, which nobody else runs from now on. Tries whether requests can share passes.
 
     Raises ConfigError where it has no tokenizer.
     """
-    loaded = handle(model)
+    loaded = api.handle(model)
     prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template, model)
+    memory = memory_of(loaded, room)
     why = why_not_together(model, PAGE_TOKENS)
     if why is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
     metrics = RequestMetrics()
     scheduler = RequestScheduler(room, metrics)
     about = About(
-        name=settings.name,
+        name=options.served_name,
         created=int(time.time()),
         context=room.context,
         family=model.config.model_type,
@@ -78,10 +91,10 @@ def assemble(
         if template is None
         else "given",
         expert_nbytes=loaded.stats.as_dict()["expert_bytes"],
-        split=split,
+        memory=memory,
     )
-    service = Service(about, settings, prompts, scheduler, end_tokens(model))
-    view = View(about, Readings(loaded), scheduler, metrics, split, time.monotonic)
+    service = Service(about, prompts, scheduler, end_tokens(model), logs_prompts=options.log_prompts)
+    view = View(about, loaded, scheduler, metrics, time.monotonic)
 
     def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
         if why is not None:
@@ -93,20 +106,21 @@ def assemble(
         scheduler.close()
         prompts.close()
 
-    return Assembled(make_app(service, view), about, service, scheduler, view, lambda: scheduler.start(make), close)
+    app = make_app(service, view, access, options.max_body)
+    return Assembled(model, app, service, view, lambda: scheduler.start(make), close)
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Before the model is loaded: a port that is taken is found at once. Raises ConfigError."""
     if port > 65535:
-        raise ConfigError(f"--port {port}: accepted: 0 to 65535")
+        raise ConfigError(f"port={port}: accepted: 0 to 65535")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from None
+        raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}") from None
     return found
 
 
@@ -114,7 +128,7 @@ class ApiServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, or `end`; then drains. A second signal does not wait any more."""
 
     def __init__(
-        self, assembled: Assembled, settings: ServerSettings, announce: Callable[[], None] = lambda: None
+        self, assembled: Assembled, drain_s: float = 600.0, announce: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -127,7 +141,7 @@ class ApiServer(uvicorn.Server):
             )
         )
         self._assembled = assembled
-        self._settings = settings
+        self._drain_s = drain_s
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,6 +154,8 @@ class ApiServer(uvicorn.Server):
         await super().startup(sockets)
         self._spawn(self._note())
         self._announce()
+        if self._is_ending.is_set():  # a signal came before there was a loop to drain in
+            self.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
@@ -168,9 +184,9 @@ class ApiServer(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _drain(self) -> None:
-        scheduler = self._assembled.scheduler
+        scheduler = self._assembled.service.scheduler
         try:
-            await asyncio.wait_for(scheduler.drained(), self._settings.drain_s)
+            await asyncio.wait_for(scheduler.drained(), self._drain_s)
         except asyncio.TimeoutError:
             log.warning("%d requests did not end in time", len(scheduler.waiting) + len(scheduler.running))
             scheduler.abort()

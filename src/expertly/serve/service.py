@@ -13,7 +13,6 @@ from expertly.model.answers import CALL_MARKS, AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
-from expertly.serve.memory import MemorySplit
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
@@ -21,7 +20,6 @@ from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.sampling import Grammar, Sampling
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
-from expertly.serve.settings import ServerSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat answer may fill what is left of the context."""
@@ -45,7 +43,7 @@ class About:
     why: str | None
     chat_template: str
     expert_nbytes: int
-    split: MemorySplit
+    memory: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object, and what it has no field for under `expertly`."""
@@ -56,8 +54,8 @@ class About:
             "batching": self.batching,
             "batching_reason": self.why,
             "chat_template": self.chat_template,
-            "size_bytes": self.split.dense + self.expert_nbytes,
-            "memory": self.split.as_dict(),
+            "size_bytes": self.memory["dense_bytes"] + self.expert_nbytes,
+            "memory": self.memory,
         }
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "expertly", "expertly": told}
 
@@ -66,36 +64,34 @@ class Service:
     """One model and who may use it. Lives in the server's event loop."""
 
     def __init__(
-        self, about: About, settings: ServerSettings, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int]
+        self, about: About, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], *, logs_prompts: bool
     ) -> None:
         self.about = about
-        self.settings = settings
+        self._logs_prompts = logs_prompts
         self.prompts = prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
         self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
         self._ignored: set[str] = set()
 
-    async def chat(self, asked: ChatRequest) -> tuple[ServedRequest, ChatAnswer]:
+    async def chat(self, asked: ChatRequest) -> ChatAnswer:
         """Raises ApiError."""
-        request, readers = await self.conversation(asked)
-        has_logprobs = bool(asked.logprobs)
-        return request, ChatAnswer(self.about.name, self.prompts, request, has_logprobs, readers, asked.includes_usage)
+        request, readers = await self._conversation(asked)
+        return ChatAnswer(asked, self.prompts, request, readers)
 
-    async def respond(self, asked: ResponsesRequest) -> tuple[ServedRequest, ResponsesAnswer]:
+    async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
         """Raises ApiError."""
         chat = check(ChatRequest, asked.as_chat())
-        request, readers = await self.conversation(chat)
+        request, readers = await self._conversation(chat)
         self._note_ignored(name for name in unknown_fields(asked) if name not in chat.model_fields_set)
-        return request, ResponsesAnswer(asked, request, readers)
+        return ResponsesAnswer(asked, request, readers)
 
-    async def conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
-        """A request for the next message, and who parts each of its texts. Raises ApiError."""
+    async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
+        """A request for the next message, and who parts each of its texts."""
         self._check(asked)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
-        limit = asked.limit
-        if limit is None:
-            limit = self._rest_of_context(len(prompt), "messages")
+        limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
+        self.scheduler.check_size(len(prompt), limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers
         begun = self.prompts.text(prompt, special=True)
@@ -109,7 +105,7 @@ class Service:
                 )
             sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammar, asked))
         special = answers.fits(begun) and not is_forced
-        request = self._request(asked, [prompt], limit, sampling, "messages", special)
+        request = self._request(asked, [prompt], limit, sampling, special)
         tools, is_single = as_told(asked.offered), asked.parallel_tool_calls is False
         found = {
             text.index: answers.reader(begun, tools, is_forced=is_forced, is_single=is_single) for text in request.texts
@@ -121,30 +117,25 @@ class Service:
             return self._grammars.of_call(asked.forced, CALL_MARKS)
         return self._grammars.of_schema(asked.grammar or {}, "response_format")
 
-    async def complete(self, asked: CompletionRequest) -> tuple[ServedRequest, CompletionAnswer]:
+    async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
         """Raises ApiError."""
         self._check(asked)
-        if len(asked.prompts) * (asked.n or 1) > MAX_CHOICES:
+        num_texts = len(asked.prompts) * (asked.n or 1)
+        if num_texts > MAX_CHOICES:
             raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
+        limit = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
         prompts: list[list[int]] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
-                prompts.append(await self.prompts.of_text(prompt))
-            else:
-                self.prompts.check_tokens(prompt, "prompt")
-                prompts.append(prompt)
-        limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+                prompt = await self.prompts.of_text(prompt)
+            self.scheduler.check_size(len(prompt), limit, num_texts, "prompt")
+            self.prompts.check_tokens(prompt, "prompt")
+            prompts.append(prompt)
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
-        request = self._request(
-            asked, prompts, limit, asked.sampling(asked.logprobs), "prompt", scores_prompt=scores_prompt
-        )
-        echo = {text.index: self.prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
-        answer = CompletionAnswer(
-            self.about.name, self.prompts, request, asked.logprobs is not None, echo, asked.includes_usage
-        )
-        return request, answer
+        request = self._request(asked, prompts, limit, asked.sampling(asked.logprobs), scores_prompt=scores_prompt)
+        return CompletionAnswer(asked, self.prompts, request)
 
     def start(self, request: ServedRequest) -> None:
         """Let it run, or wait for its turn. Raises ApiError."""
@@ -156,7 +147,7 @@ class Service:
             len(request.texts),
             request.texts[0].max_tokens,
         )
-        if self.settings.log_prompts:
+        if self._logs_prompts:
             for text in request.texts:
                 log.info("request %d: prompt %r", request.number, self.prompts.text(text.prompt, special=True))
 
@@ -181,18 +172,12 @@ class Service:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
 
-    def _rest_of_context(self, prompt: int, param: str) -> int:
-        if prompt >= self.scheduler.room.context:
-            self.scheduler.check_size(prompt, 1, 1, param)
-        return self.scheduler.room.context - prompt
-
     def _request(
         self,
         asked: Generation,
         prompts: Sequence[Sequence[int]],
         limit: int,
         sampling: Sampling,
-        param: str,
         special: bool = False,
         scores_prompt: bool = False,
     ) -> ServedRequest:
@@ -205,8 +190,6 @@ class Service:
             for number in range(asked.n or 1):
                 own = replace(seeded(sampling, number), script=script)
                 request.add(begun, limit + len(script), self._ends, own, asked.stops)
-        longest = max(len(prompt) for prompt in prompts)
-        self.scheduler.check_size(longest, limit, len(request.texts), param)
         return request
 
 

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""What a server is told when it starts, on the command line or by Ray; and who may use it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,83 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError
+from expertly.options import ADVANCED, MODEL_HELP, LoadOptions, argument, option
 
 MIN_KEY = 16
 """Characters of a key: fewer can be guessed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """`name`: the model's, as clients ask for it. Empty `keys`: nobody is asked for one. `cors`: web sites whose pages
-    may use the server.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
+    name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
+    context: int | None = option(
+        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
+    )
+    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
+    max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
+    kv_tokens: int | None = option(
+        None,
+        "KV cache (default: --max-running texts, at most 32768)",
+        metavar="N",
+        type=int,
+        least=1,
+        panel=ADVANCED,
+    )
+    max_body: int = option(4 << 20, "of a request", metavar="BYTES", least=1, panel=ADVANCED)
+    chat_template: str | None = option(
+        None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
+    )
+    drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
+    cors: str | None = option(
+        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
+    )
+    log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
 
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    @property
+    def served_name(self) -> str:
+        """Of a folder the last part, as no client needs to know where it lies; all of a hub id."""
+        if self.name or self.model is None:
+            return self.name or "demo"
+        path = Path(self.model)
+        return path.resolve().name if path.exists() else self.model
+
+    def template(self) -> str | None:
+        """The text of `chat_template`. Raises ConfigError."""
+        return None if self.chat_template is None else _read("chat_template", self.chat_template)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask. Without keys nobody is asked for one; `origins`: web sites whose pages may."""
+
     keys: tuple[str, ...] = ()
-    max_body_nbytes: int = 4 << 20
-    log_prompts: bool = False
-    drain_s: float = 600.0
-    cors: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(options: ServeOptions, host: str = "127.0.0.1") -> Access:
+        """Raises ConfigError where a key or a site is none, or others could use the server without a key."""
+        keys = () if options.api_key_file is None else _read_keys(options.api_key_file)
+        if not is_loopback(host) and not keys:
+            raise ConfigError(
+                f"host={host!r}: others could reach the server without a key; accepted with --api-key-file FILE, or "
+                "127.0.0.1"
+            )
+        return Access(keys, _origins(options.cors or "", bool(keys)))
 
     @property
     def checks_host(self) -> bool:
         """Without a key, whoever can make a browser here send requests could use the server under another name."""
         return not self.keys
+
+    def knows(self, key: str) -> bool:
+        """In a time that says nothing of the keys: each is compared, and each in full."""
+        given = key.encode("utf-8", "surrogateescape")
+        found = False
+        for one in self.keys:
+            found |= hmac.compare_digest(given, one.encode())
+        return found
 
 
 def is_loopback(host: str) -> bool:
@@ -44,50 +97,32 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_exposure(host: str, keys: tuple[str, ...]) -> None:
-    """Raises ConfigError where others could use the server without a key."""
-    if not is_loopback(host) and not keys:
-        raise ConfigError(
-            f"--host {host}: others could reach the server without a key; give --api-key-file FILE, or --host 127.0.0.1"
-        )
-
-
-def read_origins(text: str | None, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Web sites, parted by commas. Raises ConfigError where one is none, or any page of the web could use the server
-    without a key.
-    """
-    origins = tuple(origin.strip() for origin in (text or "").split(",") if origin.strip())
+def _origins(text: str, has_keys: bool) -> tuple[str, ...]:
+    origins = tuple(origin.strip() for origin in text.split(",") if origin.strip())
     for origin in origins:
-        if origin == "*" and not keys:
-            raise ConfigError("--cors *: any web page could use the server without a key; give --api-key-file FILE too")
+        if origin == "*" and not has_keys:
+            raise ConfigError("cors='*': any web page could use the server without a key; give --api-key-file FILE too")
         if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
-            raise ConfigError(f"--cors {origin}: accepted: * or a web site, as https://example.org")
+            raise ConfigError(f"cors={origin!r}: accepted: * or a web site, as https://example.org")
     return origins
 
 
-def read_keys(path: str | None) -> tuple[str, ...]:
-    """One key a line; empty lines and those that begin with # are left out. Raises ConfigError."""
-    if path is None:
-        return ()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path}: cannot be read: {error}") from None
+def _read_keys(path: str) -> tuple[str, ...]:
+    """One key a line; empty lines and those that begin with # are left out."""
+    lines = _read("api_key_file", path).splitlines()
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"--api-key-file {path}: holds no key; accepted: one key a line")
+        raise ConfigError(f"api_key_file={path!r}: holds no key; accepted: one key a line")
     for number, key in enumerate(keys, 1):
         if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"--api-key-file {path}: key {number}: must be {MIN_KEY} or more letters, digits and signs"
+                f"api_key_file={path!r}: key {number}: must be {MIN_KEY} or more letters, digits and signs"
             )
     return keys
 
 
-def is_known(key: str, keys: tuple[str, ...]) -> bool:
-    """In a time that says nothing of the keys: each is compared, and each in full."""
-    given = key.encode("utf-8", "surrogateescape")
-    found = False
-    for one in keys:
-        found |= hmac.compare_digest(given, one.encode())
-    return found
+def _read(option_name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option_name}={path!r}: cannot be read: {error}") from None

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+import threading
 from collections import deque
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from expertly.serve.memory import MemorySplit
-from expertly.serve.metrics import EngineMetrics, RequestMetrics, rendered
-from expertly.serve.readings import Readings
+from expertly.api import Handle
+from expertly.core.messages import Phase
+from expertly.serve.metrics import EngineMetrics, RequestMetrics, prefetch_accuracy
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.service import About
 
+RECENT_S = 60.0
+"""What "recent" is."""
+
 _RATE_S = 5.0
 """Over how long tokens per second are told."""
+
+_ATTEMPTS = 5
+_FRESH_S = 0.25
+
+_RECENT = ("hits", "partial_hits", "misses", "loaded_nbytes", "stall_ns")
+"""Counters of a layer of which the last minute is told, in the order of their columns."""
+
+Moment = tuple[float, int, npt.NDArray[np.int64]]
+"""When, the tokens computed by then, and the counters of each layer, [L, 5]."""
 
 
 class View:
@@ -26,69 +46,64 @@ class View:
     def __init__(
         self,
         about: About,
-        readings: Readings,
+        loaded: Handle,
         scheduler: RequestScheduler,
         metrics: RequestMetrics,
-        split: MemorySplit,
         now_s: Callable[[], float],
     ) -> None:
         self._about = about
-        self._readings = readings
+        self._loaded = loaded
+        self._executor = loaded.engine.executor
         self._scheduler = scheduler
         self._metrics = metrics
-        self._split = split
         self._now_s = now_s
+        self._lock = threading.Lock()  # of what follows
         self._written: deque[tuple[float, int]] = deque([(now_s(), 0)])
-        metrics.registry.register(EngineMetrics(readings, scheduler, split))
+        self._moments: deque[Moment] = deque()
+        self._stats: tuple[float, dict[str, Any]] | None = None
+        metrics.registry.register(EngineMetrics(self.stats, self.memory, scheduler))
 
     def note(self) -> None:
         """Remember what rates are told from."""
-        self._readings.note()
-        now = self._now_s()
-        self._written.append((now, self._metrics.num_written))
-        while len(self._written) > 2 and now - self._written[1][0] >= _RATE_S:
-            self._written.popleft()
+        now, moment = self._now_s(), self._moment()
+        with self._lock:
+            _keep(self._written, (now, self._metrics.num_written), _RATE_S)
+            _keep(self._moments, moment, RECENT_S)
 
     def metrics(self) -> bytes:
-        return rendered(self._metrics)
+        """As Prometheus reads them."""
+        return generate_latest(self._metrics.registry)
 
     def experts(self) -> dict[str, Any]:
         """How many segments of each expert are there, and how each layer fared of late."""
-        stats = self._readings.stats()
-        seconds, _, recent = self._readings.recent()
+        stats = self.stats()
+        seconds, _, recent = self._recent()
         layers = []
-        for number, (row, tally) in enumerate(zip(self._readings.residency(), recent, strict=True)):
-            decode = stats["layers"][number]["decode"]
+        for number, (row, counts) in enumerate(zip(self._residency(), recent, strict=True)):
+            demands = int(counts[:3].sum())
             layers.append(
                 {
                     "layer": number,
                     "segments_present": row,
-                    "recent_hit_rate": tally.hit_rate,
-                    "recent_demands": tally.demands,
-                    "recent_bytes_loaded": tally.loaded_nbytes,
-                    "recent_stall_s": tally.stall_ns / 1e9,
-                    "hit_rate": decode["hit_rate"],
+                    "recent_hit_rate": int(counts[0]) / demands if demands else None,
+                    "recent_demands": demands,
+                    "recent_bytes_loaded": int(counts[3]),
+                    "recent_stall_s": int(counts[4]) / 1e9,
+                    "hit_rate": stats["layers"][number]["decode"]["hit_rate"],
                 }
             )
-        return {
-            "object": "experts",
-            "system": stats["system"],
-            "segments": stats["segments"],
-            "memory_bytes": stats["memory_bytes"],
-            "expert_bytes": stats["expert_bytes"],
-            "recent_s": seconds,
-            "layers": layers,
-        }
+        told = ("system", "segments", "memory_bytes", "expert_bytes")
+        return {"object": "experts", **{name: stats[name] for name in told}, "recent_s": seconds, "layers": layers}
 
     def state(self) -> dict[str, Any]:
         """The numbers of one look at the server."""
-        stats, scheduler = self._readings.stats(), self._scheduler
-        seconds, tokens, recent = self._readings.recent()
-        demands, hits = sum(one.demands for one in recent), sum(one.hits for one in recent)
-        first_s, first = self._written[0]
+        stats, scheduler = self.stats(), self._scheduler
+        seconds, tokens, recent = self._recent()
+        hits, partial_hits, misses, loaded_nbytes, stall_ns = (int(sum) for sum in recent.sum(axis=0))
+        demands = hits + partial_hits + misses
+        with self._lock:
+            first_s, first = self._written[0]
         passed = self._now_s() - first_s
-        prefetched = sum(one["prefetched"] for one in stats["phases"].values())
-        needed = sum(one["prefetched_needed"] for one in stats["phases"].values())
         return {
             "object": "state",
             "model": self._about.as_dict(),
@@ -106,23 +121,112 @@ class View:
                 "seconds": seconds,
                 "tokens_computed": tokens,
                 "hit_rate": hits / demands if demands else None,
-                "partial_hit_rate": sum(one.partial_hits for one in recent) / demands if demands else None,
-                "stall_share": sum(one.stall_ns for one in recent) / 1e9 / seconds if seconds > 0 else None,
-                "bytes_loaded": sum(one.loaded_nbytes for one in recent),
+                "partial_hit_rate": partial_hits / demands if demands else None,
+                "stall_share": stall_ns / 1e9 / seconds if seconds > 0 else None,
+                "bytes_loaded": loaded_nbytes,
             },
             "history": _history_of(stats),
-            "prefetch_accuracy": needed / prefetched if prefetched else None,
-            "memory": {
-                **self._split.as_dict(),
-                "experts_bytes": stats["memory_bytes"],
-                "experts_resident_bytes": sum(device["resident_bytes"] for device in stats["devices"]),
-                "all_experts_bytes": stats["expert_bytes"],
-                **self._readings.host_memory(),
-            },
+            "prefetch_accuracy": prefetch_accuracy(stats),
+            "memory": self.memory() | {"all_experts_bytes": stats["expert_bytes"]},
         }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by use: as they were divided, and what of the room for experts is taken."""
+        resident = sum(device["resident_bytes"] for device in self.stats()["devices"])
+        return {**self._about.memory, "experts_resident_bytes": resident, **self.host_memory()}
+
+    def host_memory(self) -> dict[str, int]:
+        """Host memory for experts behind the devices, and what of it is taken; empty where there is none."""
+        tiers = [shard.device.tier for shard in self._executor.shards if hasattr(shard.device, "tier")]
+        if not tiers:
+            return {}
+        return {
+            "host_experts_bytes": sum(tier.memory_nbytes for tier in tiers),
+            "host_resident_bytes": sum(tier.resident_nbytes for tier in tiers),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """`expertly.stats(model).as_dict()`, not older than a quarter of a second."""
+        with self._lock:
+            if self._stats is not None and self._now_s() - self._stats[0] < _FRESH_S:
+                return self._stats[1]
+        found: dict[str, Any] = _read(self._loaded.stats.as_dict)
+        with self._lock:
+            self._stats = (self._now_s(), found)
+        return found
+
+    def _residency(self) -> list[list[int]]:
+        """Of each layer, of each expert by its number in the model: how many of its segments are on a device."""
+        placement = getattr(self._executor, "placement", None)
+        rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
+        for number, device in enumerate(self._executor.shards):
+            geometry = device.scheduler.geometry
+            resident = list(device.scheduler.slots.resident)
+            for layer, row in enumerate(rows):
+                first = geometry.first_expert_id(layer)
+                for expert in range(geometry.layers[layer].num_experts):
+                    there = expert if placement is None else placement.shares[number].experts[layer][expert]
+                    row[there] = resident[first + expert].bit_count()
+        return rows
+
+    def _recent(self) -> Moment:
+        """Seconds, tokens computed and counters of the layers over at most the last minute."""
+        now_s, tokens, layers = now = self._moment()
+        with self._lock:
+            first_s, first_tokens, first_layers = self._moments[0] if self._moments else now
+        return now_s - first_s, tokens - first_tokens, layers - first_layers
+
+    def _moment(self) -> Moment:
+        engine = self._loaded.engine
+
+        def counted() -> npt.NDArray[np.int64]:
+            both = (
+                [self._executor.layer_counters(layer).of(phase) for phase in Phase]
+                for layer in range(self._executor.geometry.num_layers)
+            )
+            return np.array([[sum(getattr(one, name) for one in phases) for name in _RECENT] for phases in both])
+
+        return self._now_s(), engine.num_prefill_tokens + engine.num_decode_tokens, _read(counted)
+
+
+def _keep(noted: deque[Any], last: Any, seconds: float) -> None:
+    """Those of so many seconds, and the last one before."""
+    noted.append(last)
+    while len(noted) > 2 and last[0] - noted[1][0] >= seconds:
+        noted.popleft()
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """While a forward pass may be counting: a dictionary may grow while it is read; the next attempt finds it still."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return read()
+        except RuntimeError:
+            continue
+    return read()
 
 
 def _history_of(stats: dict[str, Any]) -> str | None:
     """Whether what it predicts by, or else evicts by, is from earlier runs; None where it learns neither."""
     told = [one["history"] for one in (stats["prediction"], stats["reuse"]) if one is not None]
     return next((history for history in told if history is not None), None)
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def dashboard_page() -> tuple[str, dict[str, str]]:
+    """HTML, and headers by which nothing runs but its own script, which may ask nobody but its server."""
+    html = resources.files("expertly").joinpath("data/dashboard/index.html").read_text(encoding="utf-8")
+    script, style = (_hash_of(html, tag) for tag in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+
+
+def _hash_of(html: str, tag: str) -> str:
+    """Of the page's one element of that name, as a browser takes it."""
+    (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

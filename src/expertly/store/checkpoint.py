@@ -146,21 +146,28 @@ _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 _FEW = 256
 """Layers or experts that are built in no time, whatever tensors there are."""
 
+_MOST_WITHOUT_WEIGHTS = 1024
+"""The same where there is a config alone: twice what released models have."""
+
 
 def check_claims(
-    path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], failure: type[ExpertlyError]
+    path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None, failure: type[ExpertlyError]
 ) -> None:
     """Refuse, before a model is built of it, a config with far more layers or experts than there are tensors for.
 
-    `shapes`: of all tensors. As many parts are accepted as there are numbers in their names, or as the tensors of many
-    experts hold. Raises `failure` naming the field.
+    `shapes`: of all tensors; None where there is a config alone. As many parts are accepted as there are numbers in
+    their names, or as the tensors of many experts hold. Raises `failure` naming the field.
     """
-    numbers = {number for name in shapes for number in _NUMBER.findall(name)}
-    stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and ("expert" in name or "moe" in name))
-    most = max(_FEW, len(numbers), *stacked)
+    if shapes is None:
+        most, accepted = _MOST_WITHOUT_WEIGHTS, f"accepted without weights: at most {_MOST_WITHOUT_WEIGHTS}"
+    else:
+        numbers = {number for name in shapes for number in _NUMBER.findall(name)}
+        stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and ("expert" in name or "moe" in name))
+        most = max(_FEW, len(numbers), *stacked)
+        accepted = f"there are tensors for {most} at most"
     for field, value in _counts(config):
         if value > most:
-            raise failure(f"{path}: {field}={value}: there are tensors for {most} at most")
+            raise failure(f"{path}: {field}={value}: {accepted}")
 
 
 def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -259,9 +260,12 @@ def _chunks(path: Path, is_read_again: bool = False) -> Iterator[memoryview]:
 
 def _check_size(path: Path, nbytes: int) -> None:
     try:
-        size = path.stat().st_size
+        about = path.stat()
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}); remove the store and pack again") from None
+    if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for ever
+        raise StoreError(f"{path}: must be a file; remove the store and pack again")
+    size = about.st_size
     if size != nbytes:
         what = "truncated" if size < nbytes else "changed"
         raise StoreError(

@@ -104,11 +104,12 @@ class FirstReads:
         block = self.block_nbytes
         return self._is_known[expert].find(0, first // block, -(-(first + nbytes) // block)) < 0
 
-    def check(self, expert: int, first: int, view: memoryview) -> None:
+    def check(self, expert: int, first: int, view: memoryview) -> int:
         """`view` has been read from byte `first` of an expert. A block that only begins or ends in it is read again as
-        a whole. Raises TransferError naming file, layer, expert and segment where one is not what was packed.
+        a whole: the bytes of these. Raises TransferError naming file, layer, expert and segment where one is not what
+        was packed.
         """
-        is_known, block = self._is_known[expert], self.block_nbytes
+        is_known, block, again_nbytes = self._is_known[expert], self.block_nbytes, 0
         for number in range(first // block, -(-(first + len(view)) // block)):
             if is_known[number]:
                 continue
@@ -117,6 +118,7 @@ class FirstReads:
             if begin < 0 or len(part) < block:
                 part = memoryview(bytearray(block))
                 self._file.read_into(self._begin + expert * self._expert_nbytes + number * block, [part])
+                again_nbytes += block
             found, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
             if found != packed:
                 one, last = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
@@ -126,3 +128,4 @@ class FirstReads:
                     f"it was packed with {packed:016x}: damaged; remove the store and pack again"
                 )
             is_known[number] = 1
+        return again_nbytes

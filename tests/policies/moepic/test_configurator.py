@@ -116,12 +116,6 @@ def test_memory_goes_where_predictions_fail() -> None:
         assert abs(budgets[1] - budgets[3]) <= 8
 
 
-def test_useless_predictions_everywhere_and_equal_layers_stay_equal() -> None:
-    shape = shape_of(4, experts=16, top_k=2, segments=4)
-    found = configure(shape, [64], [useless(16, 2)] * 4, Timing.of(shape, **TIMES))
-    assert [(one.kept_experts, one.kept_segments) for one in found.plan.layers] == [(4, 4)] * 4
-
-
 def test_more_memory_never_waits_longer() -> None:
     rates = [useless(8, 2, 0.6), gathered(5, 8), useless(8, 2, 0.9), perfect(8, 2, 0.7 ** np.arange(8))]
     shape = shape_of(4, experts=8, top_k=2, segments=2)
@@ -184,13 +178,3 @@ def test_what_does_not_fit_together_is_said() -> None:
 def test_half_of_each_expert(budget: int, segments: int, kept: tuple[int, int]) -> None:
     (split,) = uniform_plan(shape_of(1, experts=8, segments=segments, width=12), [budget]).layers
     assert (split.kept_experts, split.kept_segments, split.budget_segments) == (*kept, budget)
-
-
-def test_the_plan_without_a_configurator() -> None:
-    plan = uniform_plan(shape_of(3), [26])
-    assert [(one.kept_experts, one.kept_segments, one.budget_segments) for one in plan.layers] == [
-        (4, 2, 9),
-        (4, 2, 9),
-        (4, 2, 8),
-    ]
-    assert plan.free_segments == (2,)

@@ -17,7 +17,6 @@ from expertly.policies.allocation.moepic import (
     SplitOptions,
     Timing,
 )
-from expertly.policies.allocation.uniform import uniform_shares
 from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
 
@@ -48,17 +47,6 @@ def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
     assert split.shares([20]) == [8, 6, 6]
     assert split.shares([25]) == [10, 9, 6]
     assert split.tops([10, 9, 6]) == [3, 3, 3]
-
-
-def test_a_layer_that_keeps_some_of_every_expert_keeps_more_of_each() -> None:
-    split = SplitExperts(SHAPE, SplitOptions(0.25))
-    assert split.shares([75]) == [25, 25, 25] and split.tops([25, 25, 25]) == [3, 3, 3]
-    assert split.shares([96]) == [32, 32, 32] and split.tops([32, 32, 32]) == [4, 4, 4]
-
-
-def test_whole_experts_are_shared_out_as_always() -> None:
-    for slots in range(97):
-        assert SplitExperts(SHAPE, SplitOptions(1.0)).shares([slots]) == uniform_shares(SHAPE, [slots])
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.8])

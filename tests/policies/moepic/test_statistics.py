@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerRates, LayerStatistics
 from tests.policies.moepic.builders import learn, routing
 
@@ -76,15 +75,6 @@ def test_rates_are_as_defined(experts: int, top_k: int, rows: list[int], half_li
     assert layer.num_tokens == sum(rows)
 
 
-def test_without_predictions_only_the_cache_is_counted() -> None:
-    needed, predicted = routing(3, 80, 8, 2, noise=1.0)
-    with_some, never = LayerStatistics(8), LayerStatistics(8)
-    learn(with_some, needed, predicted)
-    learn(never, needed)
-    assert (never.rates().hits == with_some.rates().hits).all()
-    assert not never.rates().accuracy.any() and not never.rates().predicted_hits.any()
-
-
 def test_nothing_observed_is_all_0_and_rates_do_not_change_afterwards() -> None:
     layer = LayerStatistics(4)
     before = layer.rates()
@@ -128,9 +118,3 @@ def test_a_short_memory_stays_exact_for_ever() -> None:
     learn(layer, needed, predicted)
     passes = [(needed[t : t + 1], predicted[t : t + 1]) for t in range(1500)]
     assert_equal(layer.rates(), defined(passes, 6, 5.0))
-
-
-@pytest.mark.parametrize("half_life", [0, float("nan")])
-def test_a_half_life_must_be_above_0(half_life: float) -> None:
-    with pytest.raises(ConfigError, match=r"half_life=.*: must be above 0 tokens"):
-        LayerStatistics(4, half_life)

@@ -15,7 +15,7 @@ from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerRates, Timing
 from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
 from expertly.policies.allocation.moepic.timing import Parts
-from tests.policies.moepic.builders import gathered, perfect, rates_of, shape_of
+from tests.policies.moepic.builders import gathered, rates_of, shape_of
 
 TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
 
@@ -206,53 +206,6 @@ def test_with_spans_that_cost_something_every_budget_gets_the_best_of_all_splits
             assert chosen[0] * chosen[1] <= budget
             assert curve.exposed_ns[budget] == pytest.approx(of[chosen], abs=1e-3)
             assert of[chosen] == pytest.approx(min(cost for (c, s), cost in of.items() if c * s <= budget), abs=1e-3)
-
-
-def test_spans_that_cost_more_than_they_spare_are_not_made() -> None:
-    """As below, where an eighth of all experts is best: from some cost of a span on, four whole ones are kept."""
-    ranks = np.zeros((32, 32))
-    ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
-    rates, found = rates_of(ranks, (np.arange(32) < 2).astype(float)), []
-    for span_ns in (0, 1, 20_000):
-        curve = problem_of(rates, 2, 8, span_ns=span_ns).curve(0.9 * LOAD_NS)
-        found.append(kept(curve, 32))
-    assert found == [(32, 1), (32, 1), (4, 8)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_more_memory_and_more_time_never_load_less(seed: int) -> None:
-    rates = gathered(seed, 16, 3)
-    problem = problem_of(rates, 3, 4)
-    before = np.zeros(16 * 4 + 1)
-    for window in np.linspace(0, 6, 25):
-        loaded = problem.curve(window * LOAD_NS).loaded
-        assert (np.diff(loaded) >= 0).all()
-        assert (loaded >= before - 1e-9).all()
-        assert loaded.max() <= 3
-        before = loaded
-
-
-def test_equal_ones_keep_more_of_what_is_needed_in_less_memory() -> None:
-    """All is prefetched in time: m is K whatever is kept, and what is kept need not be moved."""
-    problem = problem_of(perfect(8, 2), 2, 4)
-    curve = problem.curve(10 * LOAD_NS)
-    assert (curve.loaded == 2).all()
-    assert kept(curve, 0)[0] == 0
-    for budget in range(1, 33):
-        # Hits are in proportion to what is kept: as much as whole numbers of equal parts allow.
-        used = {(c, s): c * s for c in range(1, 9) for s in range(1, 5) if c * s <= budget}
-        assert kept(curve, budget) == min(
-            (split for split, num in used.items() if num == max(used.values())), key=lambda split: split[0]
-        )
-
-
-def test_a_prefetch_that_just_fits_is_made() -> None:
-    rates = perfect(10, 3)
-    problem = problem_of(rates, 3, 10)
-    for experts in range(1, 11):
-        taken = sum(1 - rates.predicted_hits[y, experts] * 0.3 for y in range(2))
-        loaded = loaded_with(problem, experts, 3, taken * LOAD_NS)
-        assert loaded == pytest.approx(3 * rates.hits[experts] * 0.3 + taken)
 
 
 def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:

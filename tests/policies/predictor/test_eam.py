@@ -170,14 +170,6 @@ def test_predictions_are_the_papers(distance: int, matches: int) -> None:
             assert all(number == round(number, 6) for number in said)
 
 
-def test_prompts_and_answers_are_predicted_from_their_own_collections() -> None:
-    dice, eam = np.random.default_rng(5), EAM(SHAPE)
-    one_pass(eam, [1] * 3, choices(dice, 3), is_prefill=True)
-    one_pass(eam, [2] * 3, choices(dice, 3), is_prefill=True)
-    assert any(one_pass(eam, [3] * 2, choices(dice, 2), is_prefill=True))
-    assert not any(one_pass(eam, [3], choices(dice, 1))), "nothing is known of answers"
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -233,15 +225,3 @@ def test_a_store_of_another_capacity_is_cut_and_of_another_model_refused() -> No
     assert same.learned is eam.learned
     with pytest.raises(ConfigError, match="activation matrices: are of another model"):
         eam.adopt(Matrices(ModelShape((4,), (2,))))
-
-
-def test_its_work_is_counted() -> None:
-    """A layer of K experts reads K rows of the collection, and the cosines."""
-    dice, eam = np.random.default_rng(9), EAM(SHAPE)
-    for number in range(11):
-        one_pass(eam, [number], choices(dice, 1))
-    list(eam.begin_iteration(Began(np.array([99]), np.zeros(1, np.bool_))))
-    before = eam.work.num_calls, eam.work.flops
-    list(eam.router_ran(routed(0, choices(dice, 1)[:, 0])))
-    assert eam.work.num_calls == before[0] + 1
-    assert eam.work.flops == before[1] + 2 * 11 * (TOP_K + 2)

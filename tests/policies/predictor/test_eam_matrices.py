@@ -7,7 +7,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.eam.matrices import DEFAULT_CAPACITY, MAX_COUNT, Collection, Match, Matrices
+from expertly.policies.predictor.eam.matrices import MAX_COUNT, Collection, Match, Matrices
 from tests.policies.predictor.naive import LAYERS, SHAPE, NaiveCollection, choices, cosine, matrix_of
 
 
@@ -16,13 +16,6 @@ def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
     for _ in range(num):
         collection.add(matrix_of(choices(dice, 3)))
     return collection
-
-
-def test_the_papers_capacity_and_a_request_without_tokens() -> None:
-    collection = Collection(SHAPE)
-    assert DEFAULT_CAPACITY == collection.capacity == Matrices(SHAPE).decode.capacity == 120
-    collection.add(np.zeros((5, 7), np.int64))
-    assert (collection.num_matrices, collection.generation) == (0, 0)
 
 
 def test_counts_that_float32_cannot_count_are_taken_for_the_most_it_can() -> None:
@@ -108,23 +101,6 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
                 assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
                 best = max(cosine(running[seen], matrix[seen]) for matrix in naive.matrices)
                 assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
-
-
-def test_many_experts_at_once_are_counted_as_one_by_one() -> None:
-    """A prompt that chose most experts of a wide layer, in one product."""
-    dice = np.random.default_rng(0)
-    collection = Collection(ModelShape((64, 60), (4, 4)), 9)
-    for _ in range(9):
-        matrix = dice.integers(0, 5, (2, 64))
-        matrix[1, 60:] = 0
-        collection.add(matrix)
-    row = dice.integers(0, 900, 64)
-    match = Match(collection)
-    match.observe(0, counts_of(row))
-    found = match.nearest(1)
-    assert found is not None
-    cosines = [cosine(row, matrix[0]) for matrix in collection.matrices]
-    assert found.slots == (int(np.argmax(cosines)),) and found.cosine == pytest.approx(max(cosines), abs=1e-6)
 
 
 def test_of_equal_ones_the_newest_are_nearest_wherever_they_lie() -> None:

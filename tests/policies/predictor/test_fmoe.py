@@ -84,16 +84,6 @@ def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers
     assert FMoE(geometry(layers=1, experts=EXPERTS, top_k=TOP_K), 3).learned.semantic_weight == 1.0
 
 
-def test_an_empty_store_predicts_nothing_and_the_pass_fills_it() -> None:
-    predictor = FMoE(SHAPE, 2)
-    rows = Rows(3, 1)
-    assert run(predictor, rows) == []
-    assert predictor.learned.num_maps == 1
-    again = run(predictor, rows)
-    assert [one.confidence for one in again] == pytest.approx([1] * LAYERS, abs=1e-5)
-    assert all(one.experts == rows.chosen[0, one.layer].tolist() for one in again)
-
-
 @pytest.mark.parametrize("mode", ["delta", "top-k"])
 def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> None:
     predictor = learned(2, select=mode)
@@ -223,14 +213,6 @@ def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_
     assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
     found = run(begun(predictor.learned, 1, semantic=semantic), rows, stack=ENCODER)
     assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
-
-
-def test_without_a_map_of_the_stack_nothing_is_predicted() -> None:
-    predictor = FMoE(SHAPE, 2)
-    run(predictor, Rows(1, 4), stack=ENCODER)
-    assert run(predictor, Rows(1, 1), stack=DECODER) == []
-    facts = predictor.facts()
-    assert (facts["semantic_searches"], facts["trajectory_searches"]) == (0, 0)
 
 
 def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() -> None:

@@ -78,16 +78,6 @@ def test_known_cosines_change_nothing_but_the_work() -> None:
             assert (told.state()[name] == array).all(), name
 
 
-def test_of_equally_redundant_maps_the_oldest_goes() -> None:
-    dice = np.random.default_rng(4)
-    store = MapStore(SHAPE, 40)
-    scores = np.repeat(random_scores(dice, 1, LAYERS, EXPERTS), 40, axis=0)
-    store.add(scores, top(scores, TOP_K), np.arange(40))
-    for request in range(40, 120):
-        store.add(scores[:1], top(scores[:1], TOP_K), np.array([request]))
-        assert born_of(store) == list(range(request - 39, request + 1))
-
-
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_request_fills_no_more_than_its_quota(size: int) -> None:
     dice = np.random.default_rng(5)
@@ -143,13 +133,6 @@ def test_extending_a_smaller_store_keeps_what_the_equations_keep() -> None:
     for slot in range(20):
         naive.add(store.maps[:, slot], slot, store.embeddings[slot])
     assert sorted(small.requests.tolist()) == sorted(row[1] for row in naive.rows)
-
-
-def test_bytes_are_those_of_the_arrays() -> None:
-    store = filled()
-    assert store.embeddings is not None
-    assert (store.maps.nbytes, store.embeddings.nbytes) == MapStore.nbytes_of(SHAPE, 30, HIDDEN)
-    assert MapStore.nbytes_of(ModelShape((60,) * 24, (4,) * 24), 1000, 2048) == (5_760_000, 8_192_000)
 
 
 @pytest.mark.parametrize(

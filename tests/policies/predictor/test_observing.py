@@ -64,12 +64,6 @@ def test_lookahead_looks_as_far_as_it_is_shown() -> None:
     assert ahead.work.num_calls == 2 and ahead.work.read_nbytes == 2 * 6 * 4
 
 
-def test_lookahead_of_many_rows_is_all_of_theirs() -> None:
-    (prediction,) = predictor("lookahead").router_ran(looks(0, [NEXT], [[0, 0.3, 0, 0.7, 0, 0]]))
-    assert prediction.experts == [3, 1, 2]
-    assert prediction.scores == pytest.approx([0.7, 0.5, 0.4])
-
-
 def test_the_width_is_a_choice_and_what_is_impossible_is_not_named() -> None:
     (wide,) = predictor("lookahead", width="5").router_ran(looks(0, [NEXT]))
     assert wide.experts == [1, 2, 0]
@@ -194,24 +188,6 @@ def test_a_new_request_has_what_is_popular_until_it_has_chosen() -> None:
     list(counts.router_ran(chose(0, [3, 4])))
     assert said(counts.begin_iteration(began(1))) == {(0, 1): [3, 4]}
     assert said(counts.begin_iteration(began(2))) == {(0, 1): [2, 5]}
-
-
-def test_without_a_training_part_what_others_have_asked_for_is_popular() -> None:
-    counts = predictor("counts")
-    assert said(counts.begin_iteration(began(1))) == {}
-    list(counts.router_ran(chose(0, [3, 4])))
-    assert said(counts.begin_iteration(began(2))) == {(0, 1): [3, 4]}
-
-
-def test_a_request_that_was_left_out_is_forgotten() -> None:
-    counts = predictor("counts")
-    list(counts.begin_iteration(began(1)))
-    list(counts.router_ran(chose(0, [5, 4])))
-    for _ in range(3):
-        list(counts.begin_iteration(began(2)))
-        list(counts.router_ran(chose(0, [0, 1])))
-    assert counts.facts() == {"requests": 1}
-    assert said(counts.begin_iteration(began(1))) == {(0, 1): [0, 1]}, "as a new one: the popular"
 
 
 def test_a_batch_is_all_of_its_requests_each_with_its_own() -> None:

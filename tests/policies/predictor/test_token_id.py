@@ -59,15 +59,6 @@ def test_of_an_id_that_is_not_known_the_most_popular(token: int) -> None:
     assert said(one.begin_iteration(began(token))) == {(0, 1): [0, 1], (1, 2): [3, 2], (2, 3): [5, 4]}
 
 
-def test_rows_are_asked_each_for_itself() -> None:
-    one = token_id()
-    run(one, [7, 8, 8], [[0, 1], [2, 3], [2, 4]], [[0, 1]] * 3, [[0, 1]] * 3)
-    (first, *_) = one.begin_iteration(began(8, 7, 7))
-    assert first.experts == [0, 1, 2, 3] and first.scores == pytest.approx([0.5, 0.5, 0.5, 0.25])
-    (first, *_) = one.begin_iteration(began(8, 99))
-    assert first.experts == [2, 3, 0], "the popular of the row that is not known: 2 and 0, once each of two"
-
-
 @pytest.mark.parametrize(("distance", "when_it_begins", "later"), [(1, [(0, 1)], {0: (1, 1), 1: (2, 1)}),
                                                                   (2, [(0, 1), (1, 2)], {0: (2, 2)})])  # fmt: skip
 def test_with_a_distance_a_layer_is_named_when_it_is_so_far_ahead(distance: int, when_it_begins, later) -> None:
@@ -120,14 +111,6 @@ def test_it_is_filled_from_a_training_part_and_learns_on() -> None:
     for _ in range(2):
         run(one, [7], [[3, 4]], [[2, 3]], [[4, 5]])
     assert said(one.begin_iteration(began(7)))[0, 1] == [3, 4]
-
-
-def test_work_is_counted_by_what_is_read() -> None:
-    one = token_id()
-    run(one, [7], [[0, 1]], [[2, 3]], [[4, 5]])
-    calls, nbytes = one.work.num_calls, one.work.read_nbytes
-    list(one.begin_iteration(began(7, 7, 7)))
-    assert one.work.num_calls - calls == 3 and one.work.read_nbytes - nbytes == 3 * 6 * 4, "an id is looked up once"
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
