@@ -112,7 +112,7 @@ def entropy(lab: Lab) -> Finding:
     return lab.finding(f"{setting}their sum", tables, checks)
 
 
-# -- 4, 13: how many layers ahead ----------------------------------------------------------------------------------
+# -- 4: how many layers ahead --------------------------------------------------------------------------------------
 
 
 @experiment("fmoe:4", most=1)
@@ -166,38 +166,6 @@ def distance_hits(lab: Lab) -> Finding:
         ),
     ]
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Hit rate of decode", columns, cells)], checks)
-
-
-@experiment("fmoe:13", most=1)
-def distance_times(lab: Lab) -> Finding:
-    """TTFT and TPOT by prefetch distance
-
-    Below d = 3 matching and prefetching are not hidden, above it hit rates fall: latency is least near d = 3, for
-    all three models.
-    """
-    runs = lab.runs(HARDWARE)
-    found = {d: runs.row(f"fmoe:distance={d}") for d in DISTANCES}
-    at = min(found, key=lambda d: found[d].tpot_s)
-
-    def why() -> str:
-        near, far = found[DISTANCES[0]], found[DISTANCES[-1]]
-        begins = (
-            f"at d = 1 {near['predictions_late']} predictions come late and {near['timeliness']:.1%} of what is needed "
-            f"of the prefetched is there in time, at d = {DISTANCES[-1]} {far['predictions_late']} and "
-            f"{far['timeliness']:.1%}"
-        )
-        if at != DISTANCES[0]:
-            return begins
-        ends = f"what a longer lead gains is less than what wrong guesses cost: {of_time(far, near)}"
-        return f"matching is fast here, so a distance of 1 hides it: {begins}; {ends}"
-
-    named = {f"d={d}": row for d, row in found.items()}
-    checks = [
-        rules.between("TPOT is a U: least between the ends", TPOT.values(named), why, unit="ms"),
-        TPOT.best("d = 3 is best, or near it", named, "d=3", why, slack=0.02),
-    ]
-    table = table_of("fMoE by prefetch distance", found, TTFT, TPOT, HITS, LATE, IN_TIME, key="d")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
 
 
 # -- 8: does a similar map mean that what it names is needed? --------------------------------------------------------
@@ -413,12 +381,44 @@ def eviction(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs, "25%"), [table_of(title, rows, HITS, TPOT, LOADED, key="what goes")], checks)
 
 
-# -- 14a, 16: how many maps are kept, what that is worth, and what it takes ------------------------------------------
+# -- 13: by prefetch distance ----------------------------------------------------------------------------------------
+
+
+@experiment("fmoe:13", most=1)
+def distance_times(lab: Lab) -> Finding:
+    """TTFT and TPOT by prefetch distance
+
+    Below d = 3 matching and prefetching are not hidden, above it hit rates fall: latency is least near d = 3, for
+    all three models.
+    """
+    runs = lab.runs(HARDWARE)
+    found = {d: runs.row(f"fmoe:distance={d}") for d in DISTANCES}
+    at = min(found, key=lambda d: found[d].tpot_s)
+
+    def why() -> str:
+        near, far = found[DISTANCES[0]], found[DISTANCES[-1]]
+        begins = (
+            f"at d = 1 {near['predictions_late']} predictions come late and {near['timeliness']:.1%} of what is needed "
+            f"of the prefetched is there in time, at d = {DISTANCES[-1]} {far['predictions_late']} and "
+            f"{far['timeliness']:.1%}"
+        )
+        if at != DISTANCES[0]:
+            return begins
+        ends = f"what a longer lead gains is less than what wrong guesses cost: {of_time(far, near)}"
+        return f"matching is fast here, so a distance of 1 hides it: {begins}; {ends}"
+
+    named = {f"d={d}": row for d, row in found.items()}
+    checks = [
+        rules.between("TPOT is a U: least between the ends", TPOT.values(named), why, unit="ms"),
+        TPOT.best("d = 3 is best, or near it", named, "d=3", why, slack=0.02),
+    ]
+    table = table_of("fMoE by prefetch distance", found, TTFT, TPOT, HITS, LATE, IN_TIME, key="d")
+    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+
+
+# -- 14a: how many maps are kept, and what that is worth --------------------------------------------------------------
 
 CAPACITIES = (125, 250, 500, 1000, 1500, 2000)
-MODELS = ("mixtral-8x7b", "qwen1.5-moe", "phi-3.5-moe")
-STORES = (1000, 2000, 4000, 8000, 16000, 32000)
-MOST_NBYTES = 200e6
 
 
 def _score(kind: str, row: Row) -> float | None:
@@ -453,35 +453,6 @@ def capacity(lab: Lab) -> Finding:
         checks.append(rules.below(claim, {"1000 to 2000": late, "500 to 1000": early}, why))
     table = table_of("By capacity of the store", found, *metrics, HITS, TPOT, key="maps")
     return lab.finding(lab.setting(runs, "25%"), [table], checks)
-
-
-@experiment("fmoe:16", most=1)
-def memory(lab: Lab) -> Finding:
-    """Memory of the map store
-
-    From 1K to 32K maps Qwen1.5-MoE takes the most, and all three models less than 200 MB at 32K.
-    """
-    sizes_of = {name: read_geometry(name).layers for name in MODELS}
-    shapes = {name: ModelShape.of(Geometry(layers)) for name, layers in sizes_of.items()}
-    cells: list[tuple[Cell, ...]] = []
-    largest = {}
-    for name in MODELS:
-        sizes = [MapStore.nbytes_of(shapes[name], num, sizes_of[name][0].hidden_size) for num in STORES]
-        cells += [(f"{name}: maps", *(one[0] for one in sizes)), (f"{name}: embeddings", *(one[1] for one in sizes))]
-        largest[name] = float(sizes[-1][0])
-    said = ", ".join(f"{name}: {shape.num_layers} layers of {shape.max_experts}" for name, shape in shapes.items())
-    checks = [
-        rules.best("Qwen1.5-MoE's maps take the most memory", largest, "qwen1.5-moe", said, lowest=False, unit="MB"),
-        rules.everywhere(
-            "32K maps take less than 200 MB",
-            {name: value < MOST_NBYTES for name, value in largest.items()},
-            "maps at 32 000 below 200 MB",
-            "maps are float32 in memory, so that matching is a BLAS product",
-        ),
-    ]
-    table = FindingTable.of("Memory of a full store", {"": "", **{f"{num} maps": "MB" for num in STORES}}, cells)
-    notes = ["maps alone, as in the paper; the embeddings beside them are on a line of their own"]
-    return lab.finding("no trace: sizes of the papers' models", [table], checks, notes)
 
 
 # -- 14b: several requests at once ---------------------------------------------------------------------------------
@@ -574,6 +545,42 @@ def breakdown(lab: Lab) -> Finding:
     note += "" if row.asking_s else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it"
     columns = {"": "", "where": "", "an iteration": "ms", "of its time": "share"}
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Of all iterations", columns, rows)], checks, [note])
+
+
+# -- 16: what the maps take -------------------------------------------------------------------------------------------
+
+MODELS = ("mixtral-8x7b", "qwen1.5-moe", "phi-3.5-moe")
+STORES = (1000, 2000, 4000, 8000, 16000, 32000)
+MOST_NBYTES = 200e6
+
+
+@experiment("fmoe:16", most=1)
+def memory(lab: Lab) -> Finding:
+    """Memory of the map store
+
+    From 1K to 32K maps Qwen1.5-MoE takes the most, and all three models less than 200 MB at 32K.
+    """
+    sizes_of = {name: read_geometry(name).layers for name in MODELS}
+    shapes = {name: ModelShape.of(Geometry(layers)) for name, layers in sizes_of.items()}
+    cells: list[tuple[Cell, ...]] = []
+    largest = {}
+    for name in MODELS:
+        sizes = [MapStore.nbytes_of(shapes[name], num, sizes_of[name][0].hidden_size) for num in STORES]
+        cells += [(f"{name}: maps", *(one[0] for one in sizes)), (f"{name}: embeddings", *(one[1] for one in sizes))]
+        largest[name] = float(sizes[-1][0])
+    said = ", ".join(f"{name}: {shape.num_layers} layers of {shape.max_experts}" for name, shape in shapes.items())
+    checks = [
+        rules.best("Qwen1.5-MoE's maps take the most memory", largest, "qwen1.5-moe", said, lowest=False, unit="MB"),
+        rules.everywhere(
+            "32K maps take less than 200 MB",
+            {name: value < MOST_NBYTES for name, value in largest.items()},
+            "maps at 32 000 below 200 MB",
+            "maps are float32 in memory, so that matching is a BLAS product",
+        ),
+    ]
+    table = FindingTable.of("Memory of a full store", {"": "", **{f"{num} maps": "MB" for num in STORES}}, cells)
+    notes = ["maps alone, as in the paper; the embeddings beside them are on a line of their own"]
+    return lab.finding("no trace: sizes of the papers' models", [table], checks, notes)
 
 
 # -- not in the paper: where prefetching pays, and when an empty store is worth having -------------------------------
