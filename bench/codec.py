@@ -99,7 +99,7 @@ def serve(arguments: dict[str, Any]) -> None:
         memory=arguments["memory"],
         segments=arguments["segments"],
         codec=arguments["codec"],
-        maps="off",
+        learned="off",
         device="cpu",
     )
     rate = disk_rate_of(path for path, _ in handle(model).store.extents)

@@ -61,7 +61,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         segments=arguments["segments"],
         device="cpu",
         codec="none",
-        maps="off",
+        learned="off",
     )
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (1, arguments["tokens"] + 9), generator=torch.Generator().manual_seed(0))

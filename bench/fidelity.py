@@ -51,7 +51,7 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
         system=system,
         segments=arguments["segments"],
         codec=arguments["codec"],
-        maps="off",
+        learned="off",
     )
     times: list[float] = []
     with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():

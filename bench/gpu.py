@@ -70,7 +70,13 @@ def main() -> None:
     expert_nbytes = None
     for system, memory, segments in configurations:
         model, _ = expertly.load(
-            str(folder), system=system, memory=memory, segments=segments, device="cuda", host_memory="100%", maps="off"
+            str(folder),
+            system=system,
+            memory=memory,
+            segments=segments,
+            device="cuda",
+            host_memory="100%",
+            learned="off",
         )
         decode(model, ids, args.tokens)  # fills the host tier
         before = expertly.stats(model).as_dict()["phases"]["decode"]

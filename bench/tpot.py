@@ -102,12 +102,12 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     settings = {"memory": arguments["memory"], "segments": arguments["segments"], "device": "cpu"}
     names = arguments["systems"]
     models = {}
-    beside, _ = expertly.load(arguments["model"], system="lru", maps="off", **settings)
+    beside, _ = expertly.load(arguments["model"], system="lru", learned="off", **settings)
     for name in names:
         system, _, matcher = name.partition("@")
         weights = predictor_of(beside, arguments["scratch"]) if get_system(system).prediction == "learned" else "auto"
         models[name], _ = expertly.load(
-            arguments["model"], system=system, maps="off", matcher=matcher or "auto", predictor=weights, **settings
+            arguments["model"], system=system, learned="off", predict=matcher or "auto", predictor=weights, **settings
         )
         prefetching = handle(models[name]).engine.prefetching
         if prefetching is not None:

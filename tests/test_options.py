@@ -9,7 +9,7 @@ import torch
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.options import LOAD_OPTIONS, LoadOptions
+from expertly.options import LOAD_OPTIONS, LoadOptions, names_of_today
 from tests.command_lines import parse
 
 
@@ -23,7 +23,7 @@ def test_the_command_line_has_the_same_names_and_defaults():
     for command in ("run", "serve", "lab trace record"):
         given = parse(command.split() + ["--prompts", "x", "--out", "y"] * ("record" in command))
         for name, one in LOAD_OPTIONS.items():
-            assert given[name] == one.default or (command, name) == ("lab trace record", "maps")
+            assert given[name] == one.default or (command, name) == ("lab trace record", "learned")
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,10 @@ def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"matcher": "soon"}, "matcher='soon'.*auto, thread, inline"),
+        ({"predict": "soon"}, "predict='soon'.*auto, thread, inline"),
         ({"memory": "25%", "total_memory": "8GiB"}, "memory='25%' and total_memory='8GiB'.*one of the two"),
         ({"segments": 0}, "segments=0.*from 1"),
         ({"segments": True}, "segments=True.*from 1"),
-        *(({"compressed": value}, "compressed=.*codec='planes'.*memory=") for value in ("30%", 0.3, "device", "")),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str):
@@ -49,9 +48,20 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str
         LoadOptions(**options)
 
 
-@pytest.mark.parametrize("value", [None, 0, "0", "auto"])
-def test_not_asking_for_experts_compressed_in_memory_is_no_error(value: object):
-    LoadOptions(compressed=value)
+@pytest.mark.parametrize("value", ["30%", 0.3, "device", ""])
+def test_an_option_that_has_gone_says_what_to_use(value: object):
+    with pytest.raises(ConfigError, match=r"compressed=.*codec='planes'.*memory="):
+        expertly.load("no-such-folder", compressed=value)
+
+
+def test_options_are_taken_under_the_names_that_they_had():
+    told = names_of_today({"maps": "off", "ring": 2, "matcher": "inline", "compressed": "auto", "memory": "25%"})
+    options = LoadOptions(**told)
+    assert (options.learned, options.staging_slots, options.predict, options.memory) == ("off", 2, "inline", "25%")
+    given = parse(["run", "--maps", "off", "--ring=2", "--memory", "25%", "--matcher", "inline", "--compressed", "0"])
+    assert {name: given[name] for name in told} == told
+    with pytest.raises(ConfigError, match="maps='off': is called learned now"):
+        names_of_today({"maps": "off", "learned": "auto"})
 
 
 def test_an_option_that_there_is_not():

@@ -13,7 +13,7 @@ def record_routing(model: Path, requests: list[dict[str, Any]], folder: Path) ->
     import expertly
     from expertly.lab.recording import record
 
-    loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", maps="off", device="cpu")
+    loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", learned="off", device="cpu")
     try:
         with record(loaded, folder) as recording, torch.no_grad():
             for request in requests:

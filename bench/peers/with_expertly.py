@@ -21,7 +21,7 @@ class Expertly(TorchPeer):
             memory=settings["memory"],
             context=settings["context"] if settings["memory"] == "auto" else None,
             codec=settings["codec"],
-            maps="off",
+            learned="off",
             device="cpu",
         )
 

@@ -29,7 +29,7 @@ from expertly.model.hooks import between_passes, check_passes, experts_modules, 
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels
-from expertly.options import LoadOptions, described
+from expertly.options import LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
@@ -61,7 +61,7 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
     """
-    return open_model(model, LoadOptions(**options), progress)
+    return open_model(model, LoadOptions(**names_of_today(options)), progress)
 
 
 def open_model(
@@ -147,7 +147,7 @@ def _choose(
             request = replace(request, at_most=settled.memory)
         asked = replace(asked, system=system, **{**settled._asdict(), "memory": asked.memory})
     parts = get_runnable(asked.system)
-    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.matcher)
+    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.predict)
     if len(targets) > 1 and asked.decisions is not None:
         raise ConfigError(
             f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
@@ -158,7 +158,7 @@ def _choose(
     choose_kernels(runs_on_host=kind_of(targets[0]).runs_on_host)  # refused before the model is packed
     store = store or pack(asked.codec)
     is_replayed = asked.decisions is not None
-    files = find_files(asked.maps, parts, store, num_devices=len(targets), is_replayed=is_replayed)
+    files = find_files(asked.learned, parts, store, num_devices=len(targets), is_replayed=is_replayed)
     weights = find_weights(asked.predictor, parts, store)
     fitting = fitting_segments(store.manifest.layers, parts.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
@@ -178,7 +178,7 @@ def _memory_request(
         context = context(load_tokenizer(store.folder))
         context = min(context, store.positions or context)  # no text is longer
     shared = None if cache is None else cache(store)
-    return MemoryRequest(asked.memory, asked.ring, context, asked.total_memory, cache=shared)
+    return MemoryRequest(asked.memory, asked.staging_slots, context, asked.total_memory, cache=shared)
 
 
 def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:

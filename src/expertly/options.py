@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
 
 AUTO = "auto"
-MATCHERS = ("auto", "thread", "inline")
+PREDICT = ("auto", "thread", "inline")
 VERIFY = ("first", "never")
 
 
@@ -38,6 +38,7 @@ class OptionInfo:
     choices: Sequence[str] | Callable[[], Sequence[str]] | None  # all there are, or those that are known of
     is_argument: bool
     is_several: bool
+    was: str | None  # its name before, which is still taken
 
     @property
     def is_parsed(self) -> bool:
@@ -81,21 +82,26 @@ def option(
     choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
     is_argument: bool = False,
     is_several: bool = False,
+    was: str | None = None,
 ) -> Any:
     """A field of a dataclass of options: an option of the command line, --name-of-the-field.
 
     `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: of a
     whole number. `panel`: where --help-all shows it. `choices`: all that is accepted; or a function of what the
-    shell completes, where more is.
+    shell completes, where more is. `was`: what it was called before.
     """
     kind = type or (str if default is None or default is REQUIRED else default.__class__)
-    told = OptionInfo(help, metavar, kind, least, panel, choices, is_argument, is_several)
+    told = OptionInfo(help, metavar, kind, least, panel, choices, is_argument, is_several, was)
     return field(default=default, metadata={"option": told})
 
 
-def argument(default: Any, help: str, *, metavar: str, type: Any = None, is_several: bool = False) -> Any:
-    """A field that the command line takes by its place; `is_several`: one or more, as a list."""
-    return option(default, help, metavar=metavar, type=type, is_argument=True, is_several=is_several)
+def argument(
+    default: Any, help: str, *, metavar: str, type: Any = None, is_several: bool = False, was: str | None = None
+) -> Any:
+    """A field that the command line takes by its place; `is_several`: one or more, as a list; `was`: the option that it
+    was before.
+    """
+    return option(default, help, metavar=metavar, type=type, is_argument=True, is_several=is_several, was=was)
 
 
 def json_flag() -> Any:
@@ -137,7 +143,7 @@ class LoadOptions:
     devices: str | Sequence[str] | None = option(
         None,
         "experts over several devices, cuda:0,cuda:1, or logical ones, cpu:0,cpu:1; `memory` is their sum then, "
-        "`ring` that of each",
+        "`staging_slots` are those of each",
         metavar="A,B",
         panel=ADVANCED,
     )
@@ -165,13 +171,14 @@ class LoadOptions:
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
-    maps: str | Path | None = option(
+    learned: str | Path | None = option(
         AUTO,
         "what a system learns while it runs (expert maps, activation matrices, reuse), which it starts from and adds "
         'to about every minute and at the end: a file, "auto" (beside the packed store) or "off"; reuse is kept of '
         "one device, and not with `decisions`",
         metavar="FILE",
         panel=ADVANCED,
+        was="maps",
     )
     predictor: str | Path | None = option(
         AUTO,
@@ -195,13 +202,14 @@ class LoadOptions:
         metavar="FILE",
         panel=RESEARCH,
     )
-    matcher: Literal["auto", "thread", "inline"] = option(
+    predict: Literal["auto", "thread", "inline"] = option(
         AUTO,
-        "where a system predicts: thread (beside the forward pass), inline (within it, so that a run can be repeated "
-        "exactly) or auto, inline where the system waits for its predictions, else thread",
+        "where a system predicts: thread (the predictor's, beside the forward pass), inline (within the pass, so that "
+        "a run can be repeated exactly) or auto, inline where the system waits for its predictions, else thread",
         metavar="NAME",
         panel=RESEARCH,
-        choices=lambda: MATCHERS,
+        choices=lambda: PREDICT,
+        was="matcher",
     )
     verify: Literal["first", "never"] = option(
         "first",
@@ -211,13 +219,14 @@ class LoadOptions:
         panel=ADVANCED,
         choices=lambda: VERIFY,
     )
-    ring: int | None = option(
+    staging_slots: int | None = option(
         None,
         "staging slots, through which a layer streams what it does not keep (default: one token's experts, and all "
         "where the system keeps none)",
         metavar="N",
         type=int,
         panel=RESEARCH,
+        was="ring",
     )
     order: str | None = option(
         None,
@@ -232,13 +241,11 @@ class LoadOptions:
         metavar="FILE",
         panel=RESEARCH,
     )
-    compressed: Any = field(default=None, metadata={"help": "has gone: any value is refused"})
 
     def __post_init__(self) -> None:
-        refuse_compressed(self.compressed)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.matcher not in MATCHERS:
-            raise ConfigError(f"matcher={self.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+        if self.predict not in PREDICT:
+            raise ConfigError(f"predict={self.predict!r}: unknown; accepted: {', '.join(PREDICT)}")
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         if self.total_memory is not None and self.memory not in (None, AUTO):
@@ -262,6 +269,55 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
+
+
+GONE: dict[str, Callable[[object], None]] = {"compressed": refuse_compressed}
+"""Options that there are no more: what raises ConfigError where such a one asks for something."""
+
+
+def names_of_today(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `load`, where some are under the names that they had before. Raises ConfigError for one that has
+    gone, or that is given twice.
+    """
+    was = {one.metadata["option"].was: name for name, one in LOAD_OPTIONS.items()}
+    found: dict[str, Any] = {}
+    for name, value in told.items():
+        if name in GONE:
+            GONE[name](value)
+            continue
+        now = was.get(name, name)
+        if now != name and now in told:
+            raise ConfigError(f"{name}={value!r}: is called {now} now, and that is given too")
+        found[now] = value
+    return found
+
+
+def words_of_today(words: Sequence[str], options: Mapping[str, OptionInfo]) -> list[str]:
+    """A command line of these options, where some are under the names that they had before. Raises ConfigError for one
+    that has gone.
+    """
+    now = {flag_of(told.was): "" if told.is_argument else flag_of(name) for name, told in options.items() if told.was}
+    gone = {flag_of(name): refuse for name, refuse in GONE.items()}
+    found: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*found, word, *left]
+        flag, equals, value = word.partition("=")
+        if flag in gone:
+            gone[flag](value if equals or not left else left.pop(0))
+        elif flag not in now:
+            found.append(word)
+        elif now[flag]:
+            found.append(now[flag] + equals + value)
+        elif equals:
+            found.append(value)
+    return found
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def load_arguments(options: LoadOptions) -> dict[str, Any]:

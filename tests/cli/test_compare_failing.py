@@ -216,5 +216,5 @@ def test_what_cannot_be_written_is_printed(
 def test_where_nothing_was_done_there_is_no_report(trace: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert main(["lab", "compare", str(trace), "--system", "lru", "--memory", "1%", "--out", str(out)]) == 2
-    assert "memory='1%': below the ring" in capsys.readouterr().err
+    assert "memory='1%': below the staging slots" in capsys.readouterr().err
     assert not (out / "results.json").exists()

@@ -124,7 +124,7 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
         (["--system", "oracle"], "system='oracle': needs to know the demands to come"),
         (["--memory", "a lot"], "memory='a lot': accepted are"),
         (["--memory", "auto"], "memory='auto': budgets are compared"),
-        (["--memory", "1%"], "memory='1%': below the ring"),
+        (["--memory", "1%"], "memory='1%': below the staging slots"),
         (["--rounds", "2"], "rounds=2: of no use with a trace"),
         (["--prompts", "x.jsonl"], "prompts='x.jsonl': of no use with a trace"),
         (["--requests", "0"], "'--requests': '0': must be a whole number from 1"),

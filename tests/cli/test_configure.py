@@ -166,7 +166,7 @@ def test_the_picture(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, error in {
-        ("--memory", "1%"): "below the ring through which experts are streamed",
+        ("--memory", "1%"): "below the staging slots through which experts are streamed",
         ("--memory", "auto"): "there is no machine to ask",
         ("--memory", "10%,"): "must be one or more, with commas between",
         ("--segments", "7"): "must divide the experts' intermediate size 256",
@@ -209,7 +209,7 @@ def test_refusals_of_a_model(model: Path, capsys: pytest.CaptureFixture[str]) ->
         ("--split", "7:3"): "only of a trace, and this is a model",
         ("--memory", "auto,25%"): "'auto' is what is free here",
         ("--seconds", "2", "--hardware", "rtx3090"): "nothing is measured",
-        ("--memory", "1%"): "below the ring",
+        ("--memory", "1%"): "below the staging slots",
         ("--prompt", ""): "gives 0 tokens; write at least one word",
         ("--prompt", "caf\udce9"): "must be UTF-8",
         ("--memory", "100%", "--seconds", "0", "--tokens", "4"): "or name a profile of this machine (--hardware)",

@@ -31,7 +31,7 @@ def test_the_second_run_begins_with_what_the_first_learned(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "my.reuse")
-    arguments = ("--system", "expertly", "--maps", path)
+    arguments = ("--system", "expertly", "--learned", path)
     assert run(model, *arguments, "--stats") == 0
     out = capsys.readouterr().out
     assert f"[reuse: began with nothing learned: there was no {path} | " in out
@@ -44,19 +44,19 @@ def test_the_second_run_begins_with_what_the_first_learned(
     assert run(model, *arguments, "--stats") == 0
     line = f"[reuse: began with what {num} tokens had taught: {path} | {3 * num_read} tokens by now]"
     assert line in capsys.readouterr().out
-    assert run(model, "--system", "expertly", "--maps", "off", "--stats") == 0
-    assert f"[reuse: began with nothing learned: maps=off | {num_read} tokens by now]" in capsys.readouterr().out
-    assert run(model, "--maps", "off", "--json") == 0
+    assert run(model, "--system", "expertly", "--learned", "off", "--stats") == 0
+    assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in capsys.readouterr().out
+    assert run(model, "--learned", "off", "--json") == 0
     assert json.loads(capsys.readouterr().out)["reuse"] is None, "lru learns nothing"
 
 
 def test_a_file_that_cannot_be_read_is_an_error_where_it_was_named(
     model: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, "--system", "expertly", "--maps", str(file)) == 2
+    assert run(model, "--system", "expertly", "--learned", str(file)) == 2
     err = capsys.readouterr().err
     assert f"{file}: identity='4444" in err and "Traceback" not in err
-    assert run(model, "--system", "expertly", "--maps", str(file), "--devices", "cpu:0,cpu:1") == 2
+    assert run(model, "--system", "expertly", "--learned", str(file), "--devices", "cpu:0,cpu:1") == 2
     assert "2 devices learn apart; accepted: auto, off" in capsys.readouterr().err
 
 

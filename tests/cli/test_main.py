@@ -16,9 +16,10 @@ from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
 from expertly.cli.output import print_json, reserved_stdout, table
-from expertly.core.errors import BudgetError
+from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.units import format_nbytes
 from expertly.options import RESEARCH, argument, json_flag, option
+from tests.command_lines import command_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,81 @@ def test_help_fits_a_screen(capsys, monkeypatch):
         assert len(capsys.readouterr().out.splitlines()) <= 45
 
 
-def test_a_command_that_moved_says_where(capsys):
-    assert main(["simulate", "x"]) == 2
-    assert "expertly lab simulate" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        *((name, f"expertly lab {name}") for name in ("trace", "simulate", "compare", "reproduce")),
+        *((name, f"expertly lab {name}") for name in ("configure", "systems")),
+        ("train-predictor", "expertly lab train"),
+        ("maps", "expertly lab learned"),
+        ("maps info", "expertly lab learned"),
+        ("maps trim", "expertly lab learned merge"),
+        ("maps size", "expertly lab learned info"),
+    ],
+)
+def test_a_command_of_the_first_edition_that_moved_says_where(typed, instead, capsys):
+    assert main([*typed.split(), "x", "--help"]) == 2
+    err = capsys.readouterr().err
+    assert f"`{instead}" in err and err.count("\n") == 1
+    command_of(instead.split()[1:])
+
+
+LOADING = "memory system segments dtype codec compressed device devices maps predictor plan matcher"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("generate", LOADING + " prompt max-new-tokens ring order context host-memory temperature top-p seed stats"),
+        (
+            "serve",
+            LOADING + " total-memory host port api-key-file name context max-running max-queue kv-tokens max-body"
+            " chat-template drain-seconds log-prompts host-memory",
+        ),
+        ("pack", "out dtype codec list remove verify"),
+        ("lab trace record", LOADING + " prompts out max-new-tokens temperature seed requests full decisions"),
+        ("lab trace info", "plot"),
+        ("lab trace import", "format geometry num-experts model"),
+        (
+            "lab trace synth",
+            "workload layers experts top-k tokens requests prefill-tokens zipf markov phases working-set"
+            " lookahead seed",
+        ),
+        ("lab trace replay", "allow-imports"),
+        (
+            "lab simulate",
+            "system memory experts-per-layer hardware codec compressed predictor plan matcher segments order geometry"
+            " requests tokens split seed arrivals plot chrome-trace",
+        ),
+        (
+            "lab compare",
+            "system memory out force prompts requests tokens rounds temperature split seed hardware geometry segments"
+            " codec compressed dtype device predictor plan",
+        ),
+        ("lab reproduce", "list trace predictor arrivals quick seed out reuse"),
+        ("lab learned build", "kind model split seed capacity quota distance"),
+        ("lab learned merge", "capacity"),
+        ("lab train", "out model distances hidden split seed epochs device"),
+        (
+            "lab configure",
+            "memory segments zeta hardware tokens out plot geometry split seed prompt seconds dtype device",
+        ),
+        ("tune", "prompts memory requests max-new-tokens time-limit dtype codec device predictor seed out"),
+        ("doctor", "dir out hardware-out model memory segments"),
+    ],
+)
+def test_an_option_of_the_first_edition_is_taken_or_says_what_to_use(command, flags):
+    found, _ = command_of(command.split())
+    for flag in (*flags.split(), "json"):
+        try:
+            found.make_context("expertly", [f"--{flag}", "1"], resilient_parsing=True)
+        except ConfigError as gone:
+            assert flag == "compressed" and "accepted: " in str(gone)
+
+
+def test_several_values_after_one_option_are_refused_with_what_to_type(capsys):
+    assert main(["lab", "reproduce", "fmoe", "--trace", "a", "b"]) == 2
+    assert "before each of several values: --trace" in capsys.readouterr().err
 
 
 def test_a_missing_dependency_is_named(command, capsys):

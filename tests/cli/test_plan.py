@@ -159,7 +159,7 @@ def test_recorded_decisions_replay_with_their_plan(
 ) -> None:
     out, decisions = tmp_path / "trace", tmp_path / "decisions"
     prompts = write_prompts(tmp_path / "prompts.jsonl", (PROMPT, None))
-    settings = ["--memory", "60%", "--system", "moepic:tau=3", "--segments", "4", "--matcher", "inline"]
+    settings = ["--memory", "60%", "--system", "moepic:tau=3", "--segments", "4", "--predict", "inline"]
     assert main(
         ["lab", "trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
          *settings, "--plan", str(uneven), "--decisions", str(decisions)]

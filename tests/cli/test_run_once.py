@@ -48,7 +48,7 @@ def test_text_then_one_line_of_measures(model: Path, expected: str, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--system", "lfu"), ("--segments", "4"), ("--system", "on-demand", "--ring", "2")]
+    "arguments", [("--system", "lfu"), ("--segments", "4"), ("--system", "on-demand", "--staging-slots", "2")]
 )
 def test_json_is_one_object_with_the_same_text(
     model: Path, expected: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -194,7 +194,7 @@ def test_a_system_that_predicts_says_what_came_of_it(
     model: Path, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     maps = tmp_path / "my.maps"
-    arguments = ("--system", "fmoe:distance=2", "--memory", "60%", "--maps", str(maps))
+    arguments = ("--system", "fmoe:distance=2", "--memory", "60%", "--learned", str(maps))
     assert run(model, *arguments, "--stats") == 0
     out = capsys.readouterr().out
     assert expected.strip() in out
@@ -207,7 +207,7 @@ def test_a_system_that_predicts_says_what_came_of_it(
     for label in ("there in time, predicted 1 ahead", "GOODPRED, predicted 1 ahead", "GOODPRED, predicted 2 ahead"):
         assert label in rows
     assert f"maps file {maps} (0 maps at the start)" in out
-    assert run(model, *arguments, "--matcher", "inline", "--json") == 0
+    assert run(model, *arguments, "--predict", "inline", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected
     assert result["prediction"]["maps_read"] > 0 and result["prediction"]["matcher"] == "inline"
@@ -216,9 +216,9 @@ def test_a_system_that_predicts_says_what_came_of_it(
 
 def test_maps_and_matcher_that_cannot_be(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, words in (
-        (("--maps", str(tmp_path / "my.maps")), "system 'lru' has no maps"),
-        (("--matcher", "fast"), "accepted: auto, thread, inline"),
-        (("--system", "fmoe", "--maps", str(tmp_path / "no" / "my.maps")), "in a folder that exists"),
+        (("--learned", str(tmp_path / "my.maps")), "system 'lru' learns nothing that is kept"),
+        (("--predict", "fast"), "accepted: auto, thread, inline"),
+        (("--system", "fmoe", "--learned", str(tmp_path / "no" / "my.maps")), "in a folder that exists"),
     ):
         assert run(model, *arguments) == 2
         assert words in capsys.readouterr().err

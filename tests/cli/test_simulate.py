@@ -167,7 +167,7 @@ def test_systems_made_of_parts_are_rows_like_others(
     full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["fmoe", "fmoe:distance=2:select=top-k", "lru:prediction=lookahead"]
-    options = ("--memory", "40%,60%", "--split", "2:1", "--matcher", "inline")
+    options = ("--memory", "40%,60%", "--split", "2:1", "--predict", "inline")
     found = simulate(capsys, full, "--system", ",".join(names), *options, "--plot", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert found["matcher"] == "inline"
@@ -193,7 +193,7 @@ def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.
 def test_predicting_takes_the_time_of_the_machine(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (full, "--system", "fmoe:eviction=lru", "--memory", "40%", "--hardware")
     slow, fast = (simulate(capsys, *arguments, name)["results"][0] for name in ("rtx3090", "infinite"))
-    inline = simulate(capsys, *arguments, "infinite", "--matcher", "inline")["results"][0]
+    inline = simulate(capsys, *arguments, "infinite", "--predict", "inline")["results"][0]
     assert fast == inline and fast["predictions_late"] == 0
     assert slow["recall"] is None or slow["recall"] <= fast["recall"]
     assert "[predictor], beside the device" in table(capsys, *arguments, "rtx3090")
@@ -260,11 +260,14 @@ BAD_VALUES = [
     (["--geometry", "abacus"], "geometry='abacus': no such geometry"),
     (["--geometry", "mixtral-8x7b"], "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
     (["--order", "size"], "order='size': unknown; accepted: resident, id"),
-    (["--matcher", "psychic"], "matcher='psychic': unknown; accepted: virtual, inline"),
+    (["--predict", "psychic"], "predict='psychic': unknown; accepted: virtual, inline"),
     (["--system", "fmoe:colour=red"], "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
     (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
     (["--segments", "0"], "Invalid value for '--segments': '0': must be a whole number from 1"),
-    (["--memory", "1%"], "memory='1%': below the ring through which experts are streamed; the least is 12.50%"),
+    (
+        ["--memory", "1%"],
+        "memory='1%': below the staging slots through which experts are streamed; the least is 12.50%",
+    ),
     (["--memory", "auto"], "memory='auto': there is no machine to ask; accepted: a share"),
     (["--memory", "much"], "memory='much': accepted are a share"),
     (["--memory", "30%,"], "memory='30%,': must be"),

@@ -16,7 +16,7 @@ def test_a_predictor_of_several_distances_has_a_line_for_each(
 ) -> None:
     layers = sized(4, 8, 2)
     folder = make_trace(tmp_path / "deep", random_passes(0, layers, 30), layers).folder
-    arguments = ("lab", "simulate", str(folder), "--memory", "40%", "--matcher", "inline", "--system")
+    arguments = ("lab", "simulate", str(folder), "--memory", "40%", "--predict", "inline", "--system")
     assert main([*arguments, "lru:prediction=counts,lru:prediction=counts:distance=3"]) == 0
     printed = capsys.readouterr().out.splitlines()
     first = next(index for index, line in enumerate(printed) if "layers ahead" in line) + 2

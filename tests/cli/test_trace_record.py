@@ -125,19 +125,19 @@ def test_it_leaves_maps_alone_unless_a_file_is_named(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
-    fmoe = ("--system", "fmoe", "--matcher", "inline")
+    fmoe = ("--system", "fmoe", "--predict", "inline")
     assert record(model, prompts, tmp_path / "trace", *fmoe) == 0
     assert not list((tmp_path / "cache" / "stores").glob("*.maps"))
     path = tmp_path / "my.maps"
-    assert record(model, prompts, tmp_path / "second", *fmoe, "--maps", str(path)) == 0
+    assert record(model, prompts, tmp_path / "second", *fmoe, "--learned", str(path)) == 0
     trace = Trace.open(tmp_path / "second")
     assert 0 < load_maps(path).num_maps <= trace.num_rows
     assert rows_of(tmp_path / "trace") == rows_of(tmp_path / "second")
     capsys.readouterr()
-    assert record(model, prompts, tmp_path / "third", "--maps", str(path)) == 2
+    assert record(model, prompts, tmp_path / "third", "--learned", str(path)) == 2
     assert "my.maps" in capsys.readouterr().err
-    assert record(model, prompts, tmp_path / "third", *fmoe[:2], "--matcher", "elsewhere") == 2
-    assert "matcher='elsewhere': unknown; accepted: auto, thread, inline" in capsys.readouterr().err
+    assert record(model, prompts, tmp_path / "third", *fmoe[:2], "--predict", "elsewhere") == 2
+    assert "predict='elsewhere': unknown; accepted: auto, thread, inline" in capsys.readouterr().err
 
 
 def test_json_full_and_a_share_of_the_prompts(

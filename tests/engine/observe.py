@@ -74,7 +74,7 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
 def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
     """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said."""
     where = {} if "devices" in kwargs else {"device": "cpu"}
-    model, _ = expertly.load(str(store), **({"memory": "25%", "maps": "off"} | where | kwargs))
+    model, _ = expertly.load(str(store), **({"memory": "25%", "learned": "off"} | where | kwargs))
     try:
         yield model
         for device in handle(model).engine.executor.shards:

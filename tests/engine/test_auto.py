@@ -51,7 +51,7 @@ def save(store: PackedStore, *choices: TunedChoice) -> None:
 
 def loaded(model: Path, memory: str = "25%", **others: Any) -> dict[str, Any]:
     """The statistics of the model as system `auto`, after a pass."""
-    run, _ = expertly.load(str(model), memory=memory, system="auto", codec="none", maps=None, **others)
+    run, _ = expertly.load(str(model), memory=memory, system="auto", codec="none", learned=None, **others)
     try:
         with torch.no_grad():
             run(torch.tensor([[1, 2, 3]]))
@@ -91,7 +91,7 @@ def test_the_choice_for_the_nearest_memory_runs_here(model: Path, store: PackedS
 
 def test_unless_it_is_said_auto_is_asked_for(model: Path, store: PackedStore) -> None:
     save(store, choice(store, "lfu", 0.25))
-    run, _ = expertly.load(str(model), memory="25%", codec="none", maps=None)
+    run, _ = expertly.load(str(model), memory="25%", codec="none", learned=None)
     try:
         assert expertly.stats(run).as_dict()["system"] == "lfu"
     finally:

@@ -165,7 +165,7 @@ def test_order_id_gives_the_same_tokens_and_loads_no_less(family: str, segments:
 @pytest.mark.parametrize(("ring", "memory"), [(1, "40%"), (5, "40%"), (80, "90%")])  # of 96 segments
 def test_any_number_of_staging_slots(ring: int, memory: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, memory=memory, segments=4, ring=ring) as model:
+    with loaded(case.store, memory=memory, segments=4, staging_slots=ring) as model:
         assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()
         assert stats["ring_bytes"] == ring * stats["expert_bytes"] // 96

@@ -63,7 +63,7 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
 
 def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    settings = {"memory": "60%", "system": "moepic:tau=4", "segments": 4, "matcher": "inline"}
+    settings = {"memory": "60%", "system": "moepic:tau=4", "segments": 4, "predict": "inline"}
     with loaded(case.store, devices="cpu:0,cpu:1", **settings) as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens

@@ -210,7 +210,7 @@ def test_a_kernel_that_raises(devices: str, cases: Cases, monkeypatch: pytest.Mo
 def test_a_predictor_that_fails_fails_one_pass(matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Failing(geometry, after=4))
-    with loaded_on(TWO, case.store, system=system, matcher=matcher) as model:
+    with loaded_on(TWO, case.store, system=system, predict=matcher) as model:
         with pytest.raises(ValueError, match="the predictor gave up"):
             for _ in range(5):
                 generate(model, case.prompts)
@@ -336,8 +336,8 @@ def test_two_interrupts_while_a_disk_is_slow(
         (range(412, 9000, 818), {"segments": 4}),
         (range(3, 3000, 862), {"system": "lru", "devices": TWO, "device": None}),
         (range(434, 3000, 862), {"system": "fmoe", "devices": TWO, "device": None}),
-        (range(5, 9000, 1409), {"system": "fmoe", "matcher": "inline"}),
-        (range(7, 5000, 1031), {"system": "lru:prediction=lookahead:preemption=late:order=id", "matcher": "inline"}),
+        (range(5, 9000, 1409), {"system": "fmoe", "predict": "inline"}),
+        (range(7, 5000, 1031), {"system": "lru:prediction=lookahead:preemption=late:order=id", "predict": "inline"}),
     ],
     ids=["P=1", "P=4", "two devices", "two devices that prefetch", "inline", "late, by id"],
 )
@@ -345,7 +345,7 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
     lines: range, settings: dict[str, Any], cases: Cases
 ) -> None:
     memory = "60%" if "devices" in settings else "25%"
-    interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory=memory, maps="off", **settings)
+    interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory=memory, learned="off", **settings)
 
 
 def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

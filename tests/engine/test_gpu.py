@@ -22,7 +22,7 @@ Expected = tuple[list[list[int]], torch.Tensor]
 @contextmanager
 def loaded(case: Case, **settings: Any) -> Iterator[Any]:
     where = {} if "devices" in settings else {"device": "cuda"}
-    model, _ = expertly.load(str(case.store), **({"memory": "25%", "maps": "off"} | where | settings))
+    model, _ = expertly.load(str(case.store), **({"memory": "25%", "learned": "off"} | where | settings))
     yield model
     for shard in handle(model).engine.executor.shards:
         assert shard.device.stats()["copied_nbytes"] > 0
@@ -80,7 +80,7 @@ def test_a_reused_slot_waits_for_the_kernels_that_read_it(cases: Cases) -> None:
     """One staging slot of a segment: each copy overwrites what the kernel before it reads."""
     case = cases["qwen3_moe"]
     expected = reference_of(case, 40)
-    with loaded(case, memory="6%", ring=1, segments=4, host_memory="100%") as model:
+    with loaded(case, memory="6%", staging_slots=1, segments=4, host_memory="100%") as model:
         for _ in range(5):
             assert_same(model, case, expected)
 
@@ -91,7 +91,7 @@ def test_prefetching_changes_no_token(segments: int, memory: str, host_memory: s
     case = cases["qwen3_moe"]
     expected = reference_of(case, 40)
     settings = {"memory": memory, "host_memory": host_memory, "segments": segments}
-    with loaded(case, system="fmoe", matcher="inline", **settings) as model:
+    with loaded(case, system="fmoe", predict="inline", **settings) as model:
         for _ in range(2):
             assert_same(model, case, expected)
         engine = handle(model).engine

@@ -99,7 +99,7 @@ def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments
 )
 def test_every_kind_of_system_is_lossless(system: str, matcher: Any, cases: Cases) -> None:
     case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "60%"
-    with loaded(case.store, devices=TWO, system=system, memory=memory, matcher=matcher, segments=4) as model:
+    with loaded(case.store, devices=TWO, system=system, memory=memory, predict=matcher, segments=4) as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
 
@@ -212,7 +212,7 @@ def test_predictions_are_split_and_prefetched_on_both(
     matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, system = cases["qwen3_moe"], predictors.put(monkeypatch, Everything)
-    with loaded(case.store, devices=TWO, system=system, matcher=matcher, memory="60%", segments=2) as model:
+    with loaded(case.store, devices=TWO, system=system, predict=matcher, memory="60%", segments=2) as model:
         for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
             assert generate(model, case.prompts) == case.tokens
             devices = of_devices(model)
@@ -229,7 +229,7 @@ def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
     """Inline predictions are the same, so what they named and what was needed of it is, too."""
     case, found = cases["qwen3_moe"], []
     for where in ONE_OR_MORE[:2]:
-        settings = {"system": "lru:prediction=lookahead:distance=2", "matcher": "inline", "memory": "60%"}
+        settings = {"system": "lru:prediction=lookahead:distance=2", "predict": "inline", "memory": "60%"}
         with loaded(case.store, **settings, **where) as model:
             generate(model, case.prompts)
             stats = expertly.stats(model).as_dict()
@@ -242,7 +242,7 @@ def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
 def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case, diary = cases["qwen3_moe"], Diary("experts", "embedding")
     system = predictors.put(monkeypatch, lambda geometry: diary)
-    with loaded(case.store, devices=THREE, system=system, matcher="inline", memory="100%") as model:
+    with loaded(case.store, devices=THREE, system=system, predict="inline", memory="100%") as model:
         generate(model, case.prompts, 5)
         assert len(diary.began) == len(diary.ends) == 5
         assert [[one.layer for one in routed] for routed in diary.routed] == [[0, 1, 2]] * 5
@@ -347,7 +347,7 @@ def test_an_end_is_told_once_and_a_failed_beginning_has_none(shared: SharedChann
 def test_unload_ends_all_threads_and_files(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     assert not reader_threads()
-    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO, system="fmoe", maps="off")
+    model, _ = expertly.load(str(case.store), memory="60%", devices=TWO, system="fmoe", learned="off")
     names = sorted(thread.name for thread in reader_threads())
     assert [name for name in names if "device" in name] == ["expertly-device-0", "expertly-device-1"]
     assert len([name for name in names if "reader" in name]) == 8
@@ -389,8 +389,8 @@ def test_too_little_memory_names_the_least_that_works(cases: Cases) -> None:
         expertly.load(store, memory=least - 1, devices=TWO)
     with loaded(store, memory=least, devices=TWO) as model:
         assert generate(model, cases["qwen3_moe"].prompts) == cases["qwen3_moe"].tokens
-    with pytest.raises(BudgetError, match="ring=0: must be at least 1 segment"):
-        expertly.load(store, memory="60%", ring=0, devices=TWO)
+    with pytest.raises(BudgetError, match="staging_slots=0: must be at least 1 segment"):
+        expertly.load(store, memory="60%", staging_slots=0, devices=TWO)
 
 
 def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def num_in(path: Path, system: str = "expertly") -> int:
 
 def learn(store: Path, case: Case, system: str, **kwargs: Any) -> int:
     """Load, generate, unload; what was read at the start."""
-    with loaded(store, **({"system": system, "maps": "auto"} | kwargs)) as model:
+    with loaded(store, **({"system": system, "learned": "auto"} | kwargs)) as model:
         assert generate(model, case.prompts) == case.tokens
         return kept(model).num_read
 
@@ -96,7 +96,7 @@ def learn(store: Path, case: Case, system: str, **kwargs: Any) -> int:
 def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Case, Path]) -> None:
     case, store = own
     path = beside(store, system)
-    with loaded(store, system=system, maps="auto") as model:
+    with loaded(store, system=system, learned="auto") as model:
         assert kept(model) == Kept(0, "cold", str(path), 0, None)
         generate(model, case.prompts)
         engine = handle(model).engine
@@ -111,7 +111,7 @@ def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Cas
     num = 2 * len(case.prompts) if system == "moe-infinity" else NUM_TOKENS
     assert file.learned.num_learned == num
     generation = path.stat().st_mtime_ns
-    with loaded(store, system=system, maps="auto") as model:
+    with loaded(store, system=system, learned="auto") as model:
         assert kept(model) == Kept(num, "warm", str(path), 0, None)
     assert path.stat().st_mtime_ns == generation, "nothing was learned: nothing is written"
     assert learn(store, case, system) == num < learn(store, case, system)
@@ -124,11 +124,11 @@ def test_off_writes_nothing_and_a_file_that_is_named_is_the_only_one(
 ) -> None:
     case, store = own
     for maps in (None, "off"):
-        assert learn(store, case, system, maps=maps) == 0
+        assert learn(store, case, system, learned=maps) == 0
         assert os.listdir(store.parent) == ["store"]
     path = tmp_path / "my.file"
-    assert learn(store, case, system, maps=path) == 0
-    assert learn(store, case, system, maps=str(path), segments=2, memory="40%") > 0, "of any P, in any memory"
+    assert learn(store, case, system, learned=path) == 0
+    assert learn(store, case, system, learned=str(path), segments=2, memory="40%") > 0, "of any P, in any memory"
     assert sorted(os.listdir(store.parent)) == ["my.file", "store"]
 
 
@@ -137,7 +137,7 @@ def test_what_was_learned_before_is_known_at_the_first_token(own: tuple[Case, Pa
     for system, searches in (("fmoe", "trajectory_searches"), ("moe-infinity", "searches")):
         found = []
         for _ in range(2):
-            with loaded(store, system=system, maps="auto", matcher="inline") as model:
+            with loaded(store, system=system, learned="auto", predict="inline") as model:
                 generate(model, case.prompts[:1], 1)
                 found.append(expertly.stats(model).as_dict()["prediction"]["predictor"][searches])
         assert found[0] == 0 < found[1], system
@@ -152,7 +152,7 @@ def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["store", "store.maps", "store.matrices", "store.reuse"]
     assert learn(store, case, BOTH) > 0 and beside(store, "moe-infinity").read_bytes() == before
     path = tmp_path / "my.maps"
-    with loaded(store, system=BOTH, maps=path) as model:
+    with loaded(store, system=BOTH, learned=path) as model:
         assert of_reuse(model)["says"] == f"began with nothing learned: {path} is of what it predicts by"
 
 
@@ -171,21 +171,21 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tup
     case, store = own
     path = beside(store, system)
     if damage == "another model's":
-        with loaded(cases["gpt_oss"].store, system=system, maps=path) as other:
+        with loaded(cases["gpt_oss"].store, system=system, learned=path) as other:
             generate(other, cases["gpt_oss"].prompts)
     elif damage == "another kind":
-        learn(store, case, "expertly" if system == "fmoe" else "fmoe", maps=path)
+        learn(store, case, "expertly" if system == "fmoe" else "fmoe", learned=path)
     else:
         learn(store, case, system)
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 1
         path.write_bytes({"truncated": raw[:-5], "altered": raw}.get(damage, b"hello"))
     with pytest.raises(StoreError, match=path.name):
-        learn(store, case, system, maps=path)
+        learn(store, case, system, learned=path)
     assert not reader_threads()
     with (
         pytest.warns(UserWarning, match=rf"starting without .*will be replaced: .*{path.name}"),
-        loaded(store, system=system, maps="auto") as model,
+        loaded(store, system=system, learned="auto") as model,
     ):
         found = kept(model)
         assert found.history == "cold" and path.name in (found.problem or "")
@@ -207,7 +207,7 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
     save_learned(path, wider, found.header.identity)
     message = rf"store\.maps: tensor 'embeddings': {hidden_size + 3} numbers each.*{hidden_size}"
     with pytest.raises(StoreError, match=message):
-        learn(store, case, "fmoe", maps=path)
+        learn(store, case, "fmoe", learned=path)
     with pytest.warns(UserWarning, match=message):
         assert learn(store, case, "fmoe") == 0
 
@@ -221,7 +221,7 @@ def test_a_smaller_capacity_than_the_files(system: str, most: int, own: tuple[Ca
     before = path.read_bytes()
     with (
         pytest.warns(UserWarning, match=rf"{path.name} has \d+ .*, capacity={most}: what is learned is not saved"),
-        loaded(store, system=f"{system}:capacity={most}", maps="auto") as model,
+        loaded(store, system=f"{system}:capacity={most}", learned="auto") as model,
     ):
         found = expertly.stats(model).as_dict()["prediction"]["predictor"]
         assert 0 < found.get("maps", found.get("decode_matrices")) <= found["capacity"] == most
@@ -239,15 +239,15 @@ def test_what_may_be_named_for_which_system(own: tuple[Case, Path], tmp_path: Pa
     bad: list[Any] = [tmp_path / "nowhere" / "my.file", tmp_path, tmp_path / "pipe", "", "a\0b", tmp_path / ("x" * 300)]
     for named in [*bad, "~nobody-here/a.maps", 5]:
         with pytest.raises(ConfigError, match="must be a file, in a folder that exists"):
-            expertly.load(str(store), system="fmoe", maps=named, device="cpu")
-    with pytest.raises(ConfigError, match=r"my\.file.*system 'lru' has no maps; accepted: auto, off"):
-        expertly.load(str(store), system="lru", maps=path, device="cpu")
+            expertly.load(str(store), system="fmoe", learned=named, device="cpu")
+    with pytest.raises(ConfigError, match=r"my\.file.*system 'lru' learns nothing that is kept; accepted: auto, off"):
+        expertly.load(str(store), system="lru", learned=path, device="cpu")
     with pytest.raises(ConfigError, match=r"my\.file': 2 devices learn apart; accepted: auto, off"):
-        expertly.load(str(store), system="expertly", maps=path, memory="50%", devices="cpu:0,cpu:1")
+        expertly.load(str(store), system="expertly", learned=path, memory="50%", devices="cpu:0,cpu:1")
     with pytest.raises(ConfigError, match=r"my\.file': decisions are written down.*; accepted: auto, off"):
-        expertly.load(str(store), system="expertly", maps=path, decisions=tmp_path / "journal", device="cpu")
+        expertly.load(str(store), system="expertly", learned=path, decisions=tmp_path / "journal", device="cpu")
     for maps in ("auto", "off", None):
-        with loaded(store, system="lru", maps=maps):
+        with loaded(store, system="lru", learned=maps):
             pass
     assert sorted(os.listdir(tmp_path)) == ["pipe", "store"]
 
@@ -259,10 +259,10 @@ def test_several_devices_and_what_is_to_be_replayed_begin_with_nothing_of_reuse(
     case, store = own
     learn(store, case, "expertly")
     before, journal = beside(store, "expertly").read_bytes(), tmp_path / "decisions.jsonl"
-    with loaded(store, system=system, maps="auto", devices="cpu:0,cpu:1", memory="40%") as model:
+    with loaded(store, system=system, learned="auto", devices="cpu:0,cpu:1", memory="40%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert of_reuse(model)["says"] == "began with nothing learned: 2 devices learn apart"
-    with loaded(store, system=system, maps="auto", decisions=journal) as model:
+    with loaded(store, system=system, learned="auto", decisions=journal) as model:
         assert generate(model, case.prompts) == case.tokens
         facts = of_reuse(model)
         assert facts["tokens_read"] == 0 and "a replay begins with nothing learned" in facts["says"]
@@ -281,7 +281,7 @@ def test_a_folder_that_is_not_writable(own: tuple[Case, Path], tmp_path: Path) -
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for system in ("expertly", "fmoe"):
             with pytest.raises(ConfigError, match=r"my\.file.*its folder is not writable"):
-                expertly.load(str(there), system=system, maps=disk / "my.file", device="cpu")
+                expertly.load(str(there), system=system, learned=disk / "my.file", device="cpu")
         with pytest.warns(UserWarning, match=r"not saved: .*writing store\.reuse failed"):
             assert learn(there, case, "expertly") == NUM_TOKENS
         assert num_in(disk / "store.reuse") == NUM_TOKENS
@@ -320,7 +320,7 @@ def test_what_cannot_be_written(system: str, own: tuple[Case, Path], monkeypatch
     with pytest.warns(UserWarning, match="not saved: disk full"):
         learn(store, case, system)
     assert beside(store, system).read_bytes() == before
-    model, _ = expertly.load(str(store), system=system, maps=path, memory="50%", device="cpu")
+    model, _ = expertly.load(str(store), system=system, learned=path, memory="50%", device="cpu")
     generate(model, case.prompts)
     with pytest.warns(UserWarning, match="not saved"), pytest.raises(StoreError, match=r"my\.file.*disk full"):
         expertly.unload(model)
@@ -336,7 +336,7 @@ def test_it_is_written_while_the_model_runs(
     for module in (learned_module, prediction_module):
         monkeypatch.setattr(module, "SAVE_EVERY_S", 0.05)
     path = beside(store, system)
-    with loaded(store, system=system, maps="auto") as model:
+    with loaded(store, system=system, learned="auto") as model:
         end, seen = time.monotonic() + 60, set[int]()
         while len(seen) < 2:
             assert time.monotonic() < end
@@ -450,7 +450,7 @@ def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
     path = tmp_path / "my.reuse"
 
     def run(texts: Sequence[str], num_new: int, maps: Path | str) -> tuple[list[list[list[int]]], dict[str, Any]]:
-        model, tokenizer = expertly.load(system="expertly", memory="25%", maps=maps, device="cpu")
+        model, tokenizer = expertly.load(system="expertly", memory="25%", learned=maps, device="cpu")
         try:
             told = [generate(model, [tokenizer(text)["input_ids"]], num_new) for text in texts]
             return told, expertly.stats(model).as_dict()

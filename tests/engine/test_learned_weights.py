@@ -51,7 +51,7 @@ def test_without_weights_it_says_what_makes_them(predictor: str | None, own: tup
 def test_auto_is_beside_the_store_and_off_is_not(own: tuple[Case, Path]) -> None:
     case, store = own
     put_beside(store, HIDDEN_SIZE)
-    with loaded(store, system=SYSTEM, matcher="inline") as model:
+    with loaded(store, system=SYSTEM, predict="inline") as model:
         assert generate(model, case.prompts) == case.tokens
         assert decode_of(model)["predicted"] > 0
     with pytest.raises(ConfigError, match="no weights"):
@@ -114,7 +114,7 @@ def test_what_a_model_was_trained_on_predicts_it_better_than_counts(own: tuple[C
     save_learned(path, found.trained.weights, Manifest.read(store).identity, {})
     rates = {}
     for system, more in ((SYSTEM, {"predictor": path}), ("lru:prediction=counts:distance=1", {})):
-        with loaded(store, system=system, memory="50%", matcher="inline", **more) as model:
+        with loaded(store, system=system, memory="50%", predict="inline", **more) as model:
             assert generate(model, case.prompts) == case.tokens
             feed(model, 99)
             feed(model, 98)
@@ -127,7 +127,7 @@ def test_the_demo_models_weights_ship_with_it() -> None:
     assert file.learned.distances == (1, 2, 4, 8) and file.nbytes < 3_000_000
     for distance, row in file.header.about["mean"].items():
         assert row["learned_over_lookahead"] == row["learned_over_token_id"] == 11, distance
-    model, tokenizer = expertly.load(system="promoe", memory="25%", matcher="inline", device="cpu")
+    model, tokenizer = expertly.load(system="promoe", memory="25%", predict="inline", device="cpu")
     try:
         ids = tokenizer("Once upon a time there was", return_tensors="pt")["input_ids"]
         model.generate(ids, max_new_tokens=12, do_sample=False)

@@ -201,8 +201,8 @@ BAD = {
     "no memory": ({"memory": 0}, BudgetError, r"memory=0"),
     "negative memory": ({"memory": "-5%"}, ConfigError, r"memory='-5%'"),
     "too little": ({"memory": 100}, BudgetError, r"memory=100 bytes.*the least that works is \d+ bytes"),
-    "no staging slots": ({"ring": 0}, BudgetError, r"ring=0: must be at least 1"),
-    "staging slots over the memory": ({"ring": 20}, BudgetError, r"the least that works"),
+    "no staging slots": ({"staging_slots": 0}, BudgetError, r"staging_slots=0: must be at least 1"),
+    "staging slots over the memory": ({"staging_slots": 20}, BudgetError, r"the least that works"),
     "system": ({"system": "magic"}, ConfigError, r"system='magic'.*accepted: .*lru"),
     "order": ({"order": "random"}, ConfigError, r"order='random'.*accepted: resident, id"),
     "device": ({"device": "abacus"}, ConfigError, r"device='abacus'.*accepted: cpu"),
@@ -312,7 +312,7 @@ def exit_code_of_a_child(run: Callable[[], None]) -> int:
 def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, cases: Cases, tmp_path: Path) -> None:
     """Threads do not survive a fork; multiprocessing forks, and a child that exits collects what it was born with."""
     case, maps, decisions = cases["qwen3_moe"], tmp_path / "some.maps", tmp_path / "decisions.jsonl"
-    settings: dict[str, Any] = {"maps": maps} if system == "fmoe" else {}
+    settings: dict[str, Any] = {"learned": maps} if system == "fmoe" else {}
     model, _ = expertly.load(
         str(case.store), system=system, memory="50%", device="cpu", decisions=decisions, **settings
     )

@@ -109,7 +109,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases:
     for way in [{}] if family == "switch_transformers" else ways:
         reference = load_reference(case.folder, dtype=torch.bfloat16, **way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
-    settings = {"system": "fmoe", "matcher": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
+    settings = {"system": "fmoe", "predict": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
     with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:
         if settings["system"] == "fmoe":
             generate(model, case.prompts)  # it learns, and prefetches

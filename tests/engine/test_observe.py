@@ -199,7 +199,7 @@ def test_pads_are_left_out(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> Non
         diaries: list[Diary] = []
         for batch in batches:
             system = predictors.put(monkeypatch, lambda geometry: Diary("embedding", "experts", "scores"))
-            with loaded(case.store, system=system, matcher="inline") as model:
+            with loaded(case.store, system=system, predict="inline") as model:
                 generate(model, batch, 3)
                 diaries.append(told(model))
         return diaries
@@ -292,7 +292,7 @@ def test_continuous_batching_keeps_requests_apart(cases: Cases, monkeypatch: pyt
 def test_layers_that_run_by_themselves_are_not_shown(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
-    with loaded(case.store, system=system, matcher="inline") as model, torch.no_grad():
+    with loaded(case.store, system=system, predict="inline") as model, torch.no_grad():
         block = model.model.layers[1].mlp
         alone = block(torch.ones(1, 3, 32))
         generate(model, case.prompts, 2)

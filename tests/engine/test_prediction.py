@@ -85,7 +85,7 @@ def least_memory(case: Case, segments: int) -> dict[str, int]:
     """One segment."""
     with loaded(case.store, memory="100%") as model:
         geometry = handle(model).engine.executor.geometry
-        return {"memory": geometry.layers[0].expert_nbytes // segments, "ring": 1}
+        return {"memory": geometry.layers[0].expert_nbytes // segments, "staging_slots": 1}
 
 
 @pytest.mark.parametrize(("system", "family", "memory", "segments", "matcher"), LOSSLESS)
@@ -94,7 +94,7 @@ def test_every_way_to_predict_is_lossless(
 ) -> None:
     case = cases[family]
     settings: dict[str, Any] = least_memory(case, segments) if memory == "least" else {"memory": memory}
-    with loaded(case.store, system=system, segments=segments, matcher=matcher, **settings) as model:
+    with loaded(case.store, system=system, segments=segments, predict=matcher, **settings) as model:
         for _ in range(2):  # the second finds what the first has taught
             assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
@@ -125,7 +125,7 @@ def test_predicting_everything_all_the_time_is_lossless(
 ) -> None:
     case = cases[family]
     system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, segments=segments, matcher=matcher, memory="30%") as model:
+    with loaded(case.store, system=system, segments=segments, predict=matcher, memory="30%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert generate(model, case.prompts[:1]) == case.tokens[:1]
         assert_prefetched(model)
@@ -137,7 +137,7 @@ def test_predictions_for_the_stack_that_does_not_run_are_left_out(
     """The encoder's layers do not run while the decoder does: loading them would be for nothing."""
     case = cases["switch_transformers"]
     system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, matcher="inline", memory="50%") as model:
+    with loaded(case.store, system=system, predict="inline", memory="50%") as model:
         assert generate(model, case.prompts) == case.tokens
         layers = expertly.stats(model).as_dict()["layers"]
         assert all(layer["decode"]["predicted"] == 0 < layer["prefill"]["predicted"] for layer in layers[:2])
@@ -147,7 +147,7 @@ def test_predictions_for_the_stack_that_does_not_run_are_left_out(
 def test_fmoe_predicts_both_stacks_from_their_first_layers(cases: Cases) -> None:
     """The maps of the prompts foretell the encoder's layers, those of the first answers the decoder's."""
     case = cases["switch_transformers"]
-    with loaded(case.store, system="fmoe:distance=1", matcher="inline", memory="50%") as model:
+    with loaded(case.store, system="fmoe:distance=1", predict="inline", memory="50%") as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()
@@ -169,7 +169,7 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
     inputs = torch.ones(1, 3, 32)
     with torch.no_grad():
         expected = [layer.mlp(inputs) for layer in load_reference(case.folder).model.layers]
-        with loaded(case.store, system=system, matcher=matcher, segments=4, memory="40%") as model:
+        with loaded(case.store, system=system, predict=matcher, segments=4, memory="40%") as model:
             for _ in range(3):
                 assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
                 for layer, output in zip(model.model.layers, expected, strict=True):
@@ -206,7 +206,7 @@ def test_continuous_batching(system: str, segments: int, cases: Cases) -> None:
     reference = load_reference(case.folder)
     prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
     expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store, system=system, memory="50%", segments=segments, matcher="inline") as model:
+    with loaded(case.store, system=system, memory="50%", segments=segments, predict="inline") as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
         assert_prefetched(model)
@@ -254,7 +254,7 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
 
 def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, system="fmoe", matcher="inline") as model:
+    with loaded(case.store, system="fmoe", predict="inline") as model:
         generate(model, case.prompts)
         before = prediction(model)["predictor"]["maps"]
 
@@ -283,7 +283,7 @@ def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPat
 
 def test_a_model_that_is_dropped_ends_its_predictor_thread(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    model, _ = expertly.load(str(case.store), system="fmoe", memory="30%", device="cpu", maps="off")
+    model, _ = expertly.load(str(case.store), system="fmoe", memory="30%", device="cpu", learned="off")
     generate(model, case.prompts, 3)
     del model
     gc.collect()
@@ -317,7 +317,7 @@ def test_systems_that_do_not_predict_have_nothing_to_say(cases: Cases) -> None:
 
 def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, system="lru:prediction=lookahead:distance=2", matcher="inline") as model:
+    with loaded(case.store, system="lru:prediction=lookahead:distance=2", predict="inline") as model:
         generate(model, case.prompts)
         stats = expertly.stats(model).as_dict()
         decode = stats["phases"]["decode"]
@@ -335,11 +335,11 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"matcher": "fast"}, "matcher='fast': unknown; accepted: auto, thread, inline"),
-        ({"matcher": "inline"}, "matcher='inline': system 'lru' predicts nothing"),
+        ({"predict": "fast"}, "predict='fast': unknown; accepted: auto, thread, inline"),
+        ({"predict": "inline"}, "predict='inline': system 'lru' predicts nothing"),
         (
-            {"system": f"{LOOKAHEAD}:transfer=synchronous", "matcher": "thread"},
-            r"matcher='thread': .*transfer=synchronous.*accepted: auto, inline",
+            {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
+            r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
         ),
         ({"system": "lru:gate=confidence"}, "of no use where nothing is predicted"),
         ({"system": f"{LOOKAHEAD}:transfer=synchronous:gate=confidence"}, "accepted: gate=none"),

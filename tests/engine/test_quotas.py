@@ -55,7 +55,7 @@ def test_with_nothing_kept_every_need_is_a_miss_or_was_prefetched(cases: Cases) 
     case, prompt = cases["mixtral"], make_prompts(1, length=11, seed=2)
     counted = {}
     for name in ("lru:allocation=none", "lru:allocation=none:prediction=lookahead:ahead=ring"):
-        matcher = {"matcher": "inline"} if "lookahead" in name else {}
+        matcher = {"predict": "inline"} if "lookahead" in name else {}
         with loaded(case.store, memory="50%", system=name, **matcher) as model:
             generate(model, prompt, 20)
             counted[name] = expertly.stats(model).phase("decode")

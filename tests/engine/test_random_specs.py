@@ -50,7 +50,7 @@ def random_settings(dice: random.Random, system: System, store: Path) -> dict[st
     if dice.random() < 0.3:
         settings["segments"] = dice.choice([1, 4, 16])
     if dice.random() < 0.3:
-        settings["ring"] = dice.choice([1, 2, 5])
+        settings["staging_slots"] = dice.choice([1, 2, 5])
     if dice.random() < 0.3:
         settings["devices"] = dice.choice(["cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"])
     if settings["memory"] == "least":
@@ -79,7 +79,7 @@ def test_no_choice_of_parts_changes_a_token(seed: int, cases: Cases, tmp_path: P
         if "devices" not in settings:
             path = settings["decisions"] = tmp_path / "decisions.jsonl"
         if system.prediction != "none":
-            settings["matcher"] = dice.choice(["auto", "inline"])
+            settings["predict"] = dice.choice(["auto", "inline"])
         try:
             with loaded(case.store, **settings) as model:
                 assert generate(model, prompts, 6) == expected, settings

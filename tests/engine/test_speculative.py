@@ -21,7 +21,7 @@ NEXT_TOKEN = "lru:prediction=lookahead:next_token=yes"
 def test_the_first_layer_of_a_token_is_predicted_from_the_last_layer_of_the_one_before(cases: Cases) -> None:
     """Once for each token but a prompt's first layer: that comes after another request, or after nothing."""
     case = cases["qwen3_moe"]
-    with loaded(case.store, system=NEXT_TOKEN, memory="50%", matcher="inline") as model:
+    with loaded(case.store, system=NEXT_TOKEN, memory="50%", predict="inline") as model:
         (tokens,) = generate(model, case.prompts[:1], 9)
         assert tokens == case.tokens[0][:9]
         stats = expertly.stats(model).as_dict()
@@ -38,7 +38,7 @@ def test_the_first_layer_of_a_token_is_predicted_from_the_last_layer_of_the_one_
 def test_what_was_loaded_for_the_next_token_waits_for_it(cases: Cases) -> None:
     """Between two passes it is there or comes; it is in time, or for nothing, when the first layer has run."""
     case = cases["qwen3_moe"]
-    with loaded(case.store, system=NEXT_TOKEN, memory="60%", matcher="inline") as model:
+    with loaded(case.store, system=NEXT_TOKEN, memory="60%", predict="inline") as model:
         scheduler = handle(model).engine.scheduler
         first_layer = range(scheduler.geometry.layers[0].num_experts)
         waited = []

@@ -111,7 +111,7 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
 def test_partial_hits_occur_with_segments_and_load_only_what_is_absent(cases: Cases) -> None:
     """A share that is no whole number of experts keeps the top of one."""
     case = cases["qwen3_moe"]
-    with loaded(case.store, segments=4, memory="37%", ring=4) as model:
+    with loaded(case.store, segments=4, memory="37%", staging_slots=4) as model:
         generate(model, case.prompts, 20)
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
         assert decode["partial_hits"] > 0

@@ -1,6 +1,6 @@
 """What the engine counts while the demo model generates a few tokens, of every preset that it can run.
 
-In float32, with one thread, and predicting within the pass (`matcher="inline"`), what is routed and predicted is the
+In float32, with one thread, and predicting within the pass (`predict="inline"`), what is routed and predicted is the
 same in every run. What is not: who prefetches finds more or less of it there, as the disk is fast or slow; that moves
 hits, what is evicted, and what is still prefetched. So a system that predicts has two kinds of cases: at every memory
 all counts, with transfers that take no time (see `make_transfers_instant`); and at one memory, as users run it ("as it
@@ -86,7 +86,7 @@ def run(name: str) -> Case:
 
     system, memory, segments = name.removesuffix(AS_IT_IS).split(" ")
     predicts = _predictions()[system.split(":")[0]] != "none"
-    settings = {"matcher": "inline"} if predicts else {}
+    settings = {"predict": "inline"} if predicts else {}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,7 +97,7 @@ def run(name: str) -> Case:
             device="cpu",
             dtype="float32",
             codec="none",
-            maps="off",
+            learned="off",
             **settings,
         )
     except Exception as error:  # whichever: it is compared

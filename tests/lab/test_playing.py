@@ -20,7 +20,7 @@ PROMPT = [5, 9, 2, 7]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder: Path = make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=3)
-    loaded, _ = expertly.load(str(folder), memory="50%", maps=None)
+    loaded, _ = expertly.load(str(folder), memory="50%", learned=None)
     yield loaded
     expertly.unload(loaded)
 

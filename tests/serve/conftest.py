@@ -41,6 +41,16 @@ class Serving:
     def _client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
+    def complete(self, prompt: Any, max_tokens: int = 8, **more: Any) -> Any:
+        """Greedy, unless something else is said."""
+        asked = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return self.client().completions.create(**(asked | more))
+
+    def chat(self, said: str, max_tokens: int = 24, **more: Any) -> Any:
+        """The same, of one message."""
+        asked = {"model": "demo", "messages": [{"role": "user", "content": said}], "max_tokens": max_tokens}
+        return self.client().chat.completions.create(**({"temperature": 0} | asked | more))
+
     def http(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **more)
 

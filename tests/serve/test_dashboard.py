@@ -12,7 +12,7 @@ import pytest
 
 from expertly.serve.settings import Access
 from tests.serve.browser import Tab, browser, find_browser
-from tests.serve.conftest import KEY, Serving, greedy, served
+from tests.serve.conftest import KEY, Serving, served
 
 BROWSER = find_browser()
 pytestmark = [
@@ -70,7 +70,7 @@ def last_said(tab: Tab, who: str) -> str:
 
 
 def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
-    serving.client().completions.create(model="demo", prompt="The old man", max_tokens=8, temperature=0)
+    serving.complete("The old man")
     with serving.http() as client:
         told = [layer["segments_present"] for layer in client.get("/v1/experts").json()["layers"]]
     expected = [[int(present > 0) for present in row] for row in told]
@@ -81,7 +81,7 @@ def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
 
 
 def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
-    serving.client().completions.create(model="demo", prompt="The sea", max_tokens=30, temperature=0)
+    serving.complete("The sea", 30)
     with serving.http() as client:
         state = client.get("/v1/state").json()
     hit_rate = f"{100 * state['recent']['hit_rate']:.1f} %"
@@ -112,18 +112,14 @@ def test_host_memory_is_shown_where_there_is_such_a_tier(
 def test_the_chat_box_chats(tab: Tab, demo: tuple[Any, Any], serving: Serving) -> None:
     say(tab, "The old man and the sea")
     tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 2")
-    with serving.http() as client:
-        body = {"model": "demo", "temperature": 0, "max_tokens": 12}
-        body["messages"] = [{"role": "user", "content": "The old man and the sea"}]
-        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    expected = serving.chat("The old man and the sea", 12).choices[0].message.content
     assert last_said(tab, "model") == expected
     assert "12 tokens" in tab.run("document.querySelector('#speed').textContent")
     say(tab, "And then?")
     tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 4")
-    with serving.http() as client:
-        body["messages"] += [{"role": "assistant", "content": expected}, {"role": "user", "content": "And then?"}]
-        second = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert last_said(tab, "model") == second, "it was told what had been said before"
+    said = [("user", "The old man and the sea"), ("assistant", expected), ("user", "And then?")]
+    second = serving.chat("", 12, messages=[{"role": role, "content": text} for role, text in said])
+    assert last_said(tab, "model") == second.choices[0].message.content, "it was told what had been said before"
 
 
 def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +188,3 @@ def test_a_server_that_is_gone_is_told(window: Tab, demo: tuple[Any, Any]) -> No
         window.until(READY)
     window.until("document.querySelector('#status').textContent === 'no answer'")
     window.problems.clear()
-
-
-def test_the_page_asks_nobody_else(serving: Serving, demo: tuple[Any, Any]) -> None:
-    with serving.http() as client:
-        got = client.get("/")
-    policy = got.headers["content-security-policy"]
-    assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
-    assert "http://www.w3.org" in got.text and got.text.count("http") == 1, "a name space is no address"
-    assert greedy(*demo, "The", 1)

@@ -33,8 +33,7 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
         assert (told["expertly"]["batching_reason"] is None) == together
 
         def ask(text: str) -> None:
-            answer = serving.client().completions.create(model=family, prompt=text, max_tokens=6, temperature=0)
-            got[text] = answer.choices[0].text
+            got[text] = serving.complete(text, 6, model=family).choices[0].text
 
         threads = [threading.Thread(target=ask, args=(text,)) for text in texts]
         for thread in threads:
@@ -42,7 +41,7 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
         for thread in threads:
             thread.join(60)
         assert [got[text] for text in texts] == expected
-        several = serving.client().completions.create(model=family, prompt=texts[0], max_tokens=6, temperature=0, n=2)
+        several = serving.complete(texts[0], 6, model=family, n=2)
         assert [choice.text for choice in several.choices] == [expected[0]] * 2
         if not together:
             check_leaving(serving, family)
@@ -61,7 +60,7 @@ def check_leaving(serving: Any, family: str) -> None:
     body = {"model": family, "prompt": "ask", "max_tokens": 100, "temperature": 0, "stream": True}
     with serving.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
-    answer = serving.client().completions.create(model=family, prompt="ask", max_tokens=2, temperature=0)
+    answer = serving.complete("ask", 2, model=family)
     assert answer.choices[0].finish_reason == "length"
     assert not serving.scheduler.running
 

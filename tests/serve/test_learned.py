@@ -20,7 +20,7 @@ def test_a_server_that_comes_back_knows_what_it_had_learned(tmp_path: Path) -> N
     texts, num_learned = [], 0.0
     for history in ("cold", "warm"):
         model, tokenizer = expertly.load(
-            memory="30%", dtype="float32", device="cpu", system="expertly", maps=tmp_path / "my.reuse"
+            memory="30%", dtype="float32", device="cpu", system="expertly", learned=tmp_path / "my.reuse"
         )
         try:
             with served(model, tokenizer) as serving, serving.http() as http:

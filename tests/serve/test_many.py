@@ -289,8 +289,7 @@ def hold(serving: Serving) -> threading.Event:
 
 
 def complete(serving: Serving, num_tokens: int, prompt: str = "The old sea") -> str:
-    got = serving.client().completions.create(model="demo", prompt=prompt, max_tokens=num_tokens, temperature=0)
-    return got.choices[0].text
+    return str(serving.complete(prompt, num_tokens).choices[0].text)
 
 
 def wait_for(is_so: Any, seconds: float = 30) -> None:

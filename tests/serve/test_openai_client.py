@@ -34,33 +34,20 @@ def test_models(serving: Serving) -> None:
 
 
 def test_a_completion_is_what_generate_writes(serving: Serving, demo: tuple[Any, Any]) -> None:
-    expected = greedy(*demo, PROMPT, 24)
-    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
-    assert got.choices[0].text == expected
-    assert got.choices[0].finish_reason == "length"
-    assert got.usage is not None
+    got = serving.complete(PROMPT, 24)
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (greedy(*demo, PROMPT, 24), "length")
     assert (got.usage.completion_tokens, got.usage.total_tokens) == (24, 24 + got.usage.prompt_tokens)
 
 
 def test_an_answer_is_what_generate_writes_streamed_or_not(serving: Serving, demo: tuple[Any, Any]) -> None:
     expected = greedy(*demo, chat_prompt(PROMPT), 24)
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_completion_tokens": 24,
-        "temperature": 0,
-    }
-    whole = serving.client().chat.completions.create(**asked)
-    assert whole.choices[0].message.content == expected
-    assert whole.choices[0].finish_reason == "length"
-    chunks = list(
-        serving.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
+    whole = serving.chat(PROMPT).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (expected, "length")
+    chunks = list(serving.chat(PROMPT, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
     for chunk in chunks:
         type(chunk).model_validate(chunk.model_dump(), strict=True)
     assert len(chunks) > 10, "it came as it was written"
@@ -69,33 +56,23 @@ def test_an_answer_is_what_generate_writes_streamed_or_not(serving: Serving, dem
 def test_fields_that_tune_are_honoured_and_unknown_ones_named_once(
     serving: Serving, demo: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = greedy(*demo, PROMPT, 24)
-    greedily: list[dict[str, Any]] = [
-        {"top_k": 1},
-        {"min_p": 1.0},
-        {"top_k": -1, "temperature": 0},
-        {"no_such_field": {"a": 1}, "temperature": 0},
-    ]
+    expected = greedy(*demo, PROMPT, 12)
+    unknown = {"no_such_field": {"a": 1}, "temperature": 0}
     with caplog.at_level(logging.INFO, "expertly.serve"):
-        for extra in [*greedily, greedily[-1]]:
-            got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=24, extra_body=extra)
-            assert got.choices[0].text == expected, extra
+        for extra in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": -1, "temperature": 0}, unknown, unknown):
+            assert serving.complete(PROMPT, 12, temperature=1, extra_body=extra).choices[0].text == expected, extra
     assert caplog.text.count("no_such_field") == 1
-    penalised = serving.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"repetition_penalty": 1.5}
-    )
+    penalised = serving.complete(PROMPT, 12, extra_body={"repetition_penalty": 1.5}).choices[0].text
     inputs = demo[1](PROMPT, return_tensors="pt", return_token_type_ids=False)
-    written = plain_demo().generate(**inputs, max_new_tokens=24, do_sample=False, repetition_penalty=1.5)
+    written = plain_demo().generate(**inputs, max_new_tokens=12, do_sample=False, repetition_penalty=1.5)
     text = demo[1].decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert penalised.choices[0].text == text != expected
+    assert penalised == text != expected
 
 
 def test_transformers_chat_says_what_it_wants_in_words_of_generate(serving: Serving, demo: tuple[Any, Any]) -> None:
-    config = {"do_sample": False, "max_new_tokens": 9, "temperature": 1.0, "no_such_word": 1}
+    config = json.dumps({"do_sample": False, "max_new_tokens": 9, "temperature": 1.0, "no_such_word": 1})
     got = serving.client().chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": PROMPT}],
-        extra_body={"generation_config": json.dumps(config)},
+        model="demo", messages=[{"role": "user", "content": PROMPT}], extra_body={"generation_config": config}
     )
     assert got.choices[0].message.content == greedy(*demo, chat_prompt(PROMPT), 9)
 
@@ -114,90 +91,64 @@ def schema_format(schema: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_an_answer_follows_its_schema(serving: Serving, temperature: float) -> None:
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": "Where is it warm?"}],
-        "temperature": temperature,
-        "seed": 5,
-        "max_tokens": 120,
-        "response_format": schema_format(CITY),
-    }
-    got = serving.client().chat.completions.create(**asked, n=2)
+    asked = {"temperature": temperature, "seed": 5, "response_format": schema_format(CITY)}
+    got = serving.chat("Where is it warm?", 120, **asked, n=2)
     for choice in got.choices:
-        said = json.loads(choice.message.content or "")
+        said = json.loads(choice.message.content)
         assert said["city"] in ("Oslo", "Rome") and 0 <= said["degrees"] <= 40
         assert choice.finish_reason == "stop"
-    streamed = serving.client().chat.completions.create(**asked, stream=True)
+    streamed = serving.chat("Where is it warm?", 120, **asked, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in streamed) == got.choices[0].message.content
-    fewer = serving.client().chat.completions.create(
-        **(asked | {"response_format": {"type": "json_object"}, "max_tokens": 8})
-    )
-    assert (fewer.choices[0].message.content or "").lstrip().startswith("{")
+    fewer = serving.chat("Where?", 8, **(asked | {"response_format": {"type": "json_object"}}))
+    assert fewer.choices[0].message.content.lstrip().startswith("{")
 
 
 def test_stop_strings_end_a_text_before_them(serving: Serving, demo: tuple[Any, Any]) -> None:
     expected = greedy(*demo, PROMPT, 40)
     stop = expected[20:24]  # in the middle of words, tokens or both
-    got = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop])
-    assert got.choices[0].text == expected[: expected.index(stop)]
-    assert got.choices[0].finish_reason == "stop"
-    assert got.usage is not None and got.usage.completion_tokens < 40
-    stream = serving.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True
-    )
-    chunks = list(stream)
+    got = serving.complete(PROMPT, 40, stop=[stop])
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (expected[: expected.index(stop)], "stop")
+    assert got.usage.completion_tokens < 40
+    chunks = list(serving.complete(PROMPT, 40, stop=stop, stream=True))
     assert "".join(c.choices[0].text for c in chunks) == expected[: expected.index(stop)]
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_the_end_token_ends_a_text(serving: Serving, demo: tuple[Any, Any]) -> None:
-    end = demo[1].eos_token_id
-    got = serving.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=10, temperature=0, logit_bias={str(end): 100}
-    )
+    got = serving.complete(PROMPT, 10, logit_bias={str(demo[1].eos_token_id): 100})
     assert (got.choices[0].text, got.choices[0].finish_reason) == ("", "stop")
 
 
 def test_a_seed_repeats_and_others_differ(serving: Serving) -> None:
     def text(seed: int | None) -> str:
-        got = serving.client().completions.create(
-            model="demo", prompt=PROMPT, max_tokens=16, temperature=1, top_p=0.95, seed=seed
-        )
-        return got.choices[0].text
+        return str(serving.complete(PROMPT, 12, temperature=1, top_p=0.95, seed=seed).choices[0].text)
 
     first = text(1)
     assert text(1) == first
-    assert len({first, text(2), text(3), text(None), text(None)}) == 5
+    assert len({first, text(2), text(None), text(None)}) == 4
 
 
 def test_several_texts_of_several_prompts(serving: Serving, demo: tuple[Any, Any]) -> None:
     prompts = [PROMPT, "The sea was"]
-    got = serving.client().completions.create(model="demo", prompt=prompts, max_tokens=8, temperature=0, n=2)
+    got = serving.complete(prompts, n=2)
     expected = [greedy(*demo, prompt, 8) for prompt in prompts]
     assert [choice.text for choice in got.choices] == [expected[0], expected[0], expected[1], expected[1]]
     assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
-    sampled = serving.client().completions.create(model="demo", prompt=PROMPT, max_tokens=16, seed=3, n=3)
+    sampled = serving.complete(PROMPT, 16, temperature=1, seed=3, n=3)
     assert len({choice.text for choice in sampled.choices}) == 3, "one seed, and yet three texts"
 
 
 def test_a_prompt_as_tokens_and_its_echo(serving: Serving, demo: tuple[Any, Any]) -> None:
+    expected = PROMPT + greedy(*demo, PROMPT, 8)
     tokens = demo[1].encode(PROMPT)
-    got = serving.client().completions.create(model="demo", prompt=tokens, max_tokens=8, temperature=0, echo=True)
-    assert got.choices[0].text == PROMPT + greedy(*demo, PROMPT, 8)
+    assert serving.complete(tokens, echo=True).choices[0].text == expected
+    assert "".join(c.choices[0].text for c in serving.complete(tokens, echo=True, stream=True)) == expected
 
 
 def test_logprobs_are_the_models_own(serving: Serving, demo: tuple[Any, Any]) -> None:
     tokenizer = demo[1]
-    got = serving.client().chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=4,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=3,
-    )
+    got = serving.chat(PROMPT, 4, logprobs=True, top_logprobs=3)
     logprobs = got.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
     ids = tokenizer(chat_prompt(PROMPT), return_tensors="pt").input_ids
     with torch.no_grad():
         expected = torch.log_softmax(plain_demo()(ids).logits[0, -1].float(), dim=-1).topk(3)
@@ -206,19 +157,14 @@ def test_logprobs_are_the_models_own(serving: Serving, demo: tuple[Any, Any]) ->
     assert [one.token for one in first.top_logprobs] == [tokenizer.decode([i]) for i in expected.indices.tolist()]
     assert first.logprob == pytest.approx(float(expected.values[0]), abs=1e-3)
     assert bytes(b for one in logprobs.content for b in one.bytes or []).decode() == got.choices[0].message.content
-    completed = serving.client().completions.create(
-        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2
-    )
+    completed = serving.complete(PROMPT, 4, logprobs=2)
     told = completed.choices[0].logprobs
-    assert told is not None and told.tokens is not None and told.top_logprobs is not None
     assert "".join(told.tokens) == completed.choices[0].text
     assert all(len(top) == 2 for top in told.top_logprobs)
 
 
 def test_echo_tells_the_logprobs_of_the_prompt(serving: Serving, demo: tuple[Any, Any]) -> None:
-    got = serving.client().completions.create(
-        model="demo", prompt=[PROMPT, "The sea"], max_tokens=1, logprobs=1, echo=True, temperature=0
-    )
+    got = serving.complete([PROMPT, "The sea"], 1, logprobs=1, echo=True)
     for choice, prompt in zip(got.choices, (PROMPT, "The sea"), strict=True):
         told: Any = choice.logprobs
         ids = demo[1](prompt, return_tensors="pt").input_ids
@@ -228,7 +174,7 @@ def test_echo_tells_the_logprobs_of_the_prompt(serving: Serving, demo: tuple[Any
         assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
         assert told.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-3)
         assert "".join(told.tokens) == choice.text == prompt + greedy(*demo, prompt, 1)
-    assert got.usage is not None and got.usage.completion_tokens == 2
+    assert got.usage.completion_tokens == 2
     assert got.usage.prompt_tokens == sum(len(demo[1].encode(prompt)) for prompt in (PROMPT, "The sea"))
 
 
@@ -240,11 +186,18 @@ def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tu
 
 
 def test_penalties_change_what_is_repeated(serving: Serving) -> None:
-    def text(**more: Any) -> str:
-        asked: dict[str, Any] = {"model": "demo", "prompt": "a a a a a a a a a a", "max_tokens": 24, "temperature": 0}
-        return serving.client().completions.create(**asked, **more).choices[0].text
+    free, penalised = (serving.complete("a a a a a a a a", 24, frequency_penalty=penalty) for penalty in (0, 2))
+    assert len(set(penalised.choices[0].text.split())) > len(set(free.choices[0].text.split()))
 
-    assert len(set(text(frequency_penalty=2).split())) > len(set(text().split()))
+
+def test_a_prompt_without_end_is_refused_before_it_is_worked_on(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the thread that serves all others."""
+    monkeypatch.setattr(serving.assembled.service.prompts, "text", lambda *told, **more: 1 // 0)
+    for more in ({}, {"max_tokens": None}):
+        with pytest.raises(openai.BadRequestError, match="accepted: 512 together"):
+            serving.chat("sea " * 100_000, **more)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +224,8 @@ def test_penalties_change_what_is_repeated(serving: Serving) -> None:
     ],
 )
 def test_errors_are_openais(serving: Serving, change: dict[str, Any], status: int, param: str | None) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     with pytest.raises(openai.APIStatusError) as raised:
-        serving.client().chat.completions.create(**(asked | change))
+        serving.chat("Hello", **({"max_tokens": 4} | change))
     assert raised.value.status_code == status
     assert raised.value.type == "invalid_request_error"
     assert param is None or raised.value.param == param

@@ -144,9 +144,9 @@ def test_prompts_are_logged_only_where_that_was_asked_for(
 ) -> None:
     secret = "xylophone quartz"
     with caplog.at_level(logging.DEBUG), served(*demo, log_prompts=is_asked) as serving:
-        serving.client().completions.create(model="demo", prompt=secret, max_tokens=2)
+        serving.complete(secret, 2)
         with pytest.raises(openai.BadRequestError):
-            serving.client().completions.create(model="demo", prompt=secret, max_tokens=2, temperature=5)
+            serving.complete(secret, 2, temperature=5)
     own = "\n".join(record.getMessage() for record in caplog.records if not record.name.startswith(("openai", "http")))
     assert (secret in own) == is_asked
     assert "prompt tokens" in own
@@ -155,9 +155,7 @@ def test_prompts_are_logged_only_where_that_was_asked_for(
 def test_every_token_is_counted(demo: tuple[Any, Any]) -> None:
     """Of several texts, too; times are between tokens of one text."""
     with served(*demo) as serving:
-        serving.client().completions.create(
-            model="demo", prompt="The old man", max_tokens=5, n=3, logit_bias={"0": -100}
-        )
+        serving.complete("The old man", 5, n=3, logit_bias={"0": -100})
         text = serving.http().get("/metrics").text
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert float(values["expertly_generated_tokens_total"]) == 15
@@ -167,7 +165,7 @@ def test_every_token_is_counted(demo: tuple[Any, Any]) -> None:
 
 
 def test_what_can_be_seen(serving: Serving) -> None:
-    serving.client().completions.create(model="demo", prompt="The old man", max_tokens=8, temperature=0)
+    serving.complete("The old man")
     with serving.http() as client:
         experts = client.get("/v1/experts").json()
         present = [sum(layer["segments_present"]) for layer in experts["layers"]]

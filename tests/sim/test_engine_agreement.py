@@ -189,7 +189,7 @@ def test_predictions_and_what_comes_of_them_agree(
     system: str, batch: bool, family: str, stores: dict[str, Path], tmp_path: Path
 ) -> None:
     """Predicting within the pass, with transfers that take no time. The recording knows all that predictors see."""
-    with loaded(stores[family], system=system, memory="45%", segments=2, matcher="inline") as model:
+    with loaded(stores[family], system=system, memory="45%", segments=2, predict="inline") as model:
         engine = handle(model).engine
         make_instant(engine.device)
         run_engine(model, tmp_path / "trace", batch=batch, full=True)

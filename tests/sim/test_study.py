@@ -44,7 +44,7 @@ def test_a_budget_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
     study = make_study(small(tmp_path))
     rows = study.results(["lru"], [Memory("50%"), Memory("1%")])
     with pytest.raises(
-        BudgetError, match=r"memory='1%': below the ring .* the least is 8\.34% of the experts \(96 bytes"
+        BudgetError, match=r"memory='1%': below the staging slots .* the least is 8\.34% of the experts \(96 bytes"
     ):
         next(rows)
     assert Memory("8.34%").budget(study.geometry).kept_slots == (0,)

@@ -20,6 +20,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.engine.runtime import Observer
 from expertly.lab.prompts import chat_tokens, has_template
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.text import TextStreamer
@@ -63,7 +64,7 @@ class Turn:
         if self.tpot_s:
             parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
         parts.append(f"TTFT {format_seconds(self.ttft_s)}")
-        best = f" (a cache at best: {format_share(self.best_hit_rate)})"
+        best = f" (a perfect cache: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")
         if self.was_stopped:
@@ -85,31 +86,41 @@ def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -
 
 
 class DecodeDemands:
-    """The experts that decoding one answer needs, in order, as the engine's observer."""
+    """The experts that decoding one answer needs, in order, as the engine's observer; one that is there goes on."""
 
     def __init__(self, model: Any) -> None:
         self._engine = api.handle(model).engine
+        self._before: Observer | None = None
         self._is_decode = False
         self._ran: list[tuple[int, torch.Tensor]] = []
 
     def __enter__(self) -> DecodeDemands:
-        self._engine.observer = self
+        self._before, self._engine.observer = self._engine.observer, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._engine.observer = None
+        self._engine.observer = self._before
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self._before is not None and self._before.wants_token_ids
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._is_decode = info.phase == "decode"
+        if self._before is not None:
+            self._before.begin_iteration(info)
 
     def router_ran(
         self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> None:
         if self._is_decode:
             self._ran.append((layer, top_k_index))
+        if self._before is not None:
+            self._before.router_ran(layer, hidden_states, top_k_index, top_k_weights)
 
     def end_iteration(self, ok: bool) -> None:
-        """A pass that failed ends the answer."""
+        if self._before is not None:
+            self._before.end_iteration(ok)
 
     def best_hit_rate(self, memory_nbytes: int) -> float | None:
         """Of Belady's cache in this memory."""

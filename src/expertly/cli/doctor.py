@@ -29,7 +29,10 @@ PROFILE_NAME = "machine.json"
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     model: str | None = argument(
-        None, "a folder, a packed store, a hub id or a config.json: what to expect of it here", metavar="MODEL"
+        None,
+        "a folder, a packed store, a hub id or a config.json: what to expect of it here",
+        metavar="MODEL",
+        was="model",
     )
     dir: Path | None = option(None, "measure the disk here", metavar="DIR", type=Path)
     out: Path | None = option(None, "default: machine.json in the cache folder", metavar="FILE", type=Path)

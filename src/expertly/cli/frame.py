@@ -13,9 +13,10 @@ from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
 import typer
+import typer.core
 from rich.markup import escape
 
-from expertly.options import REQUIRED, OptionInfo
+from expertly.options import REQUIRED, OptionInfo, flag_of, words_of_today
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
@@ -34,17 +35,22 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
     """
     (options,) = (kind for what, kind in get_type_hints(function).items() if what != "return")
     told = {one.name: one for one in fields(options) if "option" in one.metadata}
+    infos: dict[str, OptionInfo] = {name: one.metadata["option"] for name, one in told.items()}
+
+    class OptionsCommand(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, words_of_today(args, infos))
 
     def run(**values: Any) -> int:
         return function(options(**{name: values[name] for name in told}))
 
     parameters = [_parameter(one) for one in told.values()]
-    if any(one.metadata["option"].panel is not None for one in told.values()):
+    if any(one.panel is not None for one in infos.values()):
         parameters.append(_help_all())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = inspect.cleandoc(text[:1].upper() + text[1:])
-    app.command(name, help=escape(text), hidden=hidden)(run)
+    app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:
@@ -58,13 +64,12 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
         kind = list[kind]
     if told.is_argument:
         return _keyword(one.name, typer.Argument(default, **how), kind)
-    flag = f"--{one.name.replace('_', '-')}"
     if told.type is bool:
         how["metavar"] = ""
     how |= {"hidden": told.panel is not None, "rich_help_panel": told.panel}
     if told.choices is not None:
         how["autocompletion"] = lambda incomplete: [name for name in told.known() if name.startswith(incomplete)]
-    return _keyword(one.name, typer.Option(default, flag, **how), kind)
+    return _keyword(one.name, typer.Option(default, flag_of(one.name), **how), kind)
 
 
 def _keyword(name: str, info: Any, kind: Any) -> inspect.Parameter:

@@ -67,7 +67,7 @@ class LearnedBuildOptions:
 
 
 def build(args: LearnedBuildOptions) -> int:
-    """What a recorded trace teaches fmoe or moe-infinity, in a file that --maps of a command reads."""
+    """What a recorded trace teaches fmoe or moe-infinity, in a file that --learned of a command reads."""
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.trace.reader import Trace
 

@@ -74,6 +74,15 @@ LEARNED: dict[str, Command] = {
     "export": learned.export,
 }
 
+MOVED = {
+    **{name: f"is `expertly lab {name}` now" for name in (*LAB, "trace", "learned")},
+    "train-predictor": "is `expertly lab train` now",
+    "maps": "is `expertly lab learned` now",
+    "maps trim": "is `expertly lab learned merge OUT FILE --capacity N` now",
+    "maps size": "has gone; `expertly lab learned info FILE` says what a file takes in memory when it is full",
+}
+"""What stood elsewhere in the first edition, and what to type now."""
+
 
 def make_app() -> typer.Typer:
     app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
@@ -107,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
     command = typer.main.get_command(make_app())
     try:
+        _refuse_moved(argv)
         with _importable_folder():
             if COMPLETE in os.environ:  # the shell asks what may stand here
                 command.main(prog_name="expertly")
@@ -135,6 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+def _refuse_moved(argv: Sequence[str]) -> None:
+    for name in (" ".join(argv[:2]), *argv[:1]):
+        if name in MOVED:
+            raise ConfigError(f"{name}: {MOVED[name]}")
+
+
 def _of_usage(error: typer.TyperException) -> ConfigError | None:
     """A command line that is no command; None: there was nothing, and help has been shown."""
     context = getattr(error, "ctx", None)
@@ -142,10 +158,10 @@ def _of_usage(error: typer.TyperException) -> ConfigError | None:
     wrong = error.format_message()
     if not wrong:
         return None
-    moved = next((name for name in (*LAB, "trace", "learned") if f"No such command {name!r}" in wrong), None)
-    if path == "expertly" and moved is not None:
-        return ConfigError(f"{moved}: is `expertly lab {moved}`")
-    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help)")
+    parameters = [] if context is None else context.command.params
+    several = [one.opts[0] for one in parameters if getattr(one, "multiple", False)]
+    more = f"; before each of several values: {', '.join(several)}" if several else ""
+    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help{more})")
 
 
 @contextlib.contextmanager

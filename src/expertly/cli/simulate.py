@@ -39,7 +39,7 @@ class SimulateOptions:
     )
     memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
     experts_per_layer: str | None = option(
-        None, "instead: every layer keeps so many experts, beside the ring", metavar="N,N"
+        None, "instead: every layer keeps so many experts, beside the staging slots", metavar="N,N"
     )
     hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
     codec: str = option("none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME")
@@ -49,7 +49,9 @@ class SimulateOptions:
     plan: Path | None = option(
         None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
     )
-    matcher: str = option("virtual", "virtual (default: predicting takes its time) or inline", metavar="NAME")
+    predict: str = option(
+        "virtual", "virtual (default: predicting takes its time) or inline", metavar="NAME", was="matcher"
+    )
     segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
     order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
     geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
@@ -88,8 +90,8 @@ def run(args: SimulateOptions) -> int:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
     if args.order is not None and args.order not in ORDERS:
         raise ConfigError(f"order={args.order!r}: unknown; accepted: {', '.join(ORDERS)}")
-    if args.matcher not in MATCHERS:
-        raise ConfigError(f"matcher={args.matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+    if args.predict not in MATCHERS:
+        raise ConfigError(f"predict={args.predict!r}: unknown; accepted: {', '.join(MATCHERS)}")
     if args.plot is not None:
         check_plot(args.plot)
     selection = Selection(args.requests, args.tokens, args.split, args.seed)
@@ -111,7 +113,7 @@ def run(args: SimulateOptions) -> int:
             seed=args.seed,
             is_queued=arrivals is not None,
             order=args.order,
-            matcher=args.matcher,
+            matcher=args.predict,
             learned=None if predictor is None else predictor.learned,
             plan=plan,
             chrome=chrome,

@@ -51,7 +51,7 @@ def about(
         "hardware": study.hardware.as_dict(),
         "codec": study.codec,
         "order": args.order,
-        "matcher": args.matcher,
+        "matcher": args.predict,
         "seed": args.seed,
         "split": None if args.split is None else _parts(args.split),
         "predictor": None if predictor is None else str(predictor.path),

@@ -69,11 +69,12 @@ class TraceRecordOptions(LoadOptions):
     seed: int = option(0, "with a temperature", metavar="N", type=seed)
     requests: int | None = option(None, "only the first N prompts", metavar="N", type=int, least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
-    maps: str | Path | None = option(
+    learned: str | Path | None = option(
         "off",
         "what a system has learned, as of `run`; off: a trace is of this run alone",
         metavar="FILE",
         panel=RESEARCH,
+        was="maps",
     )
     json: bool = json_flag()
 

@@ -67,7 +67,7 @@ def find_files(
     Raises ConfigError for a file that the system has no use for, or in a folder that is not there.
     """
     if maps is None or maps == OFF:
-        return LearnedFiles(None, None, f"maps={OFF}", False)
+        return LearnedFiles(None, None, f"learned={OFF}", False)
     why = ""
     if num_devices > 1:
         why = f"{num_devices} devices learn apart"
@@ -78,12 +78,14 @@ def find_files(
         beside = [None if kind is None else learned_beside(store.folder, kind) for kind in (of_prediction, of_eviction)]
         return LearnedFiles(beside[0], None if why else beside[1], why, True)
     if system.learns is None:
-        raise ConfigError(f"maps={str(maps)!r}: system {system.name!r} has no maps; accepted: {AUTO}, {OFF}")
+        raise ConfigError(
+            f"learned={str(maps)!r}: system {system.name!r} learns nothing that is kept; accepted: {AUTO}, {OFF}"
+        )
     path = _possible(maps)
     if of_prediction is not None:
         return LearnedFiles(path, None, f"{path} is of what it predicts by", False)
     if why:
-        raise ConfigError(f"maps={str(maps)!r}: {why}; accepted: {AUTO}, {OFF}")
+        raise ConfigError(f"learned={str(maps)!r}: {why}; accepted: {AUTO}, {OFF}")
     return LearnedFiles(None, path, "", False)
 
 
@@ -129,10 +131,10 @@ def _possible(maps: str | Path) -> Path:
         except FileNotFoundError:
             is_possible = path.parent.is_dir()
         if is_possible and not os.access(path.resolve().parent, os.W_OK):  # now, not when all else is done
-            raise ConfigError(f"maps={str(maps)!r}: its folder is not writable; accepted: another file, or {OFF}")
+            raise ConfigError(f"learned={str(maps)!r}: its folder is not writable; accepted: another file, or {OFF}")
         if is_possible:
             return path
-    raise ConfigError(f"maps={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
+    raise ConfigError(f"learned={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class SavedState:
         if self._failure is not None:
             raise self._failure
         if self._has_failed and not self._is_auto:
-            raise StoreError(f"maps={str(self.path)!r}: not saved: {self.problem}")
+            raise StoreError(f"learned={str(self.path)!r}: not saved: {self.problem}")
 
     def facts(self) -> dict[str, Any]:
         """For results: what it began with and why, and where that is kept."""
@@ -314,7 +316,8 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
     if policy.learned is None:
         if files.of_eviction is not None and not files.is_auto:
             raise ConfigError(
-                f"maps={str(files.of_eviction)!r}: the system's eviction is not kept in files; accepted: {AUTO}, {OFF}"
+                f"learned={str(files.of_eviction)!r}: the system's eviction is not kept in files; accepted: "
+                f"{AUTO}, {OFF}"
             )
         return None
     manifest = store.manifest

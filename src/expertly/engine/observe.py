@@ -411,15 +411,15 @@ def choose_matcher(system: System, matcher: Matcher) -> Matcher:
     Raises ConfigError naming what is accepted.
     """
     if matcher not in MATCHERS:
-        raise ConfigError(f"matcher={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
+        raise ConfigError(f"predict={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     is_synchronous = system.transfer == "synchronous"
     if matcher == "auto":
         return "inline" if is_synchronous else "thread"
     if system.prediction == "none":
-        raise ConfigError(f"matcher={matcher!r}: system {system.name!r} predicts nothing; accepted: auto")
+        raise ConfigError(f"predict={matcher!r}: system {system.name!r} predicts nothing; accepted: auto")
     if matcher == "thread" and is_synchronous:
         raise ConfigError(
-            f"matcher='thread': system {system.name!r} waits for what it predicts (transfer=synchronous); accepted: "
+            f"predict='thread': system {system.name!r} waits for what it predicts (transfer=synchronous); accepted: "
             f"auto, inline"
         )
     return matcher

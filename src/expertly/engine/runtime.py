@@ -48,6 +48,10 @@ more, computing takes longer than decoding does: threads that it lacks cost more
 class Observer(Protocol):
     """Told of each forward pass by the engine, in order. What it raises is raised by the forward pass."""
 
+    @property
+    def wants_token_ids(self) -> bool:
+        """Whether it needs to know the token of each row."""
+
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins; `info` says the token and the sequence of each row."""
 
@@ -115,7 +119,7 @@ class Engine:
     @property
     def wants_token_ids(self) -> bool:
         """Only who watches or predicts needs them."""
-        return self.observer is not None or self.prefetching is not None
+        return self.prefetching is not None or (self.observer is not None and self.observer.wants_token_ids)
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._check_open()

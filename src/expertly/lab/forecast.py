@@ -104,7 +104,7 @@ class ModelForecast:
 def measured_hardware(profile: MachineProfile) -> Hardware:
     """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds."""
     hardware = machine_hardware(profile)
-    model, tokenizer = api.load(system="resident", maps="off", codec="none", device=_device_of(profile))
+    model, tokenizer = api.load(system="resident", learned="off", codec="none", device=_device_of(profile))
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
         times_ns = []

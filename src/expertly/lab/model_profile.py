@@ -344,7 +344,8 @@ class Measurement:
         if not frames:
             nbytes = self._scheduler.budget.memory_nbytes
             raise ConfigError(
-                f"memory={nbytes} bytes: all experts stay in it, or its ring holds no whole one; give it part of them"
+                f"memory={nbytes} bytes: all experts stay in it, or its staging slots hold no whole one; give it part "
+                "of them"
             )
         return frames
 

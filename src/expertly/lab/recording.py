@@ -30,6 +30,8 @@ class Recorder:
     A pass that fails, or that runs no MoE layer, is left out. `append` must copy what it keeps.
     """
 
+    wants_token_ids = True
+
     def __init__(self, layers: Sequence[TraceLayer], append: Append, scores: ScoreRecorder | None = None) -> None:
         self.requests: npt.NDArray[np.int32] | None = None
         """The request of each sequence of a batch; None where all rows are of the request that began last."""

@@ -62,13 +62,13 @@ def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None
         shares = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
         return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), shares)
     if ring is not None and ring < 1:
-        raise BudgetError(f"ring={ring}: must be at least 1 segment")
+        raise BudgetError(f"staging_slots={ring}: must be at least 1 segment")
     rings = _rings(geometry, ring)
     least = _nbytes(geometry, rings)
     if memory_nbytes < least:
         raise BudgetError(
-            f"memory={memory_nbytes} bytes: below the ring through which experts are streamed; the least that works "
-            f"is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
+            f"memory={memory_nbytes} bytes: below the staging slots through which experts are streamed; the least that "
+            f"works is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
         )
     others = [total - num for total, num in zip(totals, rings, strict=True)]
     others_nbytes = _nbytes(geometry, others)  # the bytes left are shared in proportion to the classes' experts

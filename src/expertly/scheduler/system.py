@@ -263,8 +263,8 @@ def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_b
         )
     if not allocation.keeps and predictor and system.ahead != "ring":
         yield (
-            f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into the ring only; "
-            f"accepted: ahead=ring"
+            f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into staging slots "
+            "only; accepted: ahead=ring"
         )
 
 

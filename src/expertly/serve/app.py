@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -17,13 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
-from expertly.serve.errors import ApiError, invalid
+from expertly.serve.errors import ApiError, ErrorObject
 from expertly.serve.http import (
     ClientGone,
     EventStream,
     Guard,
     as_event,
-    error_response,
     on_bug,
     on_gone,
     on_http_error,
@@ -37,31 +35,15 @@ from expertly.serve.service import Service
 from expertly.serve.settings import Access
 from expertly.serve.view import View, dashboard_page
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _REFUSALS = {
-    "400": "cannot work as it is",
-    "401": "no key of this server",
-    "403": "a host name that is not this machine's",
-    "404": "not here",
-    "413": "too large",
-    "415": "no JSON",
-    "429": "as many wait as may",
-    "503": "shutting down, or stopped",
+    400: "cannot work as it is",
+    401: "no key of this server",
+    403: "a host name that is not this machine's",
+    404: "not here",
+    413: "too large",
+    415: "no JSON",
+    429: "as many wait as may",
+    503: "shutting down, or stopped",
 }
 
 
@@ -90,15 +72,10 @@ def make_app(service: Service, view: View, access: Access, max_body_nbytes: int)
 
 def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, on_gone)
     app.add_exception_handler(ClientDisconnect, on_gone)
     for kind in (ApiError, Exception):
         app.add_exception_handler(kind, on_bug)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return error_response(invalid("the request's address cannot be read"))
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
@@ -109,42 +86,42 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
     async def dashboard() -> Response:
         return HTMLResponse(html, headers=headers)
 
-    @app.get("/health", summary="Is the server alive?", responses=_refusals("503"))
+    @app.get("/health", summary="Is the server alive?", responses=_refusals(503))
     async def health() -> Response:
         if scheduler.problem is not None:
             return JSONResponse({"status": "stopped", "reason": scheduler.problem}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", summary="Does it take requests?", responses=_refusals("503"))
+    @app.get("/ready", summary="Does it take requests?", responses=_refusals(503))
     async def ready() -> Response:
         if scheduler.problem is not None or scheduler.is_draining:
             return JSONResponse({"status": "draining" if scheduler.is_draining else "stopped"}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/v1/models", summary="The model that is served", responses=_refusals("401", "403"))
+    @app.get("/v1/models", summary="The model that is served", responses=_refusals(401, 403))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [service.about.as_dict()]})
 
-    @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals("401", "403", "404"))
+    @app.get("/v1/models/{name:path}", summary="The same, by its name", responses=_refusals(401, 403, 404))
     async def model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(service.about.as_dict())
 
-    @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals("401", "403"))
+    @app.get("/v1/experts", summary="Which experts are in memory", responses=_refusals(401, 403))
     async def experts() -> Response:
         return JSONResponse(await asyncio.to_thread(view.experts))
 
-    @app.get("/v1/state", summary="What the dashboard shows beside it", responses=_refusals("401", "403"))
+    @app.get("/v1/state", summary="What the dashboard shows beside it", responses=_refusals(401, 403))
     async def state() -> Response:
         return JSONResponse(await asyncio.to_thread(view.state))
 
-    @app.get("/metrics", summary="For Prometheus", responses=_refusals("401", "403"))
+    @app.get("/metrics", summary="For Prometheus", responses=_refusals(401, 403))
     async def metrics() -> Response:
-        return Response(await asyncio.to_thread(view.metrics), media_type=view.METRICS_TYPE)
+        return Response(await asyncio.to_thread(view.shown_metrics), media_type=view.METRICS_TYPE)
 
 
 def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
-    refusals = _refusals("400", "401", "403", "404", "413", "415", "429", "503")
+    refusals = _refusals(400, 401, 403, 404, 413, 415, 429, 503)
 
     async def answer(request: Request, told: Answer, is_stream: bool | None) -> Response:
         service.start(told.request)
@@ -202,9 +179,8 @@ def _takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _refusals(*statuses: str) -> dict[int | str, dict[str, Any]]:
-    content = {"application/json": {"schema": _ERROR}}
-    return {int(status): {"description": _REFUSALS[status], "content": content} for status in statuses}
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": _REFUSALS[status], "model": ErrorObject} for status in statuses}
 
 
 def _add_schema(app: FastAPI) -> None:

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 MAX_MESSAGE = 500
 """Characters of a message: it may quote what a client sent."""
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(BaseModel):
+    error: ErrorInfo
 
 
 class ApiError(Exception):
@@ -31,7 +44,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        info = ErrorInfo(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return ErrorObject(error=info).model_dump()
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
-from expertly.options import OptionInfo, option
+from expertly.options import OptionInfo, names_of_today, option
 from expertly.scheduler.presets import AUTO_SYSTEM, get_system
 from expertly.serve.fleet import Member, News, Pool, Report
 from expertly.serve.settings import Access, ServeOptions
@@ -101,7 +101,8 @@ class Replica:
             self._sharing.exchange()  # before anything is predicted
         server.start()
         self._tasks = [asyncio.ensure_future(work) for work in (self._note(server), self._swap())]
-        return NamedReplica(server.app, self._name, self._all_metrics)
+        server.view.shown_metrics = self._all_metrics
+        return NamedReplica(server.app, self._name)
 
     def _open(self) -> tuple[Assembled, str]:
         """As `expertly serve` does it; and the model's identity. What needs torch is imported here and not before."""
@@ -164,39 +165,19 @@ class Replica:
 
 
 class NamedReplica:
-    """Between Ray's proxies and a replica's server: every answer says who gave it, and /metrics is of all replicas."""
+    """Between Ray's proxies and a replica's server: every answer says who gave it."""
 
-    def __init__(self, inner: ASGIApp, name: str, metrics: Callable[[], bytes]) -> None:
+    def __init__(self, inner: ASGIApp, name: str) -> None:
         self._inner = inner
         self._header = (b"x-expertly-replica", name.encode())
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_metrics = scope["type"] == "http" and scope["path"] == "/metrics"
-        start: Message = {}
-        body = b""
-
         async def named(message: Message) -> None:
-            nonlocal start, body
             if message["type"] == "http.response.start":
-                start = {**message, "headers": [*message["headers"], self._header]}
-                if not is_metrics:
-                    await send(start)
-            elif is_metrics and message["type"] == "http.response.body":
-                body += message.get("body", b"")
-                if not message.get("more_body", False):
-                    await self._send_metrics(send, start, body)
-            else:
-                await send(message)
+                message = {**message, "headers": [*message["headers"], self._header]}
+            await send(message)
 
         await self._inner(scope, receive, named)
-
-    async def _send_metrics(self, send: Send, start: Message, body: bytes) -> None:
-        if start["status"] == 200:
-            body = await asyncio.to_thread(self._metrics)
-        kept = [header for header in start["headers"] if header[0].lower() != b"content-length"]
-        await send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def app(options: RayOptions | dict[str, Any]) -> Any:
@@ -222,7 +203,7 @@ def _checked(told: dict[str, Any]) -> RayOptions:
         one.name: one.metadata["option"] for one in fields(RayOptions) if "option" in one.metadata
     }
     values: dict[str, Any] = {}
-    for name, value in told.items():
+    for name, value in names_of_today(told).items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: there is no such option; accepted: {', '.join(known)}")
         if value is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -70,7 +69,6 @@ class RequestScheduler:
         self._idle = asyncio.Event()
         self._problem: str | None = None
         self._step_s = 0.05  # a running mean, for Retry-After
-        self._ending = threading.Lock()
         self._is_closing = False
 
     def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
@@ -155,29 +153,8 @@ class RequestScheduler:
 
     def _later(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
-        try:
+        with suppress(RuntimeError):  # the loop was closed: who waited in it is gone with it
             self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # asked first, it might have been closed since
-            if not self._loop.is_closed():
-                raise
-            self._loop_ended()
-
-    def _loop_ended(self) -> None:
-        """There is no loop to end anything in: what is under way ends here. The model is not told, as who closes it may
-        wait for the thread that this is: it writes for nobody until it is closed.
-        """
-        with self._ending:
-            self._problem = self._problem or _SHUTTING_DOWN
-            taken = self._taken()
-            self.waiting.clear()
-            for text in self.running.values():
-                self.free_pages += self._pages(text)
-                self.sampler.remove(text.name)
-            self.running.clear()
-            for request in taken:
-                with suppress(RuntimeError):  # who waited in that loop is gone with it
-                    request.deltas.put_nowait(unavailable(_SHUTTING_DOWN, "draining"))
-                self.watcher.ended(request, "failed")
 
     # -- the rest runs in the loop -------------------------------------------------------------------------------------
 

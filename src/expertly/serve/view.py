@@ -61,6 +61,8 @@ class View:
         self._written: deque[tuple[float, int]] = deque([(now_s(), 0)])
         self._moments: deque[Moment] = deque()
         self._stats: tuple[float, dict[str, Any]] | None = None
+        self.shown_metrics = self.metrics
+        """What /metrics says: of this server, unless somebody knows of others."""
         metrics.registry.register(EngineMetrics(self.stats, self.memory, scheduler))
 
     def note(self) -> None:

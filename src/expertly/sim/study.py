@@ -97,7 +97,7 @@ class Memory:
         if nbytes < min(least, geometry.nbytes):
             percent = -(-10_000 * least // geometry.nbytes) / 100
             raise BudgetError(
-                f"memory={self.label!r}: below the ring through which experts are streamed; the least is "
+                f"memory={self.label!r}: below the staging slots through which experts are streamed; the least is "
                 f"{percent:.2f}% of the experts" + (f" ({least} bytes)" if has_sizes else "")
             )
 

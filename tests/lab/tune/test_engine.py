@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TunedWorkload:
     """Two requests to learn from, two to try."""
-    loaded, tokenizer = expertly.load(str(model), memory="50%", maps=None)
+    loaded, tokenizer = expertly.load(str(model), memory="50%", learned=None)
     folder, deadline = tmp_path_factory.mktemp("workload") / "trace", Deadline.after(time.monotonic, 100.0)
     try:
         return record_workload(

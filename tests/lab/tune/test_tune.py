@@ -94,7 +94,7 @@ def test_the_fastest_is_saved_and_used(model: Path, fastest: Tuned) -> None:
     assert path is not None
     (read,) = read_choices(path, *_identity(fastest))
     assert read == fastest.choice
-    run, _ = expertly.load(str(model), memory="50%", system="auto", codec="none", maps=None)
+    run, _ = expertly.load(str(model), memory="50%", system="auto", codec="none", learned=None)
     stats = expertly.stats(run).as_dict()
     expertly.unload(run)
     assert stats["system"] == fastest.choice.system and stats["segments"] == fastest.choice.segments
@@ -165,7 +165,7 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
     found = tuned(other, lambda one: 0.5 if one.codec == "planes" else 1.0, codec="auto")
     assert {one.candidate.codec for one in found.found.ranking} == {"none", "planes"}
     assert save(found) is not None
-    run, _ = expertly.load(str(other), memory="50%", system="auto", maps=None)
+    run, _ = expertly.load(str(other), memory="50%", system="auto", learned=None)
     stats = expertly.stats(run).as_dict()
     expertly.unload(run)
     assert stats["codec"]["name"] == found.choice.codec

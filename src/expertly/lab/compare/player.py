@@ -39,7 +39,7 @@ class Player:
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """`expertly.load` with these arguments; facts about what was loaded. Raises as it does."""
         self.unload()
-        self._model, self._tokenizer = expertly.load(arguments.pop("model"), maps="off", **arguments)
+        self._model, self._tokenizer = expertly.load(arguments.pop("model"), learned="off", **arguments)
         found, told = handle(self._model), expertly.stats(self._model).as_dict()
         keys = ("memory_bytes", "expert_bytes", "segments", "system")
         return {

@@ -107,7 +107,7 @@ def _loaded(requests: Sequence[tuple[list[int], int]], system: str, maps: str) -
     from expertly import api
     from expertly.lab.playing import feed
 
-    model, _ = api.load(None, memory="25%", codec="none", device="cpu", system=system, maps=maps)
+    model, _ = api.load(None, memory="25%", codec="none", device="cpu", system=system, learned=maps)
     try:
         for tokens, num_prompt in requests:
             feed(model, tokens, num_prompt)

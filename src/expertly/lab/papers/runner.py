@@ -321,7 +321,7 @@ def _record(prompts: Sequence[tuple[str, str]], out: Path, num_tokens: int) -> N
     from expertly.lab.playing import answer, chooser
     from expertly.lab.recording import record
 
-    model, tokenizer = api.load(None, system="resident", maps="off", device="cpu")
+    model, tokenizer = api.load(None, system="resident", learned="off", device="cpu")
     try:
         choose = chooser(0.8, 0)
         with record(model, out, full=True, name="demo") as recording:

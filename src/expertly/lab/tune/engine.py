@@ -209,7 +209,7 @@ class EnginePlayer:
             system=system.name,
             memory=candidate.budget_nbytes,
             plan=self._plan(candidate),
-            maps=str(self.maps(candidate)) if system.learns is not None else None,
+            learned=str(self.maps(candidate)) if system.learns is not None else None,
             codec=candidate.codec,
         )
         if system.learns is not None and not self.maps(candidate).exists():

@@ -173,7 +173,7 @@ def _observed(
 ) -> Observed:
     """Loads the model once, in the codec whose loads can be measured by themselves, where there is a choice."""
     codec = "none" if "none" in stores else next(iter(stores))
-    load_base = partial(load, system=BASE_SYSTEM, maps=None, codec=codec)
+    load_base = partial(load, system=BASE_SYSTEM, learned=None, codec=codec)
     tell("recording", 0, 1)
     model, tokenizer = load_base(memory=wishes.memory)
     try:
