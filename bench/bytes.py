@@ -22,7 +22,7 @@ from typing import Any
 from common import print_report
 
 from expertly.cli.arguments import split
-from expertly.cli.trace_geometry import trace_geometry
+from expertly.cli.inputs import trace_geometry
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule

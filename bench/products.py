@@ -54,7 +54,7 @@ def experts_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num
     geometry = LayerGeometry(num_experts, args.top_k, args.hidden, args.intermediate, 3, rows.element_size())
     module: Any = SimpleNamespace(act_fn=torch.nn.functional.silu, has_bias=False)
     module._apply_gate = MethodType(_default_apply_gate, module)
-    compute = LayerCompute(module, geometry, 1, rows, None, choose_kernels(kernels))
+    compute = LayerCompute(module, geometry, 1, rows, rows.dtype, None, choose_kernels(kernels))
     x = torch.randn(num_tokens, args.hidden, generator=torch.Generator().manual_seed(1)).to(rows.dtype)
     out = torch.empty(args.top_k, args.hidden, dtype=rows.dtype)
     spans = [Span(0, expert, 0, 1, expert) for expert in range(num_experts)]

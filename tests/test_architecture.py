@@ -18,6 +18,7 @@ PACKAGE = REPOSITORY / "src" / "expertly"
 ROOMS = (
     "core",
     "data",
+    "formats",
     "native",
     "policies",
     "testing",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ def test_load_shows_every_option_with_its_default():
     shown = inspect.signature(expertly.load).parameters
     assert {name: shown[name].default for name in LOAD_OPTIONS} == {name: o.default for name, o in LOAD_OPTIONS.items()}
     assert all(f"{name}:" in str(expertly.load.__doc__) for name in LOAD_OPTIONS)
+
+
+def test_the_reference_has_every_option():
+    page = (Path(__file__).parent.parent / "docs" / "reference.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*) \|$", page, re.MULTILINE)
+    assert [(name, help) for name, _, help in rows] == [(n, o.metadata["option"].help) for n, o in LOAD_OPTIONS.items()]
 
 
 def test_the_command_line_has_the_same_names_and_defaults():

@@ -86,12 +86,15 @@ def option(
 ) -> Any:
     """A field of a dataclass of options: an option of the command line, --name-of-the-field.
 
-    `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: of a
-    whole number. `panel`: where --help-all shows it. `choices`: all that is accepted; or a function of what the
-    shell completes, where more is. `was`: what it was called before.
+    `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: it is
+    a whole number from there. `panel`: where --help-all shows it. `choices`: all that is accepted; or a function of
+    what the shell completes, where more is. `was`: what it was called before.
     """
-    kind = type or (str if default is None or default is REQUIRED else default.__class__)
-    told = OptionInfo(help, metavar, kind, least, panel, choices, is_argument, is_several, was)
+    usual = int if least is not None else str if default is None or default is REQUIRED else default.__class__
+    kind = type or usual
+    told = OptionInfo(
+        help, metavar or ("N" if kind is int else None), kind, least, panel, choices, is_argument, is_several, was
+    )
     return field(default=default, metadata={"option": told})
 
 
@@ -165,8 +168,6 @@ class LoadOptions:
         None,
         "tokens of prompts and answers that there must be room for; experts get what that leaves, unless memory is "
         "stated (default: 4096, where experts get what is left). Or a function that tells it, given the tokenizer",
-        metavar="N",
-        type=int,
         least=1,
         panel=ADVANCED,
     )
@@ -191,7 +192,6 @@ class LoadOptions:
         None,
         "P, the parts an expert is cut into (default: the system's)",
         metavar="P",
-        type=int,
         least=1,
         panel=RESEARCH,
     )

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import re
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
-from expertly.lab.compare import engine
 from expertly.trace.reader import Trace
 from tests.lab.compare.html import Found, read
 from tests.serve.browser import browser, find_browser
@@ -76,17 +74,6 @@ def test_engine_and_simulator_ran_the_same_requests(done: Done) -> None:
         assert lru["engine"]["hit_rate"] == lru["simulated"]["hit_rate"], "LRU decides the same whatever the times"
         assert lru["engine"]["bytes_loaded"] == lru["simulated"]["bytes_loaded"]
         assert done.row(memory, "moepic")["engine"]["coverage"] > 0, "it loaded ahead"
-
-
-def test_bounds_are_bounds(done: Done) -> None:
-    for memory in MEMORIES:
-        rows = [row for row in done.results["rows"] if row["memory"] == memory]
-        assert [row["system"] for row in rows] == [*SYSTEMS, *BOUNDS]
-        loaded = {row["system"]: row["simulated"]["bytes_loaded"] for row in rows if row["system"] != "resident"}
-        assert min(loaded, key=lambda name: loaded[name]) in ("belady-global", "oracle")
-        assert loaded["belady-global"] <= loaded["belady"] < loaded["lru"]
-        times = {row["system"]: row["simulated"]["tpot_s"] for row in rows}
-        assert times["resident"] <= times["oracle"] < times["lru"]
 
 
 def test_tables_show_what_the_results_say(done: Done) -> None:
@@ -182,64 +169,3 @@ def test_the_report_opens_offline_on_a_phone(done: Done) -> None:
             assert tab.run(f"Math.min(...{heights})") > 8, "text of plots can be read"
         assert tab.problems == []
         assert {url.partition(":")[0] for url in tab.asked} == {"file"}
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_system_that_fails_is_named_and_the_others_are_compared(model: Path, tmp_path: Path, capsys: Any) -> None:
-    """promoe has no trained weights for a model of random ones. Who asked for it is told by the exit code, too."""
-    out = tmp_path / "out"
-    arguments = ["--system", "lru,promoe", "--memory", "50%", "--requests", "1", "--tokens", "3", "--rounds", "1"]
-    assert main(["lab", "compare", str(model), *arguments, "--out", str(out), "--json"]) == 2
-    printed, said = capsys.readouterr()
-    assert said.splitlines()[-1] == "expertly: error: did not come through: promoe (engine, 50%)"
-    results = json.loads(printed)
-    assert {(one["where"], one["system"]) for one in results["failures"]} == {
-        ("engine", "promoe"),
-        ("simulator", "promoe"),
-    }
-    assert all("lab train" in one["cause"] for one in results["failures"])
-    assert [row["system"] for row in results["rows"]] == ["lru", *BOUNDS]
-    page = read((out / "report.html").read_text())
-    assert "Did not come through" in page.headings and "promoe (engine, 50%): " in page.text
-
-
-class Interrupting(io.StringIO):
-    """Interrupts this process when it is told of the second round."""
-
-    def write(self, text: str) -> int:
-        if "round 2 of 200" in text and "round 2 of 200" not in self.getvalue():
-            super().write(text)
-            signal.raise_signal(signal.SIGINT)
-            return len(text)
-        return super().write(text)
-
-
-@pytest.mark.usefixtures("forked")
-def test_what_was_done_by_an_interrupt_is_written(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    out, said = tmp_path / "out", Interrupting()
-    arguments = ["--system", "lru", "--memory", "50%,60%", "--requests", "2", "--tokens", "9", "--rounds", "200"]
-    monkeypatch.setattr(sys, "stderr", said)
-    assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 130, said.getvalue()
-    assert "what was done by then is in the report" in said.getvalue()
-    results = json.loads((out / "results.json").read_text())
-    assert results["is_interrupted"] and [row["memory"] for row in results["rows"]] == ["50%"]
-    assert "was interrupted" in read((out / "report.html").read_text()).text
-
-
-@pytest.mark.usefixtures("forked")
-def test_where_memory_is_short_one_model_at_a_time_is_held(
-    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a training part, which both fMoEs, the engine's and the simulator's, learn from."""
-    monkeypatch.setattr(engine, "MOST_OF_FREE", 0.0)
-    out = tmp_path / "out"
-    arguments = ["--system", "lru,fmoe", "--memory", "50%", "--requests", "4", "--tokens", "6", "--rounds", "1"]
-    assert main(["lab", "compare", str(model), *arguments, "--split", "1:1", "--out", str(out), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert results["engine"]["together"] == {"50%": False} and results["failures"] == []
-    assert (results["source"]["training_requests"], results["source"]["requests"]) == (2, 2)
-    rows = {row["system"]: row for row in results["rows"]}
-    assert rows["fmoe"]["engine"]["num_played"] == rows["lru"]["engine"]["num_played"] == 2
-    of_fmoe = next(row for row in results["simulator"] if row["system"] == "fmoe")
-    assert of_fmoe["history"] == "filled from 2 requests"
-    assert "one process after the other" in read((out / "report.html").read_text()).text

@@ -88,33 +88,6 @@ def test_a_process_that_dies_in_the_second_round(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-def test_the_process_that_measures_the_machine_dies_between_rounds(
-    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it had measured before is simulated, and it is said that nothing came after."""
-    ask = Worker.ask
-
-    def killing(self: Worker, method: str, *arguments: Any) -> Any:
-        if (method, arguments) == ("measure", (False,)):
-            self._process.kill()
-        return ask(self, method, *arguments)
-
-    monkeypatch.setattr(Worker, "ask", killing)
-    out = tmp_path / "out"
-    arguments = ["--system", "lru", "--memory", "50%", "--requests", "1", "--tokens", "3", "--rounds", "2"]
-    assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 2
-    results = results_in(out)
-    (failure,) = results["failures"]
-    assert failure["system"] == "this machine" and "its process ended (SIGKILL" in failure["cause"]
-    assert results["hardware_from"] == "this machine, as measured before the engine ran (50% of the experts)"
-    rows = {row["system"]: row for row in results["rows"]}
-    assert rows["lru"]["engine"]["num_played"] == 2 and rows["lru"]["simulated"]["tpot_s"] > 0
-    assert rows["oracle"]["simulated"]["tpot_s"] > 0 and not results["is_interrupted"]
-    assert "did not come through: this machine (measuring it again, 50%)" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_a_comparison_that_is_killed_leaves_its_finished_rounds(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200"]

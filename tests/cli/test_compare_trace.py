@@ -12,6 +12,7 @@ from expertly.cli.main import main
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, save_plan
 from expertly.trace.schema import TraceLayer
+from tests.cli.asking import Captured, answer
 from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
@@ -33,20 +34,18 @@ def bare(tmp_path: Path) -> Path:
     return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
 
 
-def compare(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    assert main(["lab", "compare", *map(str, arguments), "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def compare(capsys: Captured, *words: object, code: int = 0) -> dict[str, Any]:
+    return answer(capsys, "lab", "compare", *words, code=code)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_of(capsys: Captured, *arguments: object) -> str:
     assert main(["lab", "compare", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()[-1].removeprefix("expertly: error: ")
 
 
-def test_systems_beside_the_bounds(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_systems_beside_the_bounds(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "out"
     found = compare(capsys, trace, "--system", "lru,lfu,adapmoe", "--memory", "40%,70%", "--out", out)
     assert found == json.loads((out / "results.json").read_text())
@@ -66,22 +65,7 @@ def test_systems_beside_the_bounds(trace: Path, tmp_path: Path, capsys: pytest.C
     assert not (out / "trace").exists(), "the trace is where it was"
 
 
-def test_requests_answers_and_a_training_part_can_be_chosen(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = compare(
-        capsys, trace, "--requests", 3, "--tokens", 5, "--memory", "50%", "--system", "lru", "--out", tmp_path / "a"
-    )
-    assert (one["source"]["requests"], one["source"]["tokens"]) == (3, 3 * (4 + 5))
-    assert "the first 3 of 4 requests of the trace" in one["notes"]
-    two = compare(
-        capsys, trace, "--split", "1:1", "--seed", 3, "--memory", "50%", "--system", "static", "--out", tmp_path / "b"
-    )
-    assert (two["source"]["training_requests"], two["source"]["requests"]) == (2, 2)
-    assert two["settings"]["baseline"] == "static"
-
-
-def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "out"
     assert main(["lab", "compare", str(bare), "--system", "lru,lfu", "--memory", "40%", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -92,9 +76,7 @@ def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys:
     assert "hit rate, simulator" in page.tooltips and "One token in time" not in page.headings
 
 
-def test_a_system_that_the_trace_cannot_serve_is_named(
-    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_system_that_the_trace_cannot_serve_is_named(bare: Path, tmp_path: Path, capsys: Captured) -> None:
     found = compare(capsys, bare, "--system", "lru,adapmoe", "--memory", "40%", "--out", tmp_path / "out")
     (failure,) = found["failures"]
     assert failure["system"] == "adapmoe" and "needs lookahead, which this trace lacks" in failure["cause"]
@@ -103,9 +85,7 @@ def test_a_system_that_the_trace_cannot_serve_is_named(
     compare(capsys, bare, "--system", "adapmoe", "--memory", "40%", "--out", tmp_path / "alone", code=2)
 
 
-def test_a_system_that_cannot_be_simulated_so_is_named(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_system_that_cannot_be_simulated_so_is_named(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     """A plan of other experts stops moepic alone."""
     plan = SplitPlan(Geometry(sized(3, 8, 2), 4), (LayerSplit(1, 4, 4),) * 3)
     save_plan(tmp_path / "plan.json", plan, {})
@@ -137,23 +117,11 @@ def test_a_system_that_cannot_be_simulated_so_is_named(
         (["--plan", "nowhere", "--system", "lru"], "plan='nowhere': no system of lru"),
     ],
 )
-def test_refused(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
-) -> None:
+def test_refused(trace: Path, tmp_path: Path, capsys: Captured, arguments: list[str], problem: str) -> None:
     assert problem in error_of(capsys, trace, "--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out" / "results.json").exists()
 
 
-def test_a_model_takes_no_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_takes_no_geometry(tmp_path: Path, capsys: Captured) -> None:
     said = error_of(capsys, "--geometry", "gpt-oss-20b", "--out", tmp_path / "out")
     assert said == "geometry='gpt-oss-20b': of no use with a model; accepted with a trace"
-
-
-def test_a_folder_of_something_else_is_left_alone(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "not empty, and no earlier comparison" in error_of(capsys, trace, "--out", trace)
-    compare(capsys, trace, "--system", "lru", "--memory", "50%", "--out", tmp_path / "out")
-    again = (trace, "--system", "lru", "--memory", "50%", "--out", tmp_path / "out")
-    assert "--force replaces it" in error_of(capsys, *again)
-    compare(capsys, *again, "--force")

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from expertly.cli.main import main
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.policies.allocation.moepic import read_plan
 from expertly.trace.schema import TraceLayer
-from tests.families import make_checkpoint
+from tests.cli.asking import Captured, answer, refusal, told
 from tests.sim.drive import make_trace, random_passes
 from tests.test_architecture import run_without_torch
 
@@ -51,32 +50,19 @@ def trace(tmp_path: Path) -> Path:
     return make_trace(tmp_path / "trace", passes, LAYERS, num_requests=4, dense=dense, is_full=True).folder
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
+def configure(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "configure", *words)
 
 
-def configure(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["lab", "configure", *map(str, arguments), "--json"]) == 0
-    out, _ = capsys.readouterr()
-    found: dict[str, Any] = json.loads(out)
-    return found
+def said(capsys: Captured, *words: object) -> str:
+    return told(capsys, "lab", "configure", *words)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["lab", "configure", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
+def error_of(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, *words)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err.removeprefix("expertly: error: ").rstrip()
-
-
-def test_json_has_every_number(trace: Path, hardware: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_number(trace: Path, hardware: Path, capsys: Captured) -> None:
     found = configure(capsys, trace, "--hardware", hardware, "--memory", "40%,60%", "--segments", 4)
     assert (found["segments"], found["tokens"], found["requests"]) == (4, 100, 4)
     assert (found["model"], found["is_trace"], found["times"]) == ("toy", True, "profile slow")
@@ -103,9 +89,7 @@ def test_json_has_every_number(trace: Path, hardware: Path, capsys: pytest.Captu
     assert large["exposed_s"] < small["exposed_s"]
 
 
-def test_the_table_and_what_to_type(
-    trace: Path, hardware: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_what_to_type(trace: Path, hardware: Path, tmp_path: Path, capsys: Captured) -> None:
     plan = tmp_path / "plan.json"
     text = said(capsys, trace, "--hardware", hardware, "--memory", "40%", "--segments", 2, "--out", plan)
     head, learned, times, _, memory, headers, _, *rows, exposed, equal, use = text.splitlines()
@@ -122,9 +106,7 @@ def test_the_table_and_what_to_type(
     assert "save it with --out FILE" in said(capsys, trace, "--hardware", hardware, "--memory", "40%")
 
 
-def test_the_plan_is_the_one_that_is_shown(
-    trace: Path, hardware: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_is_the_one_that_is_shown(trace: Path, hardware: Path, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "plan.json"
     found = configure(capsys, trace, "--hardware", hardware, "--memory", "40%", "--segments", 4, "--out", path)
     plan = read_plan(path)
@@ -138,14 +120,14 @@ def test_the_plan_is_the_one_that_is_shown(
     assert about["exposed_ms"] < about["exposed_ms_uniform"]
 
 
-def test_a_split_learns_from_its_first_part(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_learns_from_its_first_part(trace: Path, capsys: Captured) -> None:
     found = configure(capsys, trace, "--split", "1:1", "--seed", 3)
     assert (found["requests"], found["tokens"], found["split"]) == (2, 50, "1:1")
     assert "--split 1:1" in found["results"][0]["command"] and "--seed 3" in found["results"][0]["command"]
     assert configure(capsys, trace, "--tokens", 14)["tokens"] == 10, "4 of them are the prompt's"
 
 
-def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: Captured) -> None:
     """As imported traces are: H alone is known, and sizes are asked for."""
     layers = [TraceLayer(32, 4)] * 24
     bare = make_trace(tmp_path / "bare", random_passes(0, layers, 12), layers).folder
@@ -157,14 +139,14 @@ def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: pytest.Capt
     assert "nothing counts as predicted" in said(capsys, bare, "--geometry", "gpt-oss-20b").splitlines()[-1]
 
 
-def test_the_picture(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "plan.svg"
     configure(capsys, trace, "--memory", "40%,60%", "--plot", path)
     text = path.read_text()
     assert text.count('id="axes_') == 6, "three panels for each memory"
 
 
-def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     for arguments, error in {
         ("--memory", "1%"): "below the staging slots through which experts are streamed",
         ("--memory", "auto"): "there is no machine to ask",
@@ -183,7 +165,7 @@ def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: Captured) -> None:
     plan = tmp_path / "plan.json"
     found = configure(
         capsys, model, "--memory", "60%", "--segments", 4, "--tokens", 12, "--prompt", "Once upon", "--prompt", "def f",
@@ -198,12 +180,7 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: pytest
     assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
 
 
-def test_a_model_by_the_times_of_a_profile(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = configure(capsys, model, "--memory", "50%", "--tokens", 8, "--hardware", "rtx3090")
-    assert found["times"] == "profile rtx3090" and found["requests"] == 4
-
-
-def test_refusals_of_a_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_a_model(model: Path, capsys: Captured) -> None:
     for arguments, error in {
         ("--geometry", "gpt-oss-20b"): "only of a trace, and this is a model",
         ("--split", "7:3"): "only of a trace, and this is a model",

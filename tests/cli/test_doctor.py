@@ -10,6 +10,7 @@ import pytest
 from expertly.cli.main import main
 from expertly.hardware import machine, measure
 from expertly.hardware.profile import MachineProfile
+from tests.cli.asking import Captured
 
 MIB = 1 << 20
 
@@ -25,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
 
 
-def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Path, capsys: Captured):
     assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
     for row in ("64 KiB", "16 MiB", "matrix x vector, float16, 1 threads", "decode planes, 4 threads, of weights"):
@@ -41,7 +42,7 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
 
 
-def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: Captured):
     (tmp_path / "disk").mkdir()
     out_path = tmp_path / "profile.json"
     assert main(["doctor", "--json", "--dir", str(tmp_path / "disk"), "--out", str(out_path)]) == 0
@@ -55,14 +56,12 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
 
 
-def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_that_is_none(tmp_path: Path, capsys: Captured):
     assert main(["doctor", "--dir", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out.json")]) == 2
     assert "dir=" in capsys.readouterr().err
 
 
-def test_a_cache_folder_that_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
     assert main(["doctor", "--json"]) == 2
@@ -75,9 +74,7 @@ def test_a_cache_folder_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_says_what_multiplies_and_measures_that(
-    kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_says_what_multiplies_and_measures_that(kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     monkeypatch.setenv("EXPERTLY_KERNELS", kernels)
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["kernels"]
@@ -89,15 +86,13 @@ def test_says_what_multiplies_and_measures_that(
         assert told["name"].startswith("native ") or told["why"].startswith("not compiled")
 
 
-def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
     assert main(["doctor"]) == 2
     assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err
 
 
-def test_a_model_is_sized_and_its_speed_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "DEPTHS", (1, 4))
     assert main(["doctor", "demo", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

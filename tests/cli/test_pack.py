@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
+from tests.cli.asking import Captured, answer, refusal
 from tests.commands import RunningCommand
 from tests.families import make_checkpoint
-from tests.store.mounts import tiny_disk
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +26,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert main(["pack", *argv, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    result: dict[str, Any] = json.loads(out)
-    return result
+def run_json(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "pack", *words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The message of a refusal, having checked that it is one line, one JSON object and exit code 2."""
-    assert main(["pack", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("expertly: error: ") and captured.err.count("\n") == 1
-    assert main(["pack", *argv, "--json"]) == 2
-    message: str = json.loads(capsys.readouterr().out)["error"]["message"]
-    return message
+def refused(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, "pack", *words)
 
 
-def test_packs_lists_verifies_and_removes(capsys: pytest.CaptureFixture[str], source: Path, cache: Path) -> None:
+def test_packs_lists_verifies_and_removes(capsys: Captured, source: Path, cache: Path) -> None:
     packed = run_json(capsys, str(source))
     assert (packed["model_type"], packed["dtype"], packed["layers"], packed["experts"]) == (
         "qwen3_moe",
@@ -64,7 +53,7 @@ def test_packs_lists_verifies_and_removes(capsys: pytest.CaptureFixture[str], so
     assert not store.exists()
 
 
-def test_packs_in_the_codec_that_is_asked_for(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, source: Path, tmp_path: Path) -> None:
     packed = run_json(capsys, str(source), "--codec", "planes")
     assert (packed["codec"], packed["why_codec"]) == ("planes", "it was asked for")
     assert packed["ratio"] == packed["expert_stored_bytes"] / packed["expert_bytes"] < 1
@@ -82,7 +71,7 @@ def test_packs_in_the_codec_that_is_asked_for(capsys: pytest.CaptureFixture[str]
     assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
 
 
-def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+def test_says_the_same_to_people(capsys: Captured, source: Path, tmp_path: Path) -> None:
     assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'store'}\n"  # for scripts
@@ -114,11 +103,11 @@ def test_says_the_same_to_people(capsys: pytest.CaptureFixture[str], source: Pat
         (["--list", "--codec", "planes"], "not accepted with --list"),
     ],
 )
-def test_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+def test_refuses_what_it_cannot_do(capsys: Captured, argv: list[str], message: str) -> None:
     assert message in refused(capsys, *argv)
 
 
-def test_refuses_a_damaged_store(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
+def test_refuses_a_damaged_store(capsys: Captured, source: Path, tmp_path: Path) -> None:
     run_json(capsys, str(source), "--out", str(tmp_path / "store"))
     path = tmp_path / "store" / "experts-00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -129,23 +118,8 @@ def test_refuses_a_damaged_store(capsys: pytest.CaptureFixture[str], source: Pat
     assert "truncated" in refused(capsys, str(source), "--out", str(tmp_path / "store"))
 
 
-def test_refuses_a_folder_of_something_else(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").touch()
-    assert "must be a new or empty folder" in refused(capsys, str(source), "--out", str(tmp_path))
-
-
-def test_refuses_a_full_disk(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path) -> None:
-    with tiny_disk(tmp_path) as disk:
-        assert "the disk is full" in refused(capsys, str(source), "--out", str(disk / "store"))
-
-
-def test_refuses_a_cache_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], source: Path, cache: Path) -> None:
-    cache.touch()
-    assert str(cache) in refused(capsys, str(source))
-
-
 def test_an_interrupted_process_leaves_nothing_half_written(
-    capsys: pytest.CaptureFixture[str], source: Path, cache: Path, start: Callable[..., RunningCommand]
+    capsys: Captured, source: Path, cache: Path, start: Callable[..., RunningCommand]
 ) -> None:
     """Wherever the interrupt lands, the next run ends well."""
     running = start("pack", source)

@@ -10,12 +10,10 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan
 from expertly.trace.reader import Trace
-from expertly.trace.schema import TraceLayer
+from tests.cli.asking import Captured, refusal
 from tests.cli.test_trace_record import write_prompts
-from tests.families import make_checkpoint
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(3, 8, 2)
@@ -29,16 +27,11 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def plan(trace: Path, tmp_path: Path, capsys: Captured) -> Path:
     path = tmp_path / "plan.json"
     assert main(["lab", "configure", str(trace), "--memory", "40%", "--segments", "4", "--out", str(path)]) == 0
     capsys.readouterr()
     return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 
 
 @pytest.fixture
@@ -64,21 +57,17 @@ def splits_of(plan: Path) -> list[dict[str, float]]:
     ]
 
 
-def rows_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, dict[str, Any]]:
+def rows_of(capsys: Captured, *arguments: object) -> dict[str, dict[str, Any]]:
     assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
     out, _ = capsys.readouterr()
     return {row["system"]: row for row in json.loads(out)["results"]}
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err.removeprefix("expertly: error: ").rstrip()
+def error_of(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, *words)
 
 
-def test_simulate_begins_with_the_plan(trace: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_begins_with_the_plan(trace: Path, plan: Path, capsys: Captured) -> None:
     systems = "moepic,moepic:allocation=split,lru"
     settings = ("--system", systems, "--memory", "40%", "--segments", 4, "--tokens", 40)  # none is worked out by then
     without = rows_of(capsys, trace, *settings)
@@ -90,20 +79,7 @@ def test_simulate_begins_with_the_plan(trace: Path, plan: Path, capsys: pytest.C
     assert given["lru"] == without["lru"], "it has no use for one"
 
 
-def test_a_fixed_plan_stays_and_another_is_configured_anew(
-    trace: Path, plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """100 decoded tokens: after 30, 60 and 90 of them."""
-    settings = ("--memory", "40%", "--segments", 4, "--plan", plan)
-    fixed = rows_of(capsys, trace, "--system", "moepic:allocation=split", *settings)["moepic:allocation=split"]
-    assert fixed["allocation"]["split"] == splits_of(plan)
-    online = rows_of(capsys, trace, "--system", "moepic:tau=30", *settings)["moepic:tau=30"]
-    assert online["allocation"]["configurations"] == 3
-    late = rows_of(capsys, trace, "--system", "moepic:tau=200", *settings)["moepic:tau=200"]
-    assert late["allocation"]["configurations"] == 0 and late["allocation"]["split"] == splits_of(plan)
-
-
-def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: Captured) -> None:
     for arguments, error in {
         ("--system", "lru,fmoe", "--segments", "4"): "no system of lru, fmoe begins with a plan",
         ("--system", "moepic", "--segments", "2"): "plan field segments_per_expert=4: must be 2, as it runs",
@@ -123,16 +99,7 @@ def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: p
     )
 
 
-def test_a_plan_is_of_sizes(tmp_path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-
-    layers = [TraceLayer(8, 2)] * 3
-    bare = make_trace(tmp_path / "bare", random_passes(0, layers, 5), layers, is_full=True).folder
-    assert "give a geometry, too" in error_of(capsys, "lab", "simulate", bare, "--system", "moepic", "--plan", plan)
-
-
-def test_generate_begins_with_the_plan_and_changes_no_token(
-    model: Path, uneven: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_begins_with_the_plan_and_changes_no_token(model: Path, uneven: Path, capsys: Captured) -> None:
     arguments = ["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "8", "--memory", "60%", "--json"]
     assert main([*arguments, "--system", "moepic", "--segments", "4", "--plan", str(uneven)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -141,22 +108,7 @@ def test_generate_begins_with_the_plan_and_changes_no_token(
     assert found["token_ids"] == json.loads(capsys.readouterr().out)["token_ids"]
 
 
-def test_refusals_of_the_engine(model: Path, uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("generate", model, "--prompt", PROMPT, "--plan", uneven)
-    for arguments, error in {
-        ("--memory", "60%"): "plan: system 'lru' takes none (allocation=uniform); accepted: allocation=split, moepic",
-        ("--memory", "60%", "--system", "moepic", "--segments", "2"): "segments_per_expert=4: must be 2, as it runs",
-        ("--memory", "20%", "--system", "moepic", "--segments", "4"): "budgets of 10 segments together",
-        ("--memory", "60%", "--system", "moepic", "--devices", "cpu:0,cpu:1"): "accepted: one device",
-    }.items():
-        assert error in error_of(capsys, *base, *arguments), arguments
-    with pytest.raises(ConfigError, match="no such file"):
-        expertly.load(str(model), memory="60%", system="moepic", plan=str(uneven) + ".missing")
-
-
-def test_recorded_decisions_replay_with_their_plan(
-    model: Path, uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_decisions_replay_with_their_plan(model: Path, uneven: Path, tmp_path: Path, capsys: Captured) -> None:
     out, decisions = tmp_path / "trace", tmp_path / "decisions"
     prompts = write_prompts(tmp_path / "prompts.jsonl", (PROMPT, None))
     settings = ["--memory", "60%", "--system", "moepic:tau=3", "--segments", "4", "--predict", "inline"]

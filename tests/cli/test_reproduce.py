@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.lab.papers.runner import EXPERIMENTS, made_up
+from expertly.lab.papers.runner import EXPERIMENTS
+from tests.cli.asking import Captured, answer
 from tests.lab.papers.small import full_trace, imported_trace
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "results.md"
@@ -24,13 +25,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [word for trace in made for word in ("--trace", str(trace.folder))]
 
 
-def reproduce(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["lab", "reproduce", *map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def reproduce(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "reproduce", *words)
 
 
-def test_the_list_names_every_experiment_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_experiment_and_what_it_needs(capsys: Captured) -> None:
     found = reproduce(capsys, "--list")["experiments"]
     assert [one["name"] for one in found] == list(EXPERIMENTS)
     needs = {one["name"]: one["needs"] for one in found}
@@ -39,9 +38,7 @@ def test_the_list_names_every_experiment_and_what_it_needs(capsys: pytest.Captur
     assert "moe-infinity:B.1" in capsys.readouterr().out
 
 
-def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(
-    capsys: pytest.CaptureFixture[str], traces: list[str]
-) -> None:
+def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(capsys: Captured, traces: list[str]) -> None:
     assert main(["lab", "reproduce", "moe-infinity:2", "--quick", *traces]) == 0
     out = capsys.readouterr().out
     assert EXPERIMENTS["moe-infinity:2"].shows in out
@@ -50,7 +47,7 @@ def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(
 
 
 def test_page_and_numbers_are_written_and_can_be_used_again(
-    capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
+    capsys: Captured, traces: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     first = reproduce(capsys, "fmoe:16,moe-infinity:2", "--quick", *traces, "--out", out)
@@ -80,21 +77,19 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
         (["fmoe:16", "--arrivals", "nowhere.csv"], "nowhere.csv"),
     ],
 )
-def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: Captured) -> None:
     assert main(["lab", "reproduce", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_result_is_refused(
-    capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_result_is_refused(capsys: Captured, traces: list[str], tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}", "utf-8")
     assert main(["lab", "reproduce", "fmoe:16", *traces, "--reuse", str(tmp_path / "no.json")]) == 2
     assert "not what `expertly lab reproduce --out DIR` writes" in capsys.readouterr().err
 
 
 def test_results_with_another_file_of_the_same_name_are_not_used_again(
-    capsys: pytest.CaptureFixture[str], traces: list[str], tmp_path: Path
+    capsys: Captured, traces: list[str], tmp_path: Path
 ) -> None:
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,{},10\n2023-11-16 18:15:50.9,5,4\n"
     for folder, tokens in (("a", 6), ("b", 7)):
@@ -108,14 +103,8 @@ def test_results_with_another_file_of_the_same_name_are_not_used_again(
     assert "arrivals was" in capsys.readouterr().err
 
 
-def test_prompts_that_are_made_up_differ() -> None:
-    prompts = made_up(90)
-    assert len({prompt for _, prompt in prompts}) == 90
-    assert len({category for category, _ in prompts}) == 5
-
-
 def test_without_a_trace_the_demo_model_is_recorded_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from expertly.lab.papers import runner
 

@@ -20,6 +20,7 @@ from expertly.cli.chat import Chat, ChatSampling
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
 from expertly.lab.recording import record
+from tests.cli.asking import Captured
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 
 TEMPLATE = (
@@ -78,7 +79,7 @@ def run(model: Path, *arguments: str) -> int:
     return main(["run", str(model), *arguments, *greedy])
 
 
-def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, capsys: Captured):
     assert run(chatting, "Hello") == 0
     out = capsys.readouterr().out
     text, _, measures = out.partition("\n\n")
@@ -87,9 +88,7 @@ def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, c
         assert word in measures
 
 
-def test_raw_and_a_model_without_a_template_continue_the_text(
-    model: Path, chatting: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_raw_and_a_model_without_a_template_continue_the_text(model: Path, chatting: Path, capsys: Captured):
     assert run(chatting, "Hello", "--raw") == 0
     raw = capsys.readouterr()
     assert run(model, "Hello") == 0
@@ -99,7 +98,7 @@ def test_raw_and_a_model_without_a_template_continue_the_text(
     assert "no chat template" in without.err and "no chat template" not in raw.err
 
 
-def test_json_is_one_object(chatting: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_is_one_object(chatting: Path, capsys: Captured):
     assert run(chatting, "Hello", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == expected(chatting, [("user", "Hello")])
@@ -108,9 +107,7 @@ def test_json_is_one_object(chatting: Path, capsys: pytest.CaptureFixture[str]):
     assert result["hit_rate"] <= result["best_hit_rate"] <= 1, "lru cannot do better than a cache that knows the answer"
 
 
-def test_a_chat_of_three_turns(
-    chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew."""
     saved = tmp_path / "chat.json"
     first = expected(chatting, [("user", "Hi")])
@@ -198,7 +195,7 @@ def test_what_cannot_be_is_refused(
     arguments: tuple[str, ...],
     named: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ):
     type_lines(monkeypatch)
     assert main(["run", str(model), "--memory", "50%", *arguments]) == 2
@@ -219,7 +216,7 @@ def test_what_cannot_be_is_refused(
     ],
 )
 def test_a_generation_config_of_nonsense_is_refused_in_a_line(
-    config: Any, named: str | None, chatting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Any, named: str | None, chatting: Path, tmp_path: Path, capsys: Captured
 ):
     folder = Path(shutil.copytree(chatting, tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps(config))
@@ -229,7 +226,7 @@ def test_a_generation_config_of_nonsense_is_refused_in_a_line(
     assert named is None or (named in told and "generation_config.json" in told)
 
 
-def test_a_tokenizer_of_another_model_is_refused(chatting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_tokenizer_of_another_model_is_refused(chatting: Path, tmp_path: Path, capsys: Captured):
     folder = Path(shutil.copytree(chatting, tmp_path / "model"))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["Z"] = 5000
@@ -240,7 +237,7 @@ def test_a_tokenizer_of_another_model_is_refused(chatting: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("arguments", [("Hi",), ()])
 def test_an_answer_longer_than_the_model_can_hold_is_refused(
-    arguments: tuple[str, ...], chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
     type_lines(monkeypatch)
     assert main(["run", str(chatting), *arguments, "--max-new-tokens", str(10**20)]) == 2

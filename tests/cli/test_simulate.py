@@ -15,10 +15,11 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
+from expertly.core.costs import CodecCosts, Link
 from expertly.scheduler import presets as systems
-from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
-from tests.sim.drive import make_trace, random_passes, sized
+from tests.cli.asking import Captured, answer, refusal, told
+from tests.sim.drive import make_trace, random_passes, sized, toy
 
 KEYS = {
     "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
@@ -48,27 +49,19 @@ def bare(tmp_path: Path) -> Path:
     return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
 
 
-def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["lab", "simulate", *map(str, arguments), "--json"]) == 0
-    out, err = capsys.readouterr()
-    found: dict[str, Any] = json.loads(out)
-    assert [line for line in err.splitlines() if "written to" not in line] == []
-    return found
+def simulate(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "simulate", *words)
 
 
-def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["lab", "simulate", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
+def table(capsys: Captured, *words: object) -> str:
+    return told(capsys, "lab", "simulate", *words)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["lab", "simulate", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err.removeprefix("expertly: error: ").rstrip()
+def error_of(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, "lab", "simulate", *words)
 
 
-def test_json_has_the_promised_keys(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_promised_keys(trace: Path, capsys: Captured) -> None:
     found = simulate(capsys, trace, "--system", "lru,lfu", "--memory", "30%,60%", "--segments", 2)
     assert {"trace", "hardware", "results"} <= found.keys()
     assert found["trace"]["model"] == "toy" and found["hardware"]["name"]
@@ -87,7 +80,7 @@ def test_json_has_the_promised_keys(trace: Path, capsys: pytest.CaptureFixture[s
     assert all(row["memory_bytes"] == 768 for row in rows if row["system"] == "resident")
 
 
-def test_null_where_the_trace_cannot_say(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_null_where_the_trace_cannot_say(bare: Path, capsys: Captured) -> None:
     found = simulate(capsys, bare, "--memory", "40%", "--segments", 4)
     assert found["trace"]["geometry"] is found["trace"]["expert_bytes"] is None
     for row in found["results"]:
@@ -95,12 +88,6 @@ def test_null_where_the_trace_cannot_say(bare: Path, capsys: pytest.CaptureFixtu
             assert row[key] is None, key
         assert row["hit_rate"] is not None
     assert any("sizes" in note for note in found["notes"])
-
-
-def test_no_ttft_without_prompts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulate(capsys, bare, "--geometry", geometry_file(tmp_path), "--memory", "25%,50%")
-    assert found["trace"]["geometry"] == "mine"
-    assert all(row["ttft_s"] is None and row["tpot_s"] > 0 for row in found["results"])
 
 
 def geometry_file(folder: Path, **changes: Any) -> Path:
@@ -112,7 +99,7 @@ def geometry_file(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_experts_per_layer(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_per_layer(trace: Path, capsys: Captured) -> None:
     rows = simulate(capsys, trace, "--experts-per-layer", "0,4,8", "--system", "lru")["results"]
     lru = [row for row in rows if row["system"] == "lru"]
     assert [row["memory"] for row in lru] == ["0/layer", "4/layer", "8/layer"]
@@ -120,7 +107,7 @@ def test_experts_per_layer(trace: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert lru[0]["hit_rate"] == 0 and lru[0]["hit_rate"] < lru[1]["hit_rate"] < lru[2]["hit_rate"]
 
 
-def test_bounds_asked_for_come_once_and_belady_takes_the_scope(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bounds_asked_for_come_once_and_belady_takes_the_scope(trace: Path, capsys: Captured) -> None:
     rows = simulate(capsys, trace, "--system", "oracle,lru", "--memory", "40%")["results"]
     assert [row["system"] for row in rows] == ["oracle", "lru", "belady", "belady-global", "resident"]
     assert {row["system"]: row["scope"] for row in rows}["belady"] == "layer"
@@ -131,7 +118,7 @@ def test_bounds_asked_for_come_once_and_belady_takes_the_scope(trace: Path, caps
 
 
 def test_a_system_that_needs_what_the_trace_lacks_is_skipped(
-    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trace: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = replace(systems.SYSTEMS["lru"], name="clairvoyant", needs=("lookahead", "experts"))
     monkeypatch.setitem(systems.SYSTEMS.built_in, "clairvoyant", fake)
@@ -146,16 +133,6 @@ def test_a_system_that_needs_what_the_trace_lacks_is_skipped(
     assert printed.count("needs lookahead") == 1 and printed.count("clairvoyant  ") == 2
 
 
-def test_split_learns_from_the_first_part(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulate(capsys, trace, "--split", "1:1", "--seed", 7, "--system", "static", "--memory", "50%")
-    assert any("1:1 with seed 7: profiles learned from 2 requests, 2 others" in note for note in found["notes"])
-    assert all(row["tokens"] == 2 * 14 and row["requests"] == 2 for row in found["results"])
-    again = simulate(capsys, trace, "--split", "1:1", "--seed", 7, "--system", "static", "--memory", "50%")
-    assert again == found
-    cold = simulate(capsys, trace, "--system", "static", "--memory", "50%")
-    assert any("start empty" in note for note in cold["notes"])
-
-
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
     """As recorded with `--full`: six requests."""
@@ -163,9 +140,7 @@ def full(tmp_path: Path) -> Path:
     return make_trace(tmp_path / "full", passes, LAYERS, num_requests=6, is_full=True).folder
 
 
-def test_systems_made_of_parts_are_rows_like_others(
-    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_systems_made_of_parts_are_rows_like_others(full: Path, tmp_path: Path, capsys: Captured) -> None:
     names = ["fmoe", "fmoe:distance=2:select=top-k", "lru:prediction=lookahead"]
     options = ("--memory", "40%,60%", "--split", "2:1", "--predict", "inline")
     found = simulate(capsys, full, "--system", ",".join(names), *options, "--plot", tmp_path / "plot.png")
@@ -180,7 +155,7 @@ def test_systems_made_of_parts_are_rows_like_others(
     assert "r semantic" in text and "fmoe:distance=2:select=top-k" in text and "predicting takes no time" in text
 
 
-def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: Captured) -> None:
     assert main(["lab", "simulate", str(trace), "--system", "lru,lru:segments=2", "--memory", "40%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "P = 1, 2, on" in lines[0] and lines[2].split()[:3] == ["memory", "system", "P"]
@@ -190,28 +165,13 @@ def test_systems_of_several_segments_are_told_apart(trace: Path, capsys: pytest.
     ]  # fmt: skip
 
 
-def test_predicting_takes_the_time_of_the_machine(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (full, "--system", "fmoe:eviction=lru", "--memory", "40%", "--hardware")
-    slow, fast = (simulate(capsys, *arguments, name)["results"][0] for name in ("rtx3090", "infinite"))
-    inline = simulate(capsys, *arguments, "infinite", "--predict", "inline")["results"][0]
-    assert fast == inline and fast["predictions_late"] == 0
-    assert slow["recall"] is None or slow["recall"] <= fast["recall"]
-    assert "[predictor], beside the device" in table(capsys, *arguments, "rtx3090")
-
-
-def test_what_stands_for_what_a_trace_does_not_know_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stands_for_what_a_trace_does_not_know_is_said(trace: Path, capsys: Captured) -> None:
     text = table(capsys, trace, "--system", "fmoe", "--memory", "40%")
     assert "the chosen experts' weights only" in text and "the trace has no embeddings" in text
     assert "embeddings" not in table(capsys, trace, "--system", "fmoe:semantic=no", "--memory", "40%")
 
 
-def test_requests_and_tokens_limit(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, requests, tokens in ((("--requests", 2), 2, 28), (("--tokens", 17), 2, 17), ((), 4, 56)):
-        rows = simulate(capsys, trace, *arguments, "--memory", "50%")["results"]
-        assert all((row["requests"], row["tokens"]) == (requests, tokens) for row in rows)
-
-
-def test_arrivals_queue_and_say_what_was_cut(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrivals_queue_and_say_what_was_cut(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "azure.csv").write_text(CSV)
     arguments = (trace, "--arrivals", tmp_path / "azure.csv", "--memory", "50%")
     found = simulate(capsys, *arguments)
@@ -224,7 +184,7 @@ def test_arrivals_queue_and_say_what_was_cut(trace: Path, tmp_path: Path, capsys
     assert "latency p50" in printed
 
 
-def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "azure.csv").write_text(CSV)
     arguments = ("--system", "lru,modelled-lookahead", "--segments", 2, "--arrivals", tmp_path / "azure.csv")
     printed = table(capsys, trace, "--memory", "20%,50%", *arguments)
@@ -243,9 +203,7 @@ def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: pytest.C
     assert "coverage" not in plain and "partial" not in plain and "latency" not in plain
 
 
-def test_a_partial_recording_runs_up_to_where_it_goes(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_partial_recording_runs_up_to_where_it_goes(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
     (trace / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
     found = simulate(capsys, trace, "--memory", "50%")
@@ -253,6 +211,8 @@ def test_a_partial_recording_runs_up_to_where_it_goes(
 
 
 BAD_VALUES = [
+    (["--codec", "zip"], "codec='zip': unknown; accepted: none, planes"),
+    (["--codec", "planes"], "codec='planes': on hardware 'rtx3090' all experts lie decoded in host memory"),
     (["--system", "nonsense"], "system='nonsense': unknown; accepted: on-demand, "),
     (["--system", "lru,,lfu"], "system='lru,,lfu': must be"),
     (["--system", ""], "system='': must be"),
@@ -260,7 +220,7 @@ BAD_VALUES = [
     (["--geometry", "abacus"], "geometry='abacus': no such geometry"),
     (["--geometry", "mixtral-8x7b"], "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
     (["--order", "size"], "order='size': unknown; accepted: resident, id"),
-    (["--predict", "psychic"], "predict='psychic': unknown; accepted: virtual, inline"),
+    (["--predict", "psychic"], "Invalid value for '--predict': 'psychic': must be virtual or inline"),
     (["--system", "fmoe:colour=red"], "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
     (["--segments", "5"], "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
     (["--segments", "0"], "Invalid value for '--segments': '0': must be a whole number from 1"),
@@ -294,20 +254,12 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_VALUES, ids=[" ".join(case[0]) for case in BAD_VALUES])
-def test_bad_values_are_errors(
-    arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_values_are_errors(arguments: list[str], message: str, trace: Path, capsys: Captured) -> None:
     joined = " ".join(str(error_of(capsys, trace, *arguments)).split())
     assert joined.startswith(message), joined
 
 
-def test_errors_are_json_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "simulate", str(trace), "--system", "nonsense", "--json"]) == 2
-    out, _ = capsys.readouterr()
-    assert json.loads(out)["error"]["type"] == "ConfigError"
-
-
-def test_not_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_not_a_trace(tmp_path: Path, capsys: Captured) -> None:
     assert "manifest.json" in error_of(capsys, tmp_path / "nothing")
     empty = make_trace(tmp_path / "empty", [], LAYERS)
     assert f"trace='{empty.folder}': empty" in error_of(capsys, empty.folder)
@@ -317,15 +269,7 @@ def test_not_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert shard.name in error_of(capsys, damaged)
 
 
-def test_the_default_budgets_are_three_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layers = sized(5, 8, 2)
-    trace = make_trace(tmp_path / "wide", random_passes(0, layers, 5), layers).folder
-    rows = simulate(capsys, trace)["results"]
-    assert list(dict.fromkeys(row["memory"] for row in rows)) == ["10%", "25%", "50%"]
-    assert rows[0]["system"] == "lru"
-
-
-def test_without_sizes_only_shares_make_sense(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_sizes_only_shares_make_sense(bare: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "memory='1GiB': the trace does not know its experts' sizes" in error_of(capsys, bare, "--memory", "1GiB")
     assert "chrome_trace: the trace does not know" in error_of(capsys, bare, "--chrome-trace", tmp_path / "out.json")
     assert not list(tmp_path.glob("out.json*"))
@@ -334,16 +278,6 @@ def test_without_sizes_only_shares_make_sense(bare: Path, tmp_path: Path, capsys
     assert rows[0]["memory"] == "20KiB" and 0 < rows[0]["memory_bytes"] <= 20 << 10
     wrong = geometry_file(tmp_path, num_experts=16)
     assert "2 layers of 16 experts, top-2, but" in error_of(capsys, bare, "--geometry", wrong)
-
-
-def test_requests_that_ran_together_cannot_be_picked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    passes = [([0, 1], False, [[[0, 1], [2, 3]]] * 2)] * 5
-    trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=2).folder
-    (tmp_path / "azure.csv").write_text(CSV)
-    for flag, value in (("requests", 1), ("split", "7:3"), ("arrivals", tmp_path / "azure.csv")):
-        found = error_of(capsys, trace, f"--{flag}", value)
-        assert found.startswith(f"{flag}: request 0 of {trace} ran together with others")
-    assert simulate(capsys, trace, "--memory", "50%")["results"][0]["requests"] == 2
 
 
 NUMPY_ALONE = """
@@ -379,23 +313,59 @@ def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
 
 
-def test_plots_of_every_kind_are_written(
-    trace: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    layers = sized(3, 8, 2)
+    return make_trace(tmp_path / "long", random_passes(3, layers, 60, prompt=3), layers).folder
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Reading an expert takes 50 times as long as decoding it."""
+    toy(link=Link(0.01e9, 7, 3), codec=CodecCosts(0.5, 0.5e9, 2)).write(tmp_path / "slow.toml")
+    return tmp_path / "slow.toml"
+
+
+def test_planes_read_fewer_bytes_in_less_time(long: Path, slow: Path, capsys: Captured) -> None:
+    rows = {}
+    for codec in ("none", "planes"):
+        found = simulate(capsys, long, "--memory", "40%", "--hardware", slow, "--codec", codec)
+        assert found["codec"] == codec
+        rows[codec] = {row["system"]: row for row in found["results"]}
+    for system in ("lru", "belady", "oracle"):
+        plain, coded = rows["none"][system], rows["planes"][system]
+        assert plain["bytes_read"] is None and coded["bytes_read"] * 2 == coded["bytes_loaded"]
+        assert 0.5 < coded["tpot_s"] / plain["tpot_s"] < 0.65, "reading half, and decoding"
+    assert rows["none"]["resident"]["tpot_s"] == rows["planes"]["resident"]["tpot_s"]
+
+
+def test_what_the_codec_is_taken_to_cost_is_said(long: Path, slow: Path, capsys: Captured) -> None:
+    told = table(capsys, long, "--memory", "40%", "--hardware", slow, "--codec", "planes")
+    assert "read" in told
+    costs = "experts take 0.50 of their size on disk, 2 threads decode 1.00 GB/s of weights (toy's [codec])"
+    assert f"codec planes: {costs}" in told
+
+
+def test_a_profile_without_a_codec_is_assumed_to_have_one_and_that_is_said(
+    long: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    (tmp_path / "azure.csv").write_text(CSV)
-    cases: list[tuple[Path, list[object], str]] = [
-        (trace, ["--memory", "30%"], "one.png"),
-        (trace, ["--memory", "20%,40%,60%", "--system", "lru,lfu,modelled-lookahead"], "three.svg"),
-        (trace, ["--memory", "30%", "--arrivals", tmp_path / "azure.csv"], "latency.pdf"),
-        (bare, ["--memory", "30%,50%"], "bare.png"),
-    ]
-    for folder, arguments, name in cases:
-        simulate(capsys, folder, *arguments, "--plot", tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 5000, name
+    toy().write(tmp_path / "toy.toml")
+    told = table(capsys, long, "--memory", "40%", "--hardware", tmp_path / "toy.toml", "--codec", "planes")
+    assert "codec planes: experts take 0.68 of their size on disk" in told and "(assumed: toy has no [codec])" in told
 
 
-def test_the_trace_is_only_read(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in trace.iterdir()}
-    simulate(capsys, trace, "--memory", "50%")
-    assert {path.name: path.stat().st_mtime_ns for path in trace.iterdir()} == before
-    assert Trace.open(trace).num_rows == 56
+def test_a_predictor_of_several_distances_has_a_line_for_each(tmp_path: Path, capsys: Captured) -> None:
+    layers = sized(4, 8, 2)
+    folder = make_trace(tmp_path / "deep", random_passes(0, layers, 30), layers).folder
+    arguments = ("lab", "simulate", str(folder), "--memory", "40%", "--predict", "inline", "--system")
+    assert main([*arguments, "lru:prediction=counts,lru:prediction=counts:distance=3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    first = next(index for index, line in enumerate(printed) if "layers ahead" in line) + 2
+    lines = [line.split() for line in printed[first : first + 3]]
+    assert [line[:3] for line in lines] == [["40%", "lru:prediction=counts:distance=3", k] for k in "123"]
+    assert printed[first + 3] == "", "where there is one distance the table above says it"
+    assert main([*arguments, "lru:prediction=counts:distance=3", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]
+    for line in lines:
+        rates = [row[f"{name}_by_distance"][line[2]] for name in ("accuracy", "fetch_rate", "goodpred")]
+        assert line[3:] == [f"{100 * rate:.1f}%" for rate in rates]

@@ -1,17 +1,18 @@
-"""`expertly lab trace info`, `import` and `synth`: what they print, and what they refuse."""
+"""`expertly lab trace info`, `import`, `synth` and `replay`: what they print, and what they refuse."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from expertly.cli.main import main
 from expertly.trace.reader import Trace
+from tests.cli.asking import Captured, answer, refusal
+from tests.scheduler.test_decisions import record
 from tests.trace.builders import iterations, open_writer, write_trace
 
 SYNTH = ["--layers", "2", "--experts", "8", "--top-k", "2", "--tokens", "60"]
@@ -24,33 +25,12 @@ def npz(folder: Path) -> Path:
     return folder / "law.npz"
 
 
-def printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict:
-    assert main([*arguments, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
+def printed(capsys: Captured, arguments: list[str]) -> dict[str, Any]:
+    return answer(capsys, *arguments)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err
-
-
-def test_help_lists_the_subcommands(capsys):
-    assert main(["lab", "trace", "--help"]) == 0
-    out = capsys.readouterr().out
-    for name in ("record", "info", "import", "synth", "replay"):
-        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["lab", "trace", "nonsense"], ["lab", "trace", "info"], ["lab", "trace", "import", "a"]],
-)
-def test_bad_arguments_are_errors(arguments, capsys):
-    error_of(capsys, arguments)
+def error_of(capsys: Captured, arguments: list[str]) -> str:
+    return refusal(capsys, *arguments)
 
 
 def test_import_then_info(tmp_path, capsys):
@@ -75,13 +55,6 @@ def test_import_takes_a_model_and_a_number_of_experts(tmp_path, capsys):
     arguments = ["lab", "trace", "import", str(npz(tmp_path)), str(tmp_path / "trace")]
     facts = printed(capsys, [*arguments, "--model", "mine", "--num-experts", "12"])
     assert (facts["model"], facts["num_experts"]) == ("mine", [12, 12])
-
-
-def test_import_checks_the_geometry(tmp_path, capsys):
-    arguments = ["lab", "trace", "import", str(npz(tmp_path)), str(tmp_path / "trace"), "--geometry"]
-    assert "2 layers, but the geometry has 24" in error_of(capsys, [*arguments, "gpt-oss-20b"])
-    assert "geometry='nonsense': no such geometry" in error_of(capsys, [*arguments, "nonsense"])
-    assert not (tmp_path / "trace").exists()
 
 
 def test_import_refusals(tmp_path, capsys):
@@ -112,15 +85,6 @@ def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
     assert facts["num_experts"] == [8, 6, 8]
 
 
-def test_info_prints_a_line_a_layer_and_a_line_a_field(tmp_path, capsys):
-    write_trace(tmp_path / "trace", iterations([3, 1, 1]))
-    assert main(["lab", "trace", "info", str(tmp_path / "trace")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    first_words = [line.split()[0] for line in lines if line.split()]
-    assert {"experts", "weights", "token", "0", "1", "2", "mean"} <= set(first_words)
-    assert "2.58" in next(line for line in lines if line.startswith("1 "))  # log2 of its 6 experts
-
-
 def test_info_names_what_is_damaged(tmp_path, capsys):
     write_trace(tmp_path / "trace", iterations([3, 1, 1]))
     shard = tmp_path / "trace" / "rows-00000.safetensors"
@@ -142,13 +106,6 @@ def test_info_draws(tmp_path, capsys):
     draw = ["lab", "trace", "info", str(tmp_path / "trace"), "--plot"]
     assert "must end in .png, .svg, .pdf" in error_of(capsys, [*draw, "a.bmp"])
     assert "is not a folder" in error_of(capsys, [*draw, str(tmp_path / "no" / "a.png")])
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
-    write_trace(tmp_path / "trace", iterations([1]))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    err = error_of(capsys, ["lab", "trace", "info", str(tmp_path / "trace"), "--plot", str(tmp_path / "a.png")])
-    assert "pip install matplotlib" in err
 
 
 def test_synth_writes_what_was_asked_for(tmp_path, capsys):
@@ -184,13 +141,15 @@ def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workload", "nonsense"], "workload='nonsense': unknown; accepted: zipf, cyclic, stationary"),
+        (["--workload", "nonsense"], "'nonsense': must be zipf or cyclic or stationary"),
         (["--workload", "cyclic", "--zipf", "1"], "--zipf has no effect on --workload cyclic"),
         (["--working-set", "3"], "--working-set has no effect on --workload zipf"),
         (["--markov", "1.5"], "from 0 to 1"),
         (["--top-k", "9"], "top_k=9: must be from 1 to 8"),
         (["--phases", "61"], "phases=61"),
         (["--prefill-tokens", "-1"], "a whole number from 0"),
+        (["--lookahead", "1.5"], "'1.5': must be from 0 to 1"),
+        (["--lookahead", "0.9", "--top-k", "5"], "lookahead=0.9: of 8 experts, top-5, too few are not needed"),
     ],
 )
 def test_synth_refusals(tmp_path, capsys, flags, message):
@@ -198,14 +157,77 @@ def test_synth_refusals(tmp_path, capsys, flags, message):
     assert not (tmp_path / "a").exists()
 
 
-def test_numpy_alone_is_enough(tmp_path):
-    trace = str(tmp_path / "trace")
-    code = f"""
-import sys
-for name in ("torch", "transformers", "safetensors", "tqdm", "tokenizers", "huggingface_hub", "matplotlib"):
-    sys.modules[name] = None
-from expertly.cli.main import main
-sys.exit(main(["lab", "trace", "synth", {trace!r}, "--tokens", "9"]) or main(["lab", "trace", "info", {trace!r}]))
+DEEP = ["--layers", "6", "--experts", "8", "--top-k", "2"]
+DEEP += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
+GEOMETRY = """name = "small"
+num_layers = 6
+[layer]
+num_experts = 8
+top_k = 2
+hidden_size = 64
+intermediate_size = 64
+num_matrices = 3
+itemsize = 2
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "9 of decode" in done.stdout, done.stderr
+
+
+@pytest.fixture
+def geometry(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(GEOMETRY)
+    return path
+
+
+def simulated(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "simulate", *words, "--hardware", "rtx3090", "--memory", "50%")
+
+
+def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, geometry, capsys):
+    trace = tmp_path / "trace"
+    assert main(["lab", "trace", "synth", str(trace), *DEEP, "--lookahead", "0.8"]) == 0
+    capsys.readouterr()
+    half = "moepic:allocation=split"
+    systems = f"lru:prediction=lookahead,adapmoe,moepic,{half},lru"
+    facts = simulated(capsys, trace, "--geometry", geometry, "--system", systems)
+    rows = {row["system"]: row for row in facts["results"]}
+    assert all(row["skipped"] is None for row in rows.values())
+    assert rows["lru:prediction=lookahead"]["prediction_accuracy"] == pytest.approx(0.8, abs=0.03)
+    assert all(rows[name]["prefetched_bytes"] > 0 for name in ("adapmoe", "moepic", half))
+    assert rows[half]["partial_hit_rate"] > 0
+    note = "lookahead: modelled: 0.8 of the K best of the next layer are needed; nothing of the next token"
+    assert note in facts["notes"]
+    alone = simulated(capsys, trace, "--geometry", geometry, "--system", "lru")
+    assert not any("modelled" in note for note in alone["notes"])
+
+
+def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path, iterations=20)
+    assert main(["lab", "trace", "replay", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("system lru, P = 2: 20 iterations, 60 layers, ")
+    assert printed.out.endswith("all decisions identical\n") and not printed.err
+
+
+def test_as_json(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path, "on-demand", iterations=4)
+    assert main(["lab", "trace", "replay", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["system"] == "on-demand" and result["segments"] == 2
+    assert (result["iterations"], result["layers"], result["identical"]) == (4, 12, True)
+    assert result["calls"] == len(path.read_text().splitlines()) - 2, "all but the header and the end"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_changed_decision_ends_with_2_and_names_file_and_line(
+    flags: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    path = tmp_path / "d.jsonl"
+    record(path)
+    path.write_text(path.read_text().replace('true,"', 'false,"', 1))
+    assert main(["lab", "trace", "replay", str(path), *flags]) == 2
+    printed = capsys.readouterr()
+    assert "d.jsonl, line " in printed.err and "checksum" in printed.err
+    assert "Traceback" not in printed.err
+    assert (json.loads(printed.out)["error"]["type"] == "TraceError") if flags else not printed.out

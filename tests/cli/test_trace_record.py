@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.trace.reader import Trace
+from tests.cli.asking import Captured
 from tests.commands import RunningCommand
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 from tests.policies.learned_builders import load_maps
@@ -46,7 +45,7 @@ def tokens_of(text: str) -> list[int]:
     return ids
 
 
-def test_chats_are_recorded_by_the_models_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_chats_are_recorded_by_the_models_template(model: Path, tmp_path: Path, capsys: Captured):
     """A plain prompt is a user's message; with --raw it is the text that it is, and a chat is refused."""
     chatty = make_checkpoint("qwen3_moe", tmp_path / "chatty", seed=31, tokenizer=True)
     template = "{% for one in messages %}[{{ one.role }}] {{ one.content }} {% endfor %}[assistant]"
@@ -68,7 +67,7 @@ def test_chats_are_recorded_by_the_models_template(model: Path, tmp_path: Path, 
 
 
 def test_a_trace_of_the_tokens_that_the_unmodified_model_makes(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, capsys: Captured
 ):
     out = tmp_path / "made" / "trace"
     assert record(model, prompts, out) == 0
@@ -122,7 +121,7 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
 
 
 def test_it_leaves_maps_alone_unless_a_file_is_named(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
     fmoe = ("--system", "fmoe", "--predict", "inline")
@@ -140,9 +139,7 @@ def test_it_leaves_maps_alone_unless_a_file_is_named(
     assert "predict='elsewhere': unknown; accepted: auto, thread, inline" in capsys.readouterr().err
 
 
-def test_json_full_and_a_share_of_the_prompts(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_json_full_and_a_share_of_the_prompts(model: Path, prompts: Path, tmp_path: Path, capsys: Captured):
     out = tmp_path / "trace"
     assert record(model, prompts, out, "--full", "--requests", "2", "--json", "--system", "lfu", "--segments", "4") == 0
     result = json.loads(capsys.readouterr().out)
@@ -155,9 +152,7 @@ def test_json_full_and_a_share_of_the_prompts(
     assert result["tpot_s"] > 0
 
 
-def test_a_prompt_that_is_too_long_is_skipped_and_named(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_prompt_that_is_too_long_is_skipped_and_named(model: Path, tmp_path: Path, capsys: Captured):
     """The model has 512 positions: 513 tokens are too many, 512 leave room for one new token, 510 for three."""
     texts = ["x" * 513, "y" * 512, "short", "z" * 510]
     prompts = write_prompts(tmp_path / "p.jsonl", *[(text, None) for text in texts])
@@ -176,10 +171,7 @@ def test_a_prompt_that_is_too_long_is_skipped_and_named(
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("is_json", [False, True])
-def test_what_cannot_be_recorded_names_itself(
-    model: Path, prompts: Path, tmp_path: Path, is_json: bool, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_recorded_names_itself(model: Path, prompts: Path, tmp_path: Path, capsys: Captured):
     used = tmp_path / "used"
     used.mkdir()
     (used / "file").write_text("kept")
@@ -196,13 +188,13 @@ def test_what_cannot_be_recorded_names_itself(
         ((model, prompts, new, "--system", "nonsense"), ("system", "nonsense", "lru")),
         ((model, prompts, new, "--max-new-tokens", "0"), ("--max-new-tokens", "from 1")),
     ):
-        assert record(*arguments, *(["--json"] if is_json else [])) == 2
+        assert record(*arguments) == 2
         out, err = capsys.readouterr()
         error = err.splitlines()[-1]
         assert error.startswith("expertly: error: ") and "Traceback" not in err
         for word in words:
             assert word in error
-        assert (json.loads(out)["error"]["message"] in error) if is_json else out == ""
+        assert out == ""
         assert not new.exists()
     assert (used / "file").read_text() == "kept"
 
@@ -236,21 +228,3 @@ def test_a_recording_that_is_stopped_keeps_what_is_complete(
         assert code == 130
         assert f"{out}: kept what was recorded, " in running.err
         assert running.err.endswith("expertly: interrupted\n") and "Traceback" not in running.err
-
-
-def test_progress_is_for_terminals(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Requests done, out of how many."""
-    assert record(model, prompts, tmp_path / "quiet") == 0
-    assert capsys.readouterr().err == ""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert record(model, prompts, tmp_path / "shown", "--max-new-tokens", "40") == 0
-    shown = terminal.getvalue()
-    assert "recording" in shown and "0/3" in shown and "2/3" in shown and "requests" in shown

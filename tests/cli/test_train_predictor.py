@@ -15,10 +15,9 @@ from expertly.model.packing import pack_cached
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside
+from tests.cli.asking import Captured, refusal
 from tests.families import make_checkpoint
 from tests.lab.planted import planted_trace
-from tests.test_architecture import run_without_torch
-from tests.weights import random_weights
 
 QUICK = ("--distances", "2,1", "--hidden", "16", "--epochs", "30")
 
@@ -37,17 +36,11 @@ def trained(trace: Path) -> Path:
     return out
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main(["lab", "train", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and len(err.splitlines()) == 1
-    return err
+def error_of(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, "lab", "train", *words)
 
 
-def test_it_says_what_it_made_and_how_good_that_is(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_it_made_and_how_good_that_is(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "weights"
     assert main(["lab", "train", str(trace), "--out", str(out), *QUICK]) == 0
     head, learned, _, title, _, header, _, *rows = capsys.readouterr().out.splitlines()
@@ -62,9 +55,7 @@ def test_it_says_what_it_made_and_how_good_that_is(
     assert all(row.count("%") == 5 for row in rows)
 
 
-def test_json_is_one_object_and_the_file_says_the_same(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_and_the_file_says_the_same(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "weights"
     assert main(["lab", "train", str(trace), "--out", str(out), *QUICK, "--json", "--seed", str(2**62 + 3)]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -79,7 +70,7 @@ def test_json_is_one_object_and_the_file_says_the_same(
 
 
 def test_a_lookahead_below_token_ids_is_marked() -> None:
-    from expertly.cli.train_predictor_report import accuracy_table
+    from expertly.cli.train import accuracy_table
 
     row = {"source": 0, "learned": 0.9, "lookahead": 0.4, "token_id": 0.5}
     result = {
@@ -93,7 +84,7 @@ def test_a_lookahead_below_token_ids_is_marked() -> None:
     assert lines[4].split() == ["mean", "50.0%", "90.0%", "-"]
 
 
-def test_without_out_it_says_where_auto_looks(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_out_it_says_where_auto_looks(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "out: name the file to write; `--predictor auto` looks for" in error_of(capsys, trace)
     folder = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
     store = pack_cached(str(folder))
@@ -118,30 +109,22 @@ def test_what_cannot_be_is_refused(
     trace: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert named in error_of(capsys, trace, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: Captured) -> None:
     planted_trace(tmp_path / "trace", 3, 12, fields=("probs",))
     error = error_of(capsys, tmp_path / "trace", "--out", tmp_path / "weights")
     assert "field 'router_inputs'" in error and "`expertly lab trace record --full` records it" in error
     assert not (tmp_path / "weights").exists()
 
 
-def test_another_model_than_the_trace_is_of_is_refused(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = pack_cached(str(make_checkpoint("mixtral", tmp_path / "checkpoint")))
-    error = error_of(capsys, trace, "--out", tmp_path / "weights", "--model", store.folder)
-    assert "MoE layers" in error and not (tmp_path / "weights").exists()
-
-
 def test_an_interrupt_leaves_no_file(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """In the twentieth step of training."""
     step, calls = torch.optim.AdamW.step, []
@@ -158,9 +141,7 @@ def test_an_interrupt_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_simulate_takes_the_file_and_says_what_it_saw(
-    trace: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_takes_the_file_and_says_what_it_saw(trace: Path, trained: Path, capsys: Captured) -> None:
     common = ["lab", "simulate", str(trace), "--memory", "50%", "--json", "--system"]
     learned = "lru:prediction=learned:distance=1"
     assert main([*common, f"{learned},lru", "--split", "7:3"]) == 0
@@ -184,32 +165,3 @@ def test_simulate_takes_the_file_and_says_what_it_saw(
     assert "no system of lru takes trained weights" in capsys.readouterr().err
     assert main([*common, f"{learned[:-1]}3", "--predictor", str(trained)]) == 2
     assert "distance=3: its weights are not of that; accepted with them: 1, 2" in capsys.readouterr().err
-
-
-def test_weights_of_another_model_are_refused_by_simulate(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from expertly.policies.learned import save_learned
-    from expertly.trace.schema import TraceLayer
-
-    save_learned(tmp_path / "other", random_weights([TraceLayer(9, 2)] * 4), "trace:other", {})
-    system = "lru:prediction=learned"
-    assert main(["lab", "simulate", str(trace), "--system", system, "--predictor", str(tmp_path / "other")]) == 2
-    assert "num_experts=[9, 9, 9, 9]" in capsys.readouterr().err
-
-
-def test_simulate_reads_a_predictor_without_torch(trace: Path, trained: Path) -> None:
-    arguments = [
-        "lab",
-        "simulate",
-        str(trace),
-        "--system",
-        "lru:prediction=learned",
-        "--memory",
-        "50%",
-        "--split",
-        "7:3",
-    ]
-    arguments += ["--predictor", str(trained)]
-    done = run_without_torch(f"from expertly.cli.main import main\nsys.exit(main({arguments!r}))")
-    assert done.returncode == 0, done.stderr

@@ -10,8 +10,7 @@ import pytest
 
 from expertly.cli.arguments import duration
 from expertly.cli.main import main
-from expertly.data import demo_prompts
-from expertly.lab.prompts import read_prompts
+from tests.cli.asking import Captured
 from tests.families import make_checkpoint
 
 SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
@@ -29,7 +28,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_of(capsys: Captured, *arguments: object) -> str:
     assert main(["tune", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -66,7 +65,7 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
     assert f"system auto: {result['system']}" in said and generated["system_reason"] in said
 
 
-def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_people_read(model: Path, capsys: Captured) -> None:
     assert main(["tune", str(model), *SETTINGS, "--requests", "4"]) == 0
     out, err = capsys.readouterr()
     assert "no --prompts: tuned for 4 texts that ship, not for yours" in err
@@ -75,7 +74,7 @@ def test_what_people_read(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "recording" in out and "verifying" in out
 
 
-def test_the_demo_model_with_tiny_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_model_with_tiny_settings(capsys: Captured) -> None:
     settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "10s", "--codec", "none")
     assert main(["tune", *settings, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -102,14 +101,5 @@ def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, 
     assert said in error_of(capsys, model, *arguments)
 
 
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/nowhere/model" in error_of(capsys, "/nowhere/model", "--memory", "50%")
-
-
 def test_times_as_people_write_them() -> None:
     assert [duration(text) for text in ("300s", "300", "5m", "1.5m")] == [300.0, 300.0, 300.0, 90.0]
-
-
-def test_the_texts_that_ship_are_of_several_kinds() -> None:
-    found = read_prompts(str(demo_prompts()), 16)
-    assert len({one.text for one in found}) == 16 and len({one.category for one in found}) >= 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import expertly
-from expertly.cli.loading import load_model
+from expertly.cli.inputs import load_model
 from expertly.cli.main import main
 from expertly.engine.choice import Gain, TunedChoice, choices_path, read_choices, save_choice, this_machine
 from expertly.model.packing import pack_cached

@@ -103,7 +103,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
     monkeypatch.setattr(measure, "DEPTHS", (1, 4))
     monkeypatch.setattr(measure, "_LEAST_NBYTES", MIB)
-    monkeypatch.setattr("expertly.cli.doctor_hardware.MODEL_SECONDS", 0.1)
+    monkeypatch.setattr("expertly.cli.doctor.MODEL_SECONDS", 0.1)
     monkeypatch.setattr("expertly.hardware.simulated._EACH_S", 0.01)
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
 

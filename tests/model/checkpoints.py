@@ -44,9 +44,9 @@ def make_fused_checkpoint(family: str, folder: Path) -> Path:
     return write_checkpoint(folder, {name: tensor.clone() for name, tensor in state.items()}, source)
 
 
-def make_mxfp4_checkpoint(folder: Path) -> Path:
+def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """gpt_oss as released: experts in blocks of 32 four-bit numbers with a scale each."""
-    hidden, intermediate = 64, 32
+    hidden, intermediate = 64, 128
     family = Family(
         "gpt_oss",
         3,
@@ -60,7 +60,7 @@ def make_mxfp4_checkpoint(folder: Path) -> Path:
         },
     )
     source = folder.with_name(f"{folder.name}-source")
-    make_model(family, dtype=torch.bfloat16).save_pretrained(source)
+    make_model(family, dtype=dtype).save_pretrained(source)
     tensors = read_tensors(source)
     generator = torch.Generator().manual_seed(1)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -68,7 +68,7 @@ def make_mxfp4_checkpoint(folder: Path) -> Path:
         rows, columns = (2 * intermediate, hidden) if "gate_up" in name else (hidden, intermediate)
         shape = (NUM_EXPERTS, rows, columns // 32)
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(116, 122, shape, generator=generator, dtype=torch.uint8)
     return write_checkpoint(folder, tensors, source, quantization_config={"quant_method": "mxfp4"})
 
 

@@ -16,7 +16,7 @@ from expertly.core.errors import HardwareError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.sim.hardware import GEOMETRY_NAMES, HARDWARE_NAMES, Hardware, PredictorCosts, read_geometry
 
-LAYER = LayerGeometry(8, 2, 32, 16, 3, 2)
+LAYER = LayerGeometry(8, 2, 32, 64, 3, 2, "mxfp4", 32, 1632)
 COMPUTE = MeasuredCompute(
     model='a "model" with a \\ and ünïcode 🦀',
     dtype="bfloat16",
@@ -192,6 +192,7 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
 
 PUBLISHED = {  # billions of parameters in all, vocabulary, layers, experts, top-k
     "gpt-oss-20b": (20.9, 201088, 24, 32, 4),
+    "gpt-oss-20b-mxfp4": (20.9, 201088, 24, 32, 4),
     "deepseek-v2-lite": (15.7, 102400, 26, 64, 6),
     "qwen1.5-moe": (14.3, 151936, 24, 60, 4),
     "mixtral-8x7b": (46.7, 32000, 32, 8, 2),
@@ -218,7 +219,8 @@ def test_all_weights_together_are_the_published_number(name: str):
     layer = found.layers[0]
     assert (found.name, len(found.layers), layer.num_experts, layer.top_k) == (name, num_layers, num_experts, top_k)
     assert found.dense is not None
-    nbytes = Geometry(found.layers).nbytes + num_layers * found.dense.layer_nbytes + found.dense.head_nbytes
+    weights = Geometry(tuple(one.unquantised() for one in found.layers))
+    nbytes = weights.nbytes + num_layers * found.dense.layer_nbytes + found.dense.head_nbytes
     embedding = vocabulary * layer.hidden_size  # of which a token reads a row
     assert (nbytes / layer.itemsize + embedding) / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -44,6 +44,11 @@ def split(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def split_text(parts: tuple[int, int] | None) -> str | None:
+    """As it is typed."""
+    return None if parts is None else f"{parts[0]}:{parts[1]}"
+
+
 def distances(text: str) -> tuple[int, ...]:
     """Layers ahead: `1,2,4`."""
     parts = [part.strip() for part in text.split(",")]

@@ -8,16 +8,14 @@ that ends this process takes it along.
 
 from __future__ import annotations
 
-import shlex
-import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import names, seed, split, temperature
-from expertly.cli.configure_sources import is_trace
-from expertly.cli.output import message, printable, progress_bar, reserved_stdout
-from expertly.cli.system_files import plan_for, predictor_for
+from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
+from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.lab.compare.settings import (
     DEFAULT_MEMORY,
@@ -27,7 +25,9 @@ from expertly.lab.compare.settings import (
     check_systems,
 )
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
-from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.options import MODEL_HELP, REQUIRED, argument, json_flag, option
+from expertly.sim.hardware import Hardware
+from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
     from expertly.lab.compare.comparison import Comparison
@@ -46,20 +46,16 @@ class CompareOptions:
         metavar="MODEL|TRACE",
     )
     system: str = option(
-        USUAL_SYSTEMS,
-        f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one",
-        metavar="A,B",
+        USUAL_SYSTEMS, f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
     memory: str = option(DEFAULT_MEMORY, "shares of the experts or amounts", metavar="SIZE,SIZE")
     out: Path = option(REQUIRED, "where the report goes: a new or an empty folder", metavar="DIR", type=Path)
     force: bool = option(False, "replace an earlier comparison in DIR")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     raw: bool = option(False, RAW_HELP)
-    requests: int | None = option(
-        None, "default: 5 with a model (with --split both parts), 20 with a trace", metavar="N", type=int, least=1
-    )
-    tokens: int | None = option(None, "of each answer", metavar="N", type=int, least=1)
-    rounds: int | None = option(None, "times that the engine runs everything", metavar="N", type=int, least=1)
+    requests: int | None = option(None, "default: 5 with a model (with --split both parts), 20 with a trace", least=1)
+    tokens: int | None = option(None, "of each answer", least=1)
+    rounds: int | None = option(None, "times that the engine runs everything", least=1)
     temperature: Any | None = option(None, "of the answers, 0 is greedy", metavar="X", type=temperature)
     split: Any | None = option(
         None,
@@ -72,7 +68,7 @@ class CompareOptions:
     geometry: str | None = option(
         None, "with a trace: sizes of experts, a shipped description or a TOML file", metavar="NAME"
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
     codec: str | None = option(
         None, "how experts are stored: none, planes, with a model auto (its default)", metavar="NAME"
     )
@@ -96,7 +92,7 @@ def run(args: CompareOptions) -> int:
         from expertly.cli.compare_output import Output
         from expertly.lab.compare.comparison import Comparison, prepare
 
-        command = shlex.join(["expertly", *sys.argv[1:]])
+        command = typed()
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
         comparison = Comparison(settings, command, {"kind": kind, "name": printable(name)})
         output = Output(comparison, args.out)
@@ -133,9 +129,6 @@ def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareO
 
 
 def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
-    from expertly.cli.trace_geometry import trace_geometry
-    from expertly.trace.reader import Trace
-
     trace = Trace.open(Path(str(args.source)))
     return trace, trace_geometry(trace, args.geometry)
 
@@ -166,21 +159,39 @@ def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
         is_raw=args.raw,
         **given,
     )
-    _check_files(settings)
-    return settings
-
-
-def _check_files(settings: ComparisonSettings) -> None:
-    """Raises what reading them raises, before anything runs."""
-    from expertly.sim.hardware import Hardware
-
-    if settings.hardware is not None:
+    if settings.hardware is not None:  # what reading files raises, before anything runs
         Hardware.read(settings.hardware)
     predictor_for(settings.systems, settings.predictor)
     plan_for(settings.systems, settings.plan)
+    return settings
 
 
 def _prompts(args: CompareOptions) -> list[Prompt]:
     from expertly.data import demo_prompts
 
     return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    memory: str = option("10%,25%,50%", "for experts: shares of them or amounts", metavar="SIZE,SIZE")
+    system: str = option("lru,expertly", "what `expertly lab systems` lists", metavar="A,B")
+    prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
+    requests: int = option(5, "prompts that are answered", least=1)
+    tokens: int = option(24, "of each answer", least=1)
+    rounds: int = option(2, "times that everything is run", least=1)
+    temperature: float = option(0.8, "of the answers, 0 is greedy", metavar="X", type=temperature)
+    out: Path | None = option(None, "where the report goes (default: a new folder here)", metavar="DIR", type=Path)
+    json: bool = json_flag()
+
+
+def bench(args: BenchOptions) -> int:
+    """How fast a model runs here, and how fast it could at best.
+
+    Writes a report to look at. `expertly lab compare` has more to set, and takes recorded traces.
+    """
+    given = {one.name: getattr(args, one.name) for one in fields(args) if one.name != "model"}
+    given["out"] = args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))
+    return run(CompareOptions(source=args.model, **given))

@@ -8,23 +8,25 @@ import os
 import shutil
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from expertly.cli.output import message, print_json, table
+from expertly.cli.output import Column, message, show, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
 from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
 from expertly.lab.compare.comparison import REPORT, Comparison, write_all
-from expertly.lab.compare.figures import failures_in_words, tpot_of
+from expertly.lab.compare.figures import failures_in_words
 from expertly.lab.compare.report import GROUPS, page
 from expertly.lab.plots import check_plot
 
-_COLUMNS = {
+_COLUMNS: dict[str, Column] = {
     "hit rate": ("hit_rate", format_share),
     "TTFT": ("ttft_s", format_seconds),
     "stall": ("stall_s", format_seconds),
     "loaded": ("bytes_loaded", format_nbytes),
+    "TPOT": ("tpot_s", format_seconds),
 }
 
 USUAL_WIDTH = 80
@@ -57,14 +59,15 @@ def summary(results: dict[str, Any], width: int | None = None) -> str:
         ]
     parts = ["\n".join(_wrapped(sentence, width) for sentence in some) for some in sentences]
     if rows:
-        parts.insert(1, _tables(rows, baseline, width or USUAL_WIDTH))
+        groups = [where for where in GROUPS if any(row[where] is not None for row in rows)]
+        tables = [_table(rows, where, baseline, width or USUAL_WIDTH) for where in groups]
+        titles = [f"{GROUPS[where]}:\n" if len(groups) == 2 else "" for where in groups]
+        parts[1:1] = [title + one for title, one in zip(titles, tables, strict=True)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _wrapped(sentence: str, width: int | None) -> str:
-    if width is None:
-        return sentence
-    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+    return sentence if width is None else textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _head(results: dict[str, Any]) -> str:
@@ -79,83 +82,31 @@ def _head(results: dict[str, Any]) -> str:
     return f"{source['name']}{shape}{rounds}{where}"
 
 
-def _tables(rows: list[dict[str, Any]], baseline: str, width: int) -> str:
-    """Engine and simulator one below the other; where that is too wide, numbers below the names that they are of."""
-    groups = [where for where in GROUPS if any(row[where] is not None for row in rows)]
-    made = ""
-    for form in (_table, _stacked):
-        made = "\n\n".join(form(rows, where, baseline, has_title=len(groups) == 2) for where in groups)
-        if max(map(len, made.splitlines())) <= width:
-            break
-    return made
-
-
-def _table(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
-    """A row for each system and budget that there are figures of."""
-    lines = [[row["memory"], _name(row, where), *_cells(row[where])] for row in rows if row[where] is not None]
-    made = table(["memory", "system", *_headers(baseline)], _with_gaps(lines))
-    return f"{GROUPS[where]}:\n{made}" if has_title else made
-
-
-def _stacked(rows: list[dict[str, Any]], where: str, baseline: str, has_title: bool = False) -> str:
-    shown = [row for row in rows if row[where] is not None]
-    head, rule, *lines = table(["", *_headers(baseline)], [["", *_cells(row[where])] for row in shown]).splitlines()
-    parts = [f"{GROUPS[where]}:"] if has_title else []
-    parts += [head, rule]
-    for row, above, line in zip(shown, [*shown[:1], *shown], lines, strict=False):
-        parts += [""] if row["memory"] != above["memory"] else []
-        parts += [f"{row['memory']}, {_name(row, where)}", line]
-    return "\n".join(parts)
-
-
-def _with_gaps(lines: list[list[str]]) -> list[list[str]]:
-    """A gap between budgets, and each named once."""
-    found: list[list[str]] = []
+def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int) -> str:
+    """A row for each system and budget that there are figures of; each budget is named once, with a gap before it."""
+    lines: list[list[str]] = []
     memory = None
-    for line in lines:
-        if line[0] == memory:
-            found.append(["", *line[1:]])
+    for row in rows:
+        figures = row[where]
+        if figures is None:
             continue
-        if found:
-            found.append([""] * len(line))
-        memory = line[0]
-        found.append(line)
-    return found
+        is_first, memory = row["memory"] != memory, row["memory"]
+        if is_first and lines:
+            lines.append([""] * (3 + len(_COLUMNS)))
+        name = row["system"] + (", failed" if row["has_failed"] and where == "engine" else "")
+        measured = [write(_median(figures[key])) for key, write in _COLUMNS.values()]
+        ratio = format_ratio(_median(figures.get("tpot_to_baseline")))
+        lines.append([memory if is_first else "", name, *measured, ratio])
+    return table(["memory", "system", *_COLUMNS, _to(baseline)], lines, width=width, folded="system")
 
 
-def _name(row: dict[str, Any], where: str) -> str:
-    return str(row["system"]) + (", failed" if row["has_failed"] and where == "engine" else "")
-
-
-def _headers(baseline: str) -> list[str]:
-    return [*_COLUMNS, "TPOT", _to(baseline)]
+def _median(value: Any) -> Any:
+    return value["median"] if isinstance(value, dict) else value
 
 
 def _to(baseline: str) -> str:
     """A column is no wider than what it holds, nearly."""
     return f"to {baseline}" if len(baseline) <= len("baseline") else BASELINE
-
-
-def _cells(figures: dict[str, Any] | None) -> list[str]:
-    return [*(_cell(figures, key, write) for key, write in _COLUMNS.values()), _tpot(figures), _ratio(figures)]
-
-
-def _cell(figures: dict[str, Any] | None, key: str, write: Any) -> str:
-    if figures is None:
-        return "-"
-    value = figures[key]
-    return str(write(value["median"] if isinstance(value, dict) else value))
-
-
-def _tpot(figures: dict[str, Any] | None) -> str:
-    if figures is None or figures["tpot_s"] is None:
-        return "-"
-    return format_seconds(tpot_of(figures))
-
-
-def _ratio(figures: dict[str, Any] | None) -> str:
-    ratio = None if figures is None else figures.get("tpot_to_baseline")
-    return format_ratio(ratio["median"] if isinstance(ratio, dict) else ratio)
 
 
 class Output:
@@ -194,11 +145,7 @@ class Output:
         results = self._save()
         if self._unwritten is None:
             message(f"report written to {self._folder / REPORT}")
-        if is_json:
-            print_json(results, stdout)
-        else:
-            stdout.write(summary(results, terminal_width(stdout)) + "\n")
-            stdout.flush()
+        show(results, is_json, lambda: summary(results, terminal_width(stdout)), stdout)
         failed = [one for one in results["failures"] if not one["is_skipped"]]
         if failed:
             named = ", ".join(f"{one['system']} ({one['where']}, {one['memory']})" for one in failed)

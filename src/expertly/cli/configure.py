@@ -5,30 +5,26 @@ From a model, which is run and measured, or a trace.
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import proper_share, seconds, seed, split
-from expertly.cli.output import message, print_json, reserved_stdout
+from expertly.cli.arguments import names, proper_share, seconds, seed, split, split_text
+from expertly.cli.inputs import check_writable, is_trace
+from expertly.cli.output import Column, cells, message, origin, reserved_stdout, show, table
 from expertly.core.errors import ConfigError
+from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.options import argument, json_flag, option
+from expertly.policies.allocation.moepic import Configuration, configure, save_plan
+from expertly.scheduler.budget import Budget
 
 if TYPE_CHECKING:
     from expertly.cli.configure_sources import ConfiguratorInput
-    from expertly.policies.allocation.moepic import Configuration
-    from expertly.scheduler.budget import Budget
 
 SYSTEM = "moepic"
-DEFAULT_MEMORY = "25%"
-DEFAULT_HARDWARE = "rtx3090"
-DEFAULT_TOKENS = 256
-DEFAULT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +36,12 @@ class ConfigureOptions:
         metavar="MODEL|TRACE",
     )
     memory: str = option(
-        "25%",
-        "for experts, as `generate` takes it (default: 25%); a model runs with the first of several",
-        metavar="SIZE,SIZE",
+        "25%", "for experts, as `run` takes it; a model runs with the first of several", metavar="SIZE,SIZE"
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
     zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share)
     hardware: str | None = option(None, "times by a profile", metavar="NAME")
-    tokens: int | None = option(None, "learn from so many tokens", metavar="N", type=int, least=1)
+    tokens: int | None = option(None, "learn from so many tokens", least=1)
     out: Path | None = option(None, "save the plan, which --plan reads", metavar="FILE", type=Path)
     plot: Path | None = option(
         None, "draw budgets, splits and exposed times (PNG, PDF, SVG)", metavar="FILE", type=Path
@@ -59,63 +53,57 @@ class ConfigureOptions:
         None, "what to continue; may be given several times", metavar="TEXT", is_several=True
     )
     seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds)
-    dtype: str | None = option(None, "as of `generate`", metavar="NAME")
-    device: str | None = option(None, "as of `generate`", metavar="NAME")
+    dtype: str | None = option(None, "as of `run`", metavar="NAME")
+    device: str | None = option(None, "as of `run`", metavar="NAME")
     json: bool = json_flag()
 
 
 def run(args: ConfigureOptions) -> int:
-    from expertly.cli.configure_sources import is_trace, observed_in
+    from expertly.cli.configure_sources import observed_in, observed_of
     from expertly.lab.plots import check_plot
 
-    memories = _memories(args)
-    of_trace = is_trace(args.source)
-    _check_arguments(args, of_trace)
+    memories, of_trace = names("memory", args.memory), is_trace(args.source)
+    _check(args, memories, of_trace)
     if args.plot is not None:
         check_plot(args.plot)
     with reserved_stdout() as stdout:
-        if of_trace:
-            seen = observed_in(args, memories)
-        else:
-            from expertly.cli.configure_model import observed_of
-
-            seen = observed_of(args, memories)
-        found = [(label, budget, *_configured(seen, budget, args.zeta)) for label, budget in seen.budgets.items()]
-        from expertly.cli.configure_report import report, result_of
-
-        result = result_of(args, seen, found)
+        seen = (observed_in if of_trace else observed_of)(args, memories)
+        results, plans = [], []
+        for label, budget in seen.budgets.items():
+            start = time.perf_counter()
+            found = configure(seen.geometry, budget.kept_slots, seen.rates.layers, seen.timing, args.zeta)
+            plans.append(found)
+            results.append(_result(args, seen, label, budget, found) | {"seconds": time.perf_counter() - start})
+        result = _about(args, seen) | {"results": results}
         if args.out is not None:
-            _save(args.out, seen, found[0][0], found[0][2])
+            first = results[0]
+            save_plan(
+                args.out,
+                plans[0].plan,
+                {
+                    "model": seen.model,
+                    "memory": memories[0],
+                    "times": seen.times,
+                    "exposed_ms_uniform": round(1e3 * first["uniform_exposed_s"], 6),
+                    "exposed_ms": round(1e3 * first["exposed_s"], 6),
+                    **origin(),
+                },
+            )
         if args.plot is not None:
             from expertly.lab.drawings import plot_configuration
 
             plot_configuration(result, args.plot)
             message(f"plot written to {args.plot}")
-        if args.json:
-            print_json(result, stdout)
-        else:
-            stdout.write(report(result) + "\n")
+        show(result, args.json, lambda: report(result), stdout)
     return 0
 
 
-def _memories(args: ConfigureOptions) -> list[str]:
-    labels = [label.strip() for label in args.memory.split(",")]
-    if not all(labels):
-        raise ConfigError(f"memory={args.memory!r}: must be one or more, with commas between them")
-    labels = list(dict.fromkeys(labels))
-    if len(labels) > 1 and args.out is not None:
+def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> None:
+    """Raises ConfigError for flags that would do nothing, or could not be done in the end."""
+    if len(memories) > 1 and args.out is not None:
         raise ConfigError(f"out={str(args.out)!r}: holds the plan of one memory, not of {args.memory}; give one")
-    if args.out is not None:
-        folder = args.out.absolute().parent
-        if args.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"out={str(args.out)!r}: must be a file, in a folder that exists and is writable")
-    return labels
-
-
-def _check_arguments(args: ConfigureOptions, of_trace: bool) -> None:
-    """Raises ConfigError for flags that would do nothing."""
-    useless = ("prompt", "seconds", "dtype", "device") if of_trace else ("geometry", "split", "seed")
-    for name in useless:
+    check_writable(args.out)
+    for name in ("prompt", "seconds", "dtype", "device") if of_trace else ("geometry", "split", "seed"):
         if getattr(args, name) is not None:
             what = "a model, and this is a trace" if of_trace else "a trace, and this is a model"
             raise ConfigError(f"{name}={getattr(args, name)!r}: only of {what}: {args.source or 'demo'}")
@@ -127,25 +115,150 @@ def _check_arguments(args: ConfigureOptions, of_trace: bool) -> None:
         )
 
 
-def _configured(seen: ConfiguratorInput, budget: Budget, zeta: float) -> tuple[Configuration, float]:
-    """And the seconds that it took."""
-    from expertly.policies.allocation.moepic import configure
-
-    start = time.perf_counter()
-    found = configure(seen.geometry, budget.kept_slots, seen.rates.layers, seen.timing, zeta)
-    return found, time.perf_counter() - start
+# -- what was found ----------------------------------------------------------------------------------------------------
 
 
-def _save(path: Path, seen: ConfiguratorInput, memory: str, found: Configuration) -> None:
-    from expertly.policies.allocation.moepic import save_plan
-
-    about: dict[str, str | int | float | None] = {
+def _about(args: ConfigureOptions, seen: ConfiguratorInput) -> dict[str, Any]:
+    """What the results of every memory have in common."""
+    timing, rates = asdict(seen.timing), seen.rates
+    return {
         "model": seen.model,
-        "memory": memory,
+        "source": args.source,
+        "is_trace": is_trace(args.source),
+        "segments": seen.geometry.segments_per_expert,
+        "expert_bytes": seen.geometry.nbytes,
+        "zeta": args.zeta,
+        "requests": rates.num_requests,
+        "tokens": rates.num_tokens,
+        "predicted_share": rates.predicted_share,
+        "split": split_text(args.split),
         "times": seen.times,
-        "exposed_ms_uniform": round(sum(found.start_exposed_ns) / 1e6, 6),
-        "exposed_ms": round(sum(one.exposed_ns for one in found.outcomes) / 1e6, 6),
-        "command": shlex.join(["expertly", *sys.argv[1:]]),
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "timing": {key.replace("_ns", "_s"): _in_s(value) for key, value in timing.items() if key != "top_k"},
+        "rates": [
+            {"hits": one.hits.tolist(), "accuracy": one.accuracy[:top_k].tolist()}
+            for one, top_k in zip(rates.layers, seen.timing.top_k, strict=True)
+        ],
+        "notes": seen.notes,
+        "out": None if args.out is None else str(args.out),
     }
-    save_plan(path, found.plan, about)
+
+
+def _in_s(value: Any) -> Any:
+    return value / 1e9 if isinstance(value, int) else [one / 1e9 for one in value]
+
+
+def _result(
+    args: ConfigureOptions, seen: ConfiguratorInput, memory: str, budget: Budget, found: Configuration
+) -> dict[str, Any]:
+    """`uniform`: what the configurator began with (theta 0.5); `equal_budgets`: with the best splits."""
+    geometry, num_segments = seen.geometry, seen.geometry.segments_per_expert
+    layers = []
+    for number, (of_layer, outcome) in enumerate(zip(found.plan.layers, found.outcomes, strict=True)):
+        rates, top_k = seen.rates.layers[number], seen.timing.top_k[number]
+        layers.append(
+            {
+                "layer": number,
+                "experts": rates.num_experts,
+                "top_k": top_k,
+                "budget_segments": of_layer.budget_segments,
+                "budget_experts": of_layer.budget_segments / num_segments,
+                "kept_experts": of_layer.kept_experts,
+                "kept_segments": of_layer.kept_segments,
+                "theta": of_layer.kept_segments / num_segments,
+                "hit_rate": float(rates.hits[of_layer.kept_experts]),
+                "predicted_rate": float(rates.accuracy[:top_k].sum()) / top_k,
+                "window_s": outcome.window_ns / 1e9,
+                "loaded_experts": outcome.loaded,
+                "uniform_exposed_s": found.start_exposed_ns[number] / 1e9,
+                "equal_budgets_exposed_s": found.uniform_exposed_ns[number] / 1e9,
+                "exposed_s": outcome.exposed_ns / 1e9,
+            }
+        )
+    return {
+        "memory": memory,
+        "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+        "ring_segments": list(budget.ring_slots),
+        "kept_segments": list(budget.kept_slots),
+        "kept_experts": sum(budget.kept_slots) / num_segments,
+        "free_segments": list(found.plan.free_segments),
+        "uniform_exposed_s": sum(found.start_exposed_ns) / 1e9,
+        "equal_budgets_exposed_s": sum(found.uniform_exposed_ns) / 1e9,
+        "exposed_s": sum(one.exposed_ns for one in found.outcomes) / 1e9,
+        "moves": found.num_moves,
+        "layers": layers,
+        "command": _command(args, seen, memory),
+    }
+
+
+def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
+    """What to type to run with the plan."""
+    from expertly.cli.configure_sources import segments_of
+
+    source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
+    given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
+    if num_segments != segments_of(seen.geometry.layers, None):
+        given["segments"] = num_segments
+    if is_trace(args.source):
+        words = ["expertly", "lab", "simulate", source]
+        given |= {"hardware": args.hardware, "geometry": args.geometry, "seed": args.seed}
+        given |= {"split": split_text(args.split)}
+    else:
+        words = ["expertly", "run", source, "Once upon a time"]
+        given |= {"dtype": args.dtype, "device": args.device}
+    for name, value in given.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def report(result: dict[str, Any]) -> str:
+    """A row a layer, what is expected of it, and how to use it."""
+    head = (
+        f"{result['model']}: {format_nbytes(result['expert_bytes'])} of experts in {len(result['rates'])} layers, "
+        f"P = {result['segments']}\n"
+        f"learned from {result['tokens']} decoded tokens of {result['requests']} requests\n"
+        f"times: {result['times']}"
+    )
+    parts = [head, *(_of_memory(result, one) for one in result["results"])]
+    return "\n\n".join([*parts, "\n".join(result["notes"])] if result["notes"] else parts)
+
+
+def _of_memory(result: dict[str, Any], found: dict[str, Any]) -> str:
+    before, after = found["uniform_exposed_s"], found["exposed_s"]
+    gain = f" ({format_share(1 - after / before)} less)" if before else ""
+    lines = [
+        f"memory {found['memory']} = {format_nbytes(found['memory_bytes'])}, {found['kept_experts']:.4g} experts kept; "
+        "times in ms",
+        _layer_table(found),
+        f"exposed ms per token, predicted: {_ms(before)} uniform -> {_ms(after)} configured{gain}",
+        f"({_ms(found['equal_budgets_exposed_s'])} with equal budgets, each layer's best theta; found in "
+        f"{format_seconds(found['seconds'])}, {found['moves']} moves)",
+        f"{'use it' if result['out'] is not None else 'save it with --out FILE, use it with'}: {found['command']}",
+    ]
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+_LAYER: dict[str, Column] = {  # V, C, theta, H(C), the mean of P(1..K), T_wind, m, and what is expected to be exposed
+    "layer": ("layer", str),
+    "budget": ("budget_experts", "{:.4g}".format),
+    "keeps": ("kept_experts", str),
+    "theta": ("theta", "{:g}".format),
+    "hits": ("hit_rate", format_share),
+    "right": ("predicted_rate", format_share),
+    "window": ("window_s", _ms),
+    "m": ("loaded_experts", "{:.2f}".format),
+    "uniform": ("uniform_exposed_s", _ms),
+    "configured": ("exposed_s", _ms),
+}
+
+
+def _layer_table(found: dict[str, Any]) -> str:
+    budget = sum(one["budget_experts"] for one in found["layers"])
+    sums = ("all", f"{budget:.4g}", *[""] * 6, _ms(found["uniform_exposed_s"]), _ms(found["exposed_s"]))
+    return table(list(_LAYER), [*(cells(one, _LAYER.values()) for one in found["layers"]), sums])

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli import doctor_hardware
-from expertly.cli.output import message, print_json, reserved_stdout, table
+from expertly.cli.output import Column, figures_table, message, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.units import format_nbytes
 from expertly.hardware.profile import DiskProfile, MachineProfile
 from expertly.options import argument, json_flag, option
+from expertly.sim.hardware import Hardware
 
 if TYPE_CHECKING:
-    from expertly.hardware.machine import Problem
+    pass
 
 PROFILE_NAME = "machine.json"
+MODEL_SECONDS = 40.0
+"""For which a model is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class DoctorOptions:
         None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE"
     )
     segments: int | None = option(
-        None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", type=int, least=1
+        None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", least=1
     )
     json: bool = json_flag()
 
@@ -54,89 +56,122 @@ def run(args: DoctorOptions) -> int:
     from expertly.store.cache import cache_folder
 
     start = time.monotonic()
-    doctor_hardware.check_arguments(args)
+    for name in ("memory", "segments"):
+        if getattr(args, name) is not None and (args.model is None or args.hardware_out is None):
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r}: only with a MODEL that is measured into --hardware-out FILE.toml"
+            )
     folder: Path = args.dir or cache_folder()
     out: Path = args.out or cache_folder() / PROFILE_NAME
     if args.dir is not None and not args.dir.is_dir():
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     with reserved_stdout() as stdout:
         from expertly.hardware.machine import Effort, Problem, examine
+        from expertly.hardware.measure import kernels_here, machine_choice
 
         if args.model is not None and args.hardware_out is None:
-            from expertly.cli import doctor_model
+            from expertly.cli.doctor_model import expect
 
-            return doctor_model.expect(args, folder, out, stdout)
-        profile, problems = examine(folder, Effort(), _progress if sys.stderr.isatty() else None)
+            return expect(args.model, args.json, folder, out, stdout)
+        profile, problems = examine(folder, Effort(), say_what_is_measured())
         try:
             profile.write(out)
         except ExpertlyError as error:
             problems.append(Problem("error", "profile", str(error)))
-        hardware: dict[str, Any] = {}
+        facts = {
+            **profile.as_dict(),
+            "codec_auto": None if profile.disk is None else asdict(machine_choice(profile)),
+            "problems": [asdict(problem) for problem in problems],
+            "kernels": kernels_here(),
+            "profile_path": str(out),
+        }
         if args.hardware_out is not None:
-            made, about = doctor_hardware.measure_hardware(profile, args)
+            made, about = measure_hardware(profile, args)
             made.write(Path(args.hardware_out), about)
-            hardware = {"hardware": made.as_dict(), "hardware_path": args.hardware_out}
-        seconds = time.monotonic() - start
-        is_broken = any(problem.level == "error" for problem in problems)
-        if args.json:
-            from expertly.hardware.measure import kernels_here, machine_choice
-
-            choice = None if profile.disk is None else asdict(machine_choice(profile))
-            facts = {**profile.as_dict(), "codec_auto": choice, "problems": [asdict(problem) for problem in problems]}
-            facts["kernels"] = kernels_here()
-            print_json({**facts, "profile_path": str(out), **hardware, "seconds": seconds}, stdout)
-        else:
-            stdout.write(report(profile, problems) + "\n")
-            if out.exists():
-                message(f"profile written to {out} after {seconds:.0f} s")
-            if hardware:
-                message(f"hardware file written to {args.hardware_out}")
-    return 2 if is_broken else 0
+            facts |= {"hardware": made.as_dict(), "hardware_path": args.hardware_out}
+        facts["seconds"] = time.monotonic() - start
+        show(facts, args.json, lambda: report(profile, facts), stdout)
+        if not args.json and out.exists():
+            message(f"profile written to {out} after {facts['seconds']:.0f} s")
+        if not args.json and args.hardware_out is not None:
+            message(f"hardware file written to {args.hardware_out}")
+    return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
-def _progress(what: str) -> None:
-    message(f"measuring {what} ...")
+def say_what_is_measured() -> Any:
+    """As it goes, where somebody looks at a terminal."""
+    return (lambda what: message(f"measuring {what} ...")) if sys.stderr.isatty() else None
 
 
-def report(profile: MachineProfile, problems: list[Problem]) -> str:
-    """The tables that people read."""
-    from expertly.hardware.measure import kernels_here
+def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hardware, list[str]]:
+    """The machine of `profile`, and its comments. Where no model is measured, fixed times are assumed and it says so.
 
+    Raises ConfigError where the profile lacks the disk, and what loading and measuring the model raises.
+    """
+    from expertly.hardware.simulated import machine_hardware
+
+    hardware = machine_hardware(profile)
+    about = [
+        f"Measured by `expertly doctor` on {profile.cpu}, {profile.num_cpus} CPUs, {profile.created}.",
+        "launch_ns, layer_ns and iteration_ns are assumed, as is that reading takes no processor from decoding; the "
+        "rest of what is outside [compute] is measured.",
+    ]
+    if args.model is None:
+        return hardware, about
+    from expertly import api
+    from expertly.lab.model_profile import compressed_costs, measure_model
+
+    model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
+    try:
+        measured = measure_model(model, MODEL_SECONDS)
+        compressed = compressed_costs(model, measured)
+    finally:
+        api.unload(model)
+    if compressed is not None:
+        where = "link" if hardware.disk is None else "disk"
+        about.append(f"[codec], all measured, and [{where}] are this model's; [compute] is for traces of it alone.")
+        disk, costs = compressed
+        return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
+    about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
+    return hardware.with_model(measured.link, measured.compute), about
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _rate(nbytes_per_s: float) -> str:
+    return f"{nbytes_per_s / 1e9:.2f}"
+
+
+_LINK: dict[str, Column] = {
+    "copy of": ("nbytes", format_nbytes),
+    "to it, GB/s": ("to_device_nbytes_per_s", _rate),
+    "from it, GB/s": ("from_device_nbytes_per_s", _rate),
+    "one, us": ("to_device_ns", lambda ns: f"{ns / 1e3:.1f}"),
+}
+
+
+def report(profile: MachineProfile, facts: dict[str, Any]) -> str:
     free = f"{format_nbytes(profile.available_nbytes)} of {format_nbytes(profile.memory_nbytes)} memory free"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}"]
     if profile.disk is not None:
         parts.append(_disk_table(profile.disk))
-    copies = [(f"copy, {rate.num_threads} threads", _rate(rate.nbytes_per_s)) for rate in profile.copies]
-    matvec = [
-        (f"matrix x vector, {rate.dtype}, {rate.num_threads} threads", _rate(rate.nbytes_per_s))
-        for rate in profile.matvec
-    ]
-    decoding = [
-        (f"decode planes, {rate.num_threads} threads, of weights", _rate(rate.nbytes_per_s))
-        for rate in profile.decoding.rates
-    ]
-    parts.append(table(("memory", "GB/s"), [*copies, *matvec, *decoding]))
-    parts.append("kernels {name}: {why}".format(**kernels_here()))
-    if profile.disk is not None:
-        from expertly.hardware.measure import machine_choice
-
-        choice = machine_choice(profile)
-        parts.append(f"codec auto, for bfloat16 weights as trained ones are: {choice.codec}: {choice.why}")
+    rates = [(f"copy, {one.num_threads} threads", one.nbytes_per_s) for one in profile.copies]
+    rates += [(f"matrix x vector, {one.dtype}, {one.num_threads} threads", one.nbytes_per_s) for one in profile.matvec]
+    decoding = profile.decoding.rates
+    rates += [(f"decode planes, {one.num_threads} threads, of weights", one.nbytes_per_s) for one in decoding]
+    parts.append(table(("memory", "GB/s"), [(what, _rate(rate)) for what, rate in rates]))
+    parts.append("kernels {name}: {why}".format(**facts["kernels"]))
+    if facts["codec_auto"] is not None:
+        parts.append(
+            "codec auto, for bfloat16 weights as trained ones are: {codec}: {why}".format(**facts["codec_auto"])
+        )
     for device in profile.devices:
-        rows = [
-            (
-                format_nbytes(link.nbytes),
-                _rate(link.to_device_nbytes_per_s),
-                _rate(link.from_device_nbytes_per_s),
-                f"{link.to_device_ns / 1e3:.1f}",
-            )
-            for link in device.link
-        ]
         name = f"{device.device}: {device.name}, {format_nbytes(device.memory_nbytes)}"
-        parts.append(f"{name}\n{table(('copy of', 'to it, GB/s', 'from it, GB/s', 'one, us'), rows)}")
-    if problems:
-        parts.append("\n".join(f"{problem.level}: {problem.subject}: {problem.text}" for problem in problems))
+        parts.append(f"{name}\n{figures_table([asdict(link) for link in device.link], _LINK)}")
+    if facts["problems"]:
+        parts.append("\n".join("{level}: {subject}: {text}".format(**problem) for problem in facts["problems"]))
     return "\n\n".join(parts)
 
 
@@ -151,7 +186,3 @@ def _disk_table(disk: DiskProfile) -> str:
     headers = ("read of", *(f"{depth} at a time" for depth in depths))
     about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {_rate(disk.write_nbytes_per_s)} GB/s"
     return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file, GB/s:\n{table(headers, rows)}"
-
-
-def _rate(nbytes_per_s: float) -> str:
-    return f"{nbytes_per_s / 1e9:.2f}"

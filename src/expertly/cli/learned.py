@@ -1,31 +1,48 @@
-"""`expertly lab learned`: files of what systems learn while they run. Expert maps, by which fmoe predicts, and
-activation matrices, by which moe-infinity does, are looked at, merged and exported; files of reuse are looked at.
+"""`expertly lab learned`: files of what systems learn while they run: expert maps, by which fmoe predicts, activation
+matrices, by which moe-infinity does, and weights of reuse. The first two can be made of traces, merged and exported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from expertly.cli.output import message, print_json, printable
+import numpy as np
+
+from expertly.cli.arguments import probability, seed, split
+from expertly.cli.inputs import identity_of
+from expertly.cli.output import in_brackets, message, origin, print_json, printable, progress_bar, show
 from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import disk_errors, replacing
+from expertly.core.observation import History, Want
 from expertly.core.units import format_nbytes, format_share
 from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.policies.eviction.reuse import MEANING, ReuseModel, num_weights
+from expertly.policies.learned import LearnedFile, LearnedStore, ModelShape, read_learned, save_learned
+from expertly.policies.predictor.eam import EAM, EAMOptions
+from expertly.policies.predictor.eam.matrices import Collection as MatricesOfPhase
+from expertly.policies.predictor.eam.matrices import Matrices
+from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds, mean_similarities
+from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.training import histories
+from expertly.sim.workload import RowRange
+from expertly.trace.reader import Trace
 
-if TYPE_CHECKING:
-    from expertly.policies.eviction.reuse import ReuseModel
-    from expertly.policies.learned import Facts, LearnedFile, LearnedStore
-    from expertly.policies.predictor.eam.matrices import Collection, Matrices
-    from expertly.policies.predictor.fmoe.store import MapStore
+NUM_SAMPLED = 512
+BOUNDS = ("2 L E", "L E ln(L E) / 2")
 
-_NUM_SAMPLED = 512
-_BOUNDS = ("2 L E", "L E ln(L E) / 2")
+KINDS = ("maps", "matrices")
+DEFAULT_CAPACITY = {"maps": 1000, "matrices": 120}
+DEFAULT_DISTANCE = 3
+DEFAULT_QUOTA = 0.125
 
 Lines = list[tuple[str, str]]
 """What, and what is to be said of it."""
+
+
+# -- info --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,53 +53,127 @@ class LearnedInfoOptions:
 
 def info(args: LearnedInfoOptions) -> int:
     """What a file of maps, matrices or reuse holds, and how much of what the model routes it covers."""
-    from expertly.policies.eviction.reuse import ReuseModel
-    from expertly.policies.learned import kind_of
-    from expertly.policies.predictor.fmoe.store import MapStore, coverage_bounds
-
-    if kind_of(args.file) == ReuseModel.kind:
-        _print_reuse(args.file, args.json)
-        return 0
-    file = read_stores(args.file)
-    is_maps = isinstance(file.learned, MapStore)
-    facts = facts_of(file) | (_similarity(file) if is_maps else {})
-    facts["coverage"] = [
-        {"similarity": bound.similarity, "maps" if is_maps else "matrices": bound.num_maps}
-        for bound in coverage_bounds(file.header.shape)
-    ]
-    if args.json:
-        print_json(facts)
-        return 0
-    lines = [("identity", printable(facts["identity"]))]
-    lines += [(printable(name), printable(value)) for name, value in facts["about"].items() if value not in (None, "")]
-    lines += _maps_lines(facts) if is_maps else _matrices_lines(facts)
-    width = max(len(name) for name, _ in lines)
-    print("\n".join([headline(file), *(f"{name.ljust(width)}  {value}" for name, value in lines)]))
+    file = read_learned(args.file, MapStore, Matrices, ReuseModel)
+    facts = facts_of(file)
+    show(facts, args.json, lambda: _report(file, facts))
     return 0
 
 
-def _similarity(file: LearnedFile[Any]) -> dict[str, Any]:
-    from expertly.policies.predictor.fmoe.store import mean_similarities
-
-    of_maps, of_embeddings = mean_similarities(file.learned, _NUM_SAMPLED)
+def facts_of(file: LearnedFile[Any]) -> dict[str, Any]:
+    """For --json. Bytes are those of what is stored in memory, and of what is full."""
+    learned, shape = file.learned, file.header.shape
+    of_kind = (
+        _of_matrices if isinstance(learned, Matrices) else _of_maps if isinstance(learned, MapStore) else _of_reuse
+    )
     return {
+        "file": str(file.path),
+        "identity": file.header.identity,
+        "about": dict(file.header.about),
+        "num_layers": shape.num_layers,
+        "num_experts": list(shape.num_experts),
+        "top_k": list(shape.top_k),
+        **of_kind(learned, shape),
+        "file_bytes": file.nbytes,
+    }
+
+
+def _of_maps(store: MapStore, shape: ModelShape) -> dict[str, Any]:
+    hidden_size = 0 if store.embeddings is None else store.embeddings.shape[1]
+    maps_nbytes, embeddings_nbytes = store.nbytes_of(shape, store.num_maps, hidden_size)
+    full_maps_nbytes, full_embeddings_nbytes = store.nbytes_of(shape, store.capacity, hidden_size)
+    of_maps, of_embeddings = mean_similarities(store, NUM_SAMPLED)
+    return {
+        "embedding_size": hidden_size or None,
+        "maps": store.num_maps,
+        "capacity": store.capacity,
+        "requests": len(store.num_of_request),
+        "max_maps_of_request": store.max_of_request,
+        "semantic_weight": store.semantic_weight,
+        "maps_bytes": maps_nbytes,
+        "embeddings_bytes": embeddings_nbytes,
+        "full_maps_bytes": full_maps_nbytes,
+        "full_embeddings_bytes": full_embeddings_nbytes,
         "mean_similarity": of_maps,
         "mean_embedding_similarity": of_embeddings,
-        "sampled_maps": min(_NUM_SAMPLED, file.learned.num_maps),
+        "sampled_maps": min(NUM_SAMPLED, store.num_maps),
+        "coverage": [{"similarity": one.similarity, "maps": one.num_maps} for one in coverage_bounds(shape)],
     }
+
+
+def _of_matrices(store: Matrices, shape: ModelShape) -> dict[str, Any]:
+    nbytes_each = 8 * shape.num_layers * shape.max_experts
+    return {
+        "prefill_matrices": store.prefill.num_matrices,
+        "decode_matrices": store.decode.num_matrices,
+        "prefill_tokens": _num_tokens(store.prefill),
+        "decode_tokens": _num_tokens(store.decode),
+        "capacity": store.capacity,
+        "matrices_bytes": nbytes_each * store.num_matrices,
+        "full_matrices_bytes": nbytes_each * 2 * store.capacity,
+        "coverage": [{"similarity": one.similarity, "matrices": one.num_maps} for one in coverage_bounds(shape)],
+    }
+
+
+def _num_tokens(collection: MatricesOfPhase) -> int:
+    """That it counts: of a model of two stacks, in the layers that most of them ran."""
+    choices = collection.total.sum(axis=1).tolist()
+    return max(num // top_k for num, top_k in zip(choices, collection.shape.top_k, strict=True))
+
+
+def _of_reuse(model: ReuseModel, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "experts": sum(shape.num_experts),
+        "tokens": model.num_learned,
+        "weights": num_weights(shape.num_experts),
+        "meaning": dict(MEANING),
+    }
+
+
+def _headline(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
+    if "maps" in facts:
+        counts = [
+            f"{facts['maps']} of at most {facts['capacity']} maps",
+            f"{facts['requests']} requests",
+            "with embeddings" if facts["embedding_size"] else "without embeddings",
+        ]
+    elif "decode_matrices" in facts:
+        counts = [
+            f"matrices of {facts['prefill_matrices']} prompts and {facts['decode_matrices']} answers",
+            f"at most {facts['capacity']} each",
+        ]
+    else:
+        counts = [f"learned of reuse from {facts['tokens']} tokens"]
+    model = printable(facts["about"].get("model") or facts["identity"][:16])
+    return in_brackets(model, str(file.header.shape), *counts, format_nbytes(facts["file_bytes"]), facts["file"])
+
+
+def _report(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
+    told = {"identity": facts["identity"], **facts["about"]}
+    lines = [(printable(name), printable(value)) for name, value in told.items() if value not in (None, "")]
+    if "maps" in facts:
+        lines += _maps_lines(facts)
+    elif "decode_matrices" in facts:
+        lines += _matrices_lines(facts)
+    else:
+        each = ", ".join(f"{name} {value:.4g}" for name, value in facts["meaning"].items())
+        lines.append(("weights", f"{facts['weights']} of {facts['experts']} experts: {each}"))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join([_headline(file, facts), *(f"{name.ljust(width)}  {value}" for name, value in lines)])
 
 
 def _maps_lines(facts: dict[str, Any]) -> Lines:
     num_maps = facts["maps"]
     requests = f"{facts['requests']}, of each at most {facts['max_maps_of_request']} maps"
     lines = [("maps", f"{num_maps} of at most {facts['capacity']}"), ("requests", requests)]
-    for bound, formula in zip(facts["coverage"], _BOUNDS, strict=True):
+    for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
         share = format_share(num_maps / bound["maps"])
         label = f"similar to {bound['similarity']:.0%}"
         lines.append((label, f"any iteration, with {formula} = {bound['maps']} maps; here are {share} of them"))
-    of_maps, of_embeddings = _number(facts["mean_similarity"]), _number(facts["mean_embedding_similarity"])
-    alike = f"{of_maps} of two maps, {of_embeddings} of their embeddings; of {facts['sampled_maps']} maps"
-    lines.append(("mean cosine", alike))
+    cosines = [
+        "-" if one is None else f"{one:.3f}" for one in (facts["mean_similarity"], facts["mean_embedding_similarity"])
+    ]
+    alike = "{} of two maps, {} of their embeddings".format(*cosines)
+    lines.append(("mean cosine", f"{alike}; of {facts['sampled_maps']} maps"))
     for name in ("maps", "embeddings"):
         here, full = (format_nbytes(facts[key]) for key in (f"{name}_bytes", f"full_{name}_bytes"))
         lines.append((f"memory of {name}", f"{here}, {full} when it is full"))
@@ -94,7 +185,7 @@ def _matrices_lines(facts: dict[str, Any]) -> Lines:
     for phase in ("prefill", "decode"):
         num = facts[f"{phase}_matrices"]
         lines.append((phase, f"{num} of at most {facts['capacity']} matrices, {facts[f'{phase}_tokens']} tokens"))
-        for bound, formula in zip(facts["coverage"], _BOUNDS, strict=True):
+        for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
             share = format_share(num / bound["matrices"])
             label = f"  similar to {bound['similarity']:.0%}"
             lines.append((label, f"any request, with {formula} = {bound['matrices']} of them; here are {share}"))
@@ -102,50 +193,113 @@ def _matrices_lines(facts: dict[str, Any]) -> Lines:
     return [*lines, ("memory", f"{here}, {full} when both are full")]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+# -- build -------------------------------------------------------------------------------------------------------------
 
 
-def _print_reuse(path: Path, is_json: bool) -> None:
-    """Raises StoreError as read_learned."""
-    from expertly.policies.eviction.reuse import ReuseModel
-    from expertly.policies.learned import read_learned
+@dataclass(frozen=True, kw_only=True)
+class LearnedBuildOptions:
+    trace: Path = argument(
+        REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
+    )
+    out: Path = argument(REQUIRED, "the file to write", metavar="OUT", type=Path)
+    kind: str = option(
+        "maps",
+        "maps (default: expert maps, for fmoe) or matrices (activation matrices, for moe-infinity)",
+        metavar="KIND",
+        choices=KINDS,
+    )
+    model: str | None = option(
+        None,
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the maps are of"
+        " a trace, and no engine takes them",
+        metavar="MODEL",
+    )
+    split: Any | None = option(
+        None, "only of the requests that `simulate --split` learns from", metavar="7:3", type=split
+    )
+    seed: Any = option(0, "of the split's shuffle", metavar="N", type=seed)
+    capacity: int | None = option(
+        None, "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go", least=1
+    )
+    quota: Any | None = option(None, "share of the maps that one request may fill", metavar="X", type=probability)
+    distance: int | None = option(
+        None, "layers that maps predict ahead: in redundancy embeddings count D/L", metavar="D", least=1
+    )
+    json: bool = json_flag()
 
-    file = read_learned(path, ReuseModel)
-    facts = _facts_of_reuse(file)
-    if is_json:
-        print_json(facts)
-        return
-    model = printable(file.header.about.get("model") or file.header.identity[:16])
-    learned = f"learned of reuse from {facts['tokens']} tokens"
-    parts = [model, str(file.header.shape), learned, format_nbytes(file.nbytes), str(path)]
-    lines = [("identity", printable(file.header.identity))]
-    lines += [
-        (printable(name), printable(value)) for name, value in file.header.about.items() if value not in (None, "")
-    ]
-    each = ", ".join(f"{name} {value:.4g}" for name, value in facts["meaning"].items())
-    lines.append(("weights", f"{facts['weights']} of {facts['experts']} experts: {each}"))
-    width = max(len(name) for name, _ in lines)
-    print("\n".join(["[" + " | ".join(parts) + "]", *(f"{name.ljust(width)}  {value}" for name, value in lines)]))
+
+def build(args: LearnedBuildOptions) -> int:
+    """What a recorded trace teaches fmoe or moe-infinity, in a file that --learned of a command reads."""
+    for name in ("quota", "distance"):
+        if args.kind != "maps" and getattr(args, name) is not None:
+            raise ConfigError(f"{name}={getattr(args, name)}: of no use with kind={args.kind!r}; accepted: kind=maps")
+    trace = Trace.open(args.trace)
+    identity = identity_of(args.model, trace)
+    schedule = make_schedule(trace, Selection(split=args.split, seed=args.seed))
+    spans: list[RowRange] = schedule.test if args.split is None else schedule.training
+    num_rows = sum(span.num_rows for span in spans)
+    source = f"{num_rows} tokens of {_num_requests(trace, spans)} requests of {args.trace}"
+    learned: LearnedStore = _maps(args, trace, spans) if args.kind == "maps" else _matrices(args, trace, spans)
+    _write(args.out, learned, identity, {"model": trace.manifest.model, "source": source, **origin()}, args.json)
+    return 0
 
 
-def _facts_of_reuse(file: LearnedFile[ReuseModel]) -> dict[str, Any]:
-    """For --json."""
-    from expertly.policies.eviction.reuse import MEANING, num_weights
+def _write(out: Path, learned: LearnedStore, identity: str, about: dict[str, Any], is_json: bool) -> None:
+    """Write the file, read it back and print what it is."""
+    save_learned(out, learned, identity, about)
+    file = read_learned(out, type(learned))
+    facts = facts_of(file)
+    show(facts, is_json, lambda: _headline(file, facts))
 
-    return {
-        "file": str(file.path),
-        "identity": file.header.identity,
-        "about": dict(file.header.about),
-        "num_layers": file.header.shape.num_layers,
-        "num_experts": list(file.header.shape.num_experts),
-        "top_k": list(file.header.shape.top_k),
-        "experts": sum(file.header.shape.num_experts),
-        "tokens": file.learned.num_learned,
-        "weights": num_weights(file.header.shape.num_experts),
-        "meaning": dict(MEANING),
-        "file_bytes": file.nbytes,
-    }
+
+def _shape(trace: Trace) -> ModelShape:
+    layers = trace.manifest.layers
+    return ModelShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+
+
+def _maps(args: LearnedBuildOptions, trace: Trace, spans: list[RowRange]) -> MapStore:
+    shape, has_embeddings = _shape(trace), trace.is_real("embedding")
+    if trace.has("embedding") and not has_embeddings:
+        message("expertly: the trace's embeddings are made up: the maps go without")
+    distance = DEFAULT_DISTANCE if args.distance is None else args.distance
+    store = MapStore(
+        shape,
+        args.capacity or DEFAULT_CAPACITY["maps"],
+        semantic_weight=min(distance, max(1, shape.num_layers - 1)) / shape.num_layers,
+        quota=DEFAULT_QUOTA if args.quota is None else args.quota,
+    )
+    for rows in _histories(trace, spans, {"experts", "scores", *(("embedding",) if has_embeddings else ())}):
+        store.add(rows.scores, rows.experts, rows.requests, rows.embedding)
+    return store
+
+
+def _matrices(args: LearnedBuildOptions, trace: Trace, spans: list[RowRange]) -> Matrices:
+    options = EAMOptions(capacity=args.capacity or DEFAULT_CAPACITY["matrices"])
+    predictor = EAM(_shape(trace).geometry(), options=options)
+    for rows in _histories(trace, spans, predictor.wants):
+        predictor.learn(rows)
+    predictor.finish()
+    return predictor.learned
+
+
+def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> Iterator[History]:
+    num_rows, total = 0, sum(span.num_rows for span in spans)
+    with progress_bar(unit="row") as progress:
+        for rows in histories(trace, spans, wants):
+            yield rows
+            num_rows += len(rows.requests)
+            if progress is not None:
+                progress("building", num_rows, total)
+
+
+def _num_requests(trace: Trace, spans: list[RowRange]) -> int:
+    """That the spans hold."""
+    if any(span.request is None for span in spans):
+        return sum(request.num_rows > 0 for request in trace.requests)
+    return len({span.request for span in spans})
+
+
+# -- merge, export -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +308,7 @@ class LearnedMergeOptions:
     files: list[Path] = argument(
         REQUIRED, "files of one kind and model, older ones first", metavar="FILE...", type=Path, is_several=True
     )
-    capacity: int | None = option(None, "maps at most", metavar="N", type=int, least=1)
+    capacity: int | None = option(None, "maps at most", least=1)
     json: bool = json_flag()
 
 
@@ -163,26 +317,19 @@ def merge(args: LearnedMergeOptions) -> int:
 
     Of one file and with --capacity: fewer of them.
     """
-    first = read_stores(args.files[0])
-    files = [first, *(read_stores(path, first) for path in args.files[1:])]
+    first = read_learned(args.files[0], MapStore, Matrices)
+    kind, identity, shape = type(first.learned), first.header.identity, first.header.shape
+    files = [first, *(read_learned(path, kind, identity=identity, shape=shape) for path in args.files[1:])]
     _check_embeddings(files)
     capacity = args.capacity or max(file.learned.capacity for file in files)
-    sources = ", ".join(str(file.path) for file in files)
-    about = {**first.header.about, "source": f"merged from {sources}"}
-    write_file(
-        args.out,
-        first.learned.merged([file.learned for file in files], capacity),
-        first.header.identity,
-        about,
-        args.json,
-    )
+    about = {**first.header.about, "source": f"merged from {', '.join(str(file.path) for file in files)}"}
+    merged = first.learned.merged([file.learned for file in files], capacity)
+    _write(args.out, merged, identity, about | {"created": origin()["created"]}, args.json)
     return 0
 
 
 def _check_embeddings(files: Sequence[LearnedFile[Any]]) -> None:
     """Raises StoreError where two files have embeddings of different sizes."""
-    from expertly.policies.predictor.fmoe.store import MapStore
-
     known = None
     for file in files:
         if isinstance(file.learned, MapStore) and file.learned.embeddings is not None:
@@ -209,13 +356,9 @@ class LearnedExportOptions:
 
 def export(args: LearnedExportOptions) -> int:
     """The maps, or activation matrices, as plain NumPy arrays, for other programs."""
-    import numpy as np
-
-    from expertly.core.files import disk_errors, replacing
-
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
-    file = read_stores(args.file)
+    file = read_learned(args.file, MapStore, Matrices)
     shape = file.header.shape
     arrays: dict[str, Any] = {
         **(file.learned.state() or {}),
@@ -233,101 +376,3 @@ def export(args: LearnedExportOptions) -> int:
         what = f"{file.learned.num_learned} {file.learned.kind}"
         message(f"expertly: {args.out}: {what}, {format_nbytes(nbytes)}")
     return 0
-
-
-def read_stores(path: Path, like: LearnedFile[Any] | None = None) -> LearnedFile[Any]:
-    """A file of maps or of activation matrices; `like`: of the same kind and model as this one. Raises StoreError."""
-    from expertly.policies.learned import read_learned
-    from expertly.policies.predictor.eam.matrices import Matrices
-    from expertly.policies.predictor.fmoe.store import MapStore
-
-    if like is not None:
-        return read_learned(path, type(like.learned), identity=like.header.identity, shape=like.header.shape)
-    return read_learned(path, MapStore, Matrices)
-
-
-def write_file(out: Path, store: LearnedStore, identity: str, about: Facts, is_json: bool) -> None:
-    """Write the file, read it back and print what it is."""
-    from expertly.policies.learned import save_learned
-
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    save_learned(out, store, identity, {**about, "created": created})
-    file = read_stores(out)
-    if is_json:
-        print_json(facts_of(file))
-    else:
-        print(headline(file))
-
-
-def facts_of(file: LearnedFile[Any]) -> dict[str, Any]:
-    """For --json. Bytes are those of what is stored in memory, and of what is full."""
-    from expertly.policies.predictor.eam.matrices import Matrices
-
-    store, shape = file.learned, file.header.shape
-    return {
-        "file": str(file.path),
-        "identity": file.header.identity,
-        "about": dict(file.header.about),
-        "num_layers": shape.num_layers,
-        "num_experts": list(shape.num_experts),
-        "top_k": list(shape.top_k),
-        **(_of_matrices(store) if isinstance(store, Matrices) else _of_maps(store)),
-        "file_bytes": file.nbytes,
-    }
-
-
-def headline(file: LearnedFile[Any]) -> str:
-    """One line."""
-    facts = facts_of(file)
-    counts: tuple[str, ...]
-    if "maps" in facts:
-        counts = (
-            f"{facts['maps']} of at most {facts['capacity']} maps",
-            f"{facts['requests']} requests",
-            "with embeddings" if facts["embedding_size"] else "without embeddings",
-        )
-    else:
-        counts = (
-            f"matrices of {facts['prefill_matrices']} prompts and {facts['decode_matrices']} answers",
-            f"at most {facts['capacity']} each",
-        )
-    model = printable(facts["about"].get("model") or facts["identity"][:16])
-    parts = [model, str(file.header.shape), *counts, format_nbytes(facts["file_bytes"]), facts["file"]]
-    return "[" + " | ".join(parts) + "]"
-
-
-def _of_maps(store: MapStore) -> dict[str, Any]:
-    hidden_size = 0 if store.embeddings is None else store.embeddings.shape[1]
-    maps_nbytes, embeddings_nbytes = store.nbytes_of(store.shape, store.num_maps, hidden_size)
-    full_maps_nbytes, full_embeddings_nbytes = store.nbytes_of(store.shape, store.capacity, hidden_size)
-    return {
-        "embedding_size": hidden_size or None,
-        "maps": store.num_maps,
-        "capacity": store.capacity,
-        "requests": len(store.num_of_request),
-        "max_maps_of_request": store.max_of_request,
-        "semantic_weight": store.semantic_weight,
-        "maps_bytes": maps_nbytes,
-        "embeddings_bytes": embeddings_nbytes,
-        "full_maps_bytes": full_maps_nbytes,
-        "full_embeddings_bytes": full_embeddings_nbytes,
-    }
-
-
-def _of_matrices(store: Matrices) -> dict[str, Any]:
-    nbytes_each = 8 * store.shape.num_layers * store.shape.max_experts
-    return {
-        "prefill_matrices": store.prefill.num_matrices,
-        "decode_matrices": store.decode.num_matrices,
-        "prefill_tokens": _num_tokens(store.prefill),
-        "decode_tokens": _num_tokens(store.decode),
-        "capacity": store.capacity,
-        "matrices_bytes": nbytes_each * store.num_matrices,
-        "full_matrices_bytes": nbytes_each * 2 * store.capacity,
-    }
-
-
-def _num_tokens(collection: Collection) -> int:
-    """That it counts: of a model of two stacks, in the layers that most of them ran."""
-    choices = collection.total.sum(axis=1).tolist()
-    return max(num // top_k for num, top_k in zip(choices, collection.shape.top_k, strict=True))

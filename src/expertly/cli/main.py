@@ -17,24 +17,19 @@ import typer
 
 from expertly import __version__
 from expertly.cli import (
-    bench,
     compare,
     configure,
     doctor,
     learned,
-    learned_build,
     pack,
     reproduce,
     run,
     serve,
     simulate,
     systems,
-    trace_import,
-    trace_info,
+    trace,
     trace_record,
-    trace_replay,
-    trace_synth,
-    train_predictor,
+    train,
     tune,
 )
 from expertly.cli.frame import add_command, group
@@ -50,26 +45,26 @@ MAIN: dict[str, Command] = {
     "pack": pack.run,
     "doctor": doctor.run,
     "tune": tune.run,
-    "bench": bench.run,
+    "bench": compare.bench,
 }
 LAB: dict[str, Command] = {
     "simulate": simulate.run,
     "compare": compare.run,
     "reproduce": reproduce.run,
-    "train": train_predictor.run,
+    "train": train.run,
     "configure": configure.run,
     "systems": systems.run,
 }
 TRACE: dict[str, Command] = {
     "record": trace_record.run,
-    "info": trace_info.run,
-    "import": trace_import.run,
-    "synth": trace_synth.run,
-    "replay": trace_replay.run,
+    "info": trace.info,
+    "import": trace.import_routing,
+    "synth": trace.synth,
+    "replay": trace.replay,
 }
 LEARNED: dict[str, Command] = {
     "info": learned.info,
-    "build": learned_build.build,
+    "build": learned.build,
     "merge": learned.merge,
     "export": learned.export,
 }

@@ -10,8 +10,10 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from rich import box
@@ -83,16 +85,63 @@ def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | 
         yield progress
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right. Lines may be longer than a terminal is wide."""
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 100_000, folded: str | None = None
+) -> str:
+    """Aligned columns: the first and the one of the header `folded` to the left, the others to the right. Where lines
+    would be longer than `width`, `folded` takes several.
+    """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for at, header in enumerate(headers):
-        made.add_column(Text(header), justify="right" if at else "left", no_wrap=True)
+        made.add_column(
+            Text(header),
+            justify="right" if at and header != folded else "left",
+            no_wrap=header != folded,
+            overflow="fold",
+        )
     for row in rows:
         made.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=100_000, color_system=None).print(made)
+    Console(file=text, width=width, color_system=None).print(made)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+Column = tuple[str, Callable[[Any], str]]
+"""The key of what it shows, and how that is written."""
+
+
+def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """A line for each of several dictionaries of figures; `columns` by their headers. What is not known is "-"; an
+    empty dictionary leaves a gap.
+    """
+    return table(list(columns), [cells(row, columns.values()) if row else [""] * len(columns) for row in rows])
+
+
+def cells(row: Mapping[str, Any], columns: Iterable[Column]) -> list[str]:
+    return ["-" if row[key] is None else write(row[key]) for key, write in columns]
+
+
+def in_brackets(*parts: str) -> str:
+    """`[20 tokens | 8.1 tokens/s]`: facts in one line."""
+    return f"[{' | '.join(parts)}]"
+
+
+def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stream: TextIO | None = None) -> None:
+    """Print a command's result: as its one JSON object, or as the text for people that is made of it."""
+    if is_json:
+        print_json(result, stream)
+    else:
+        print(text(), file=stream or sys.stdout, flush=True)
+
+
+def origin() -> dict[str, Any]:
+    """What files that a command writes say of how they came to be."""
+    return {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": typed()}
+
+
+def typed() -> str:
+    """The command line, as a shell takes it."""
+    return shlex.join(["expertly", *sys.argv[1:]])
 
 
 def printable(value: object) -> str:

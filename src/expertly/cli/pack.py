@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.output import message, print_json, progress_bar, reserved_stdout, table
+from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
@@ -18,6 +18,16 @@ from expertly.store.packed import PackedStore
 
 if TYPE_CHECKING:
     from expertly.store.cache import CacheEntry
+
+
+LISTED: dict[str, Column] = {
+    "store": ("name", str),
+    "size": ("bytes", format_nbytes),
+    "dtype": ("dtype", str),
+    "codec": ("codec", str),
+    "ratio": ("ratio", "{:.2f}".format),
+    "packed from": ("from", str),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +85,26 @@ def _pack(args: PackOptions) -> int:
             else:
                 store = pack(source_folder(args.model), args.out, args.dtype, progress, codec)
     seconds = time.monotonic() - start
-    if args.json:
-        print_json({**_facts(store), "why_codec": store.why_codec, "seconds": seconds}, stdout)
-    else:
-        print(store.folder, file=stdout)
+    facts = {**_facts(store), "why_codec": store.why_codec, "seconds": seconds}
+    show(facts, args.json, lambda: str(store.folder), stdout)
+    if not args.json:
         message(f"expertly: {_summary(store)}, {format_seconds(seconds)}")
         message(f"expertly: codec {store.codec}: {store.why_codec}")
     return 0
 
 
 def _list(is_json: bool) -> int:
-    entries = cache.list_entries()
-    if is_json:
-        print_json({"folder": str(cache.stores_folder()), "stores": [_entry_facts(entry) for entry in entries]})
-    elif not entries:
+    stores = [_entry_facts(entry) for entry in cache.list_entries()]
+    if not stores and not is_json:
         message(f"expertly: no store in {cache.stores_folder()}")
-    else:
-        print(table(("store", "size", "dtype", "codec", "ratio", "packed from"), [_row(entry) for entry in entries]))
+        return 0
+    rows = []
+    for one in stores:
+        known = {"dtype": one["dtype"] or None, "codec": one["codec"] or None}
+        known |= {"ratio": one["ratio"] if one["codec"] else None, "from": one["problem"] or one["source"]}
+        rows.append(one | known)
+    show({"folder": str(cache.stores_folder()), "stores": stores}, is_json, lambda: figures_table(rows, LISTED))
     return 0
-
-
-def _row(entry: CacheEntry) -> tuple[str, ...]:
-    ratio = f"{entry.ratio:.2f}" if entry.codec else "-"
-    size = format_nbytes(entry.nbytes)
-    return entry.name, size, entry.dtype or "-", entry.codec or "-", ratio, entry.problem or entry.source
 
 
 def _remove(name: str, is_json: bool) -> int:
@@ -124,7 +130,7 @@ def _verify(folder: Path, is_json: bool) -> int:
 def _summary(store: PackedStore) -> str:
     manifest = store.manifest
     num_experts = sum(layer.num_experts for layer in manifest.layers)
-    experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.dtype}"
+    experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.stored_as}"
     if store.codec != "none":
         experts += f", stored in {store.ratio:.2f} of that"
     return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"
@@ -137,7 +143,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "source": manifest.source,
         "identity": manifest.identity,
         "model_type": manifest.model_type,
-        "dtype": manifest.dtype,
+        "dtype": manifest.stored_as,
         "codec": store.codec,
         "ratio": store.ratio,
         "layers": len(manifest.layers),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from expertly.cli.arguments import probability, seed, temperature
-from expertly.cli.loading import load_model
-from expertly.cli.output import message, print_json, reserved_stdout, table
+from expertly.cli.inputs import load_model
+from expertly.cli.output import Column, figures_table, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.options import MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
@@ -33,13 +33,20 @@ COMMANDS = {
 }
 
 
+COUNTED: dict[str, Column] = {
+    "experts": ("phase", str),
+    "hits": ("hits", str),
+    "partial": ("partial_hits", str),
+    "misses": ("misses", str),
+    "hit rate": ("hit_rate", format_share),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
-    max_new_tokens: int | None = option(
-        None, f"of an answer (default: {DEFAULT_NEW_TOKENS})", metavar="N", type=int, least=1
-    )
+    max_new_tokens: int | None = option(None, f"of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
     temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)
     seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
@@ -166,23 +173,15 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         conversation.clear()
         return "[a new conversation]"
     if name == "/stats":
-        return _stats(model)
+        from expertly import api
+
+        phases = api.stats(model).as_dict()["phases"]
+        return figures_table([{"phase": name, **one} for name, one in phases.items()], COUNTED)
     if name == "/save" and rest:
         conversation.save(Path(rest))
         return f"[{len(conversation.messages)} messages in {rest}]"
     width = max(map(len, COMMANDS))
     return "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
-
-
-def _stats(model: Any) -> str:
-    from expertly import api
-
-    phases = api.stats(model).as_dict()["phases"]
-    rows = [
-        (name, *(str(one[key]) for key in ("hits", "partial_hits", "misses")), format_share(one["hit_rate"]))
-        for name, one in phases.items()
-    ]
-    return table(("experts", "hits", "partial", "misses", "hit rate"), rows)
 
 
 def _measures(model: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertly.cli.loading import say_system
-from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
+from expertly.cli.inputs import say_system
+from expertly.cli.output import message, progress_bar, reserved_stdout, show
 from expertly.core.errors import ConfigError
 from expertly.options import json_flag, option
 from expertly.serve.settings import Access, ServeOptions
@@ -48,11 +48,7 @@ def run(args: ServeCommand) -> int:
                 host = f"[{args.host}]" if ":" in args.host else args.host
                 about = assembled.service.about
                 told = {"url": f"http://{host}:{port}", "model": about.as_dict(), "memory": about.memory}
-                if args.json:
-                    print_json(told, stdout)
-                else:
-                    stdout.write(_welcome(str(told["url"]), len(access.keys), about) + "\n")
-                    stdout.flush()
+                show(told, args.json, lambda: _welcome(str(told["url"]), len(access.keys), about), stdout)
 
             ApiServer(assembled, args.drain_seconds, announce).run(sockets=[listener])
         finally:

@@ -6,20 +6,24 @@ Beside what would be the best possible.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from expertly.cli.arguments import names, seed, split
-from expertly.cli.output import message, print_json, progress_bar
-from expertly.cli.system_files import plan_for, predictor_for
+from expertly.cli.arguments import names, seed, split, split_text
+from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
+from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
+from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
 from expertly.options import REQUIRED, argument, json_flag, option
-from expertly.scheduler.system import ORDERS
-
-if TYPE_CHECKING:
-    from expertly.sim.study import Memory
+from expertly.policies.learned import LearnedFile
+from expertly.policies.predictor.learned import LearnedWeights
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
+from expertly.sim.schedule import Selection, make_schedule, read_arrivals
+from expertly.sim.study import MATCHERS, Memory, Study
+from expertly.trace.reader import Trace
 
 DEFAULT_MEMORY = "10%,25%,50%"
 
@@ -30,12 +34,7 @@ class SimulateOptions:
         REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
     )
     system: str = option(
-        "lru",
-        "of on-demand, lru, lfu, lcp, random, static, expertly, expertly-ahead, resident, deepspeed-index, "
-        "brainstorm, mixtral-offloading, moe-infinity-lfu, belady, belady-global, oracle, modelled-lookahead, "
-        "adapmoe, fmoe, promoe, pre-gated, moepic, moe-infinity (default: lru) or what `expertly lab systems` lists; "
-        "NAME:KEY=VALUE changes a part of one",
-        metavar="A,B",
+        "lru", "what `expertly lab systems` lists; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
     memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
     experts_per_layer: str | None = option(
@@ -50,13 +49,13 @@ class SimulateOptions:
         None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
     )
     predict: str = option(
-        "virtual", "virtual (default: predicting takes its time) or inline", metavar="NAME", was="matcher"
+        "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=MATCHERS, was="matcher"
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", type=int, least=1)
+    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
     order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
     geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
-    requests: int | None = option(None, "simulate so many requests at most", metavar="N", type=int, least=1)
-    tokens: int | None = option(None, "simulate so many tokens at most", metavar="N", type=int, least=1)
+    requests: int | None = option(None, "simulate so many requests at most", least=1)
+    tokens: int | None = option(None, "simulate so many tokens at most", least=1)
     split: Any | None = option(
         None,
         "profiles learn from a first part of the shuffled requests, the rest is simulated",
@@ -77,21 +76,11 @@ class SimulateOptions:
 
 
 def run(args: SimulateOptions) -> int:
-    from expertly.cli.simulate_report import about, report
-    from expertly.cli.trace_geometry import trace_geometry
     from expertly.lab.plots import check_plot
-    from expertly.sim.hardware import Hardware
-    from expertly.sim.schedule import Selection, make_schedule, read_arrivals
-    from expertly.sim.study import MATCHERS, Study
-    from expertly.trace.reader import Trace
 
     systems, memories = names("system", args.system), _memories(args)
     if args.requests is not None and args.tokens is not None:
         raise ConfigError(f"requests={args.requests}, tokens={args.tokens}: both limit the same; give one of them")
-    if args.order is not None and args.order not in ORDERS:
-        raise ConfigError(f"order={args.order!r}: unknown; accepted: {', '.join(ORDERS)}")
-    if args.predict not in MATCHERS:
-        raise ConfigError(f"predict={args.predict!r}: unknown; accepted: {', '.join(MATCHERS)}")
     if args.plot is not None:
         check_plot(args.plot)
     selection = Selection(args.requests, args.tokens, args.split, args.seed)
@@ -129,16 +118,11 @@ def run(args: SimulateOptions) -> int:
         message(f"plot written to {args.plot}")
     if args.chrome_trace is not None:
         message(f"timeline written to {args.chrome_trace}")
-    if args.json:
-        print_json({**facts, "results": results})
-    else:
-        print(report(facts, results))
+    show({**facts, "results": results}, args.json, lambda: report(facts, results))
     return 0
 
 
 def _memories(args: SimulateOptions) -> list[Memory]:
-    from expertly.sim.study import Memory
-
     if args.experts_per_layer is None:
         return [Memory(label) for label in names("memory", DEFAULT_MEMORY if args.memory is None else args.memory)]
     if args.memory is not None:
@@ -162,3 +146,222 @@ def _chrome_trace(path: Path | None) -> Iterator[Any]:
     else:
         with ChromeTrace(path) as chrome:
             yield chrome
+
+
+# -- what was simulated and assumed ------------------------------------------------------------------------------------
+
+
+def about(
+    args: SimulateOptions,
+    study: Study,
+    systems: Sequence[str],
+    geometry_name: str | None,
+    predictor: LearnedFile[LearnedWeights] | None,
+) -> dict[str, Any]:
+    """Everything but the results."""
+    manifest = study.trace.manifest
+    files = {"predictor": args.predictor, "plan": args.plan, "arrivals": args.arrivals}
+    return {
+        "trace": {
+            "path": str(args.trace),
+            "model": manifest.model,
+            "layers": len(manifest.layers),
+            "experts": manifest.layers[0].num_experts,
+            "top_k": manifest.layers[0].top_k,
+            "geometry": geometry_name,
+            "expert_bytes": None if study.layers is None else study.geometry.nbytes,
+            "complete": study.trace.is_complete,
+        },
+        "hardware": study.hardware.as_dict(),
+        "codec": study.codec,
+        "order": args.order,
+        "matcher": args.predict,
+        "seed": args.seed,
+        "split": split_text(args.split),
+        **{name: None if path is None else str(path) for name, path in files.items()},
+        "notes": [
+            *_notes(args, study),
+            *_notes_on_predicting(study, systems),
+            *_notes_on_codec(study),
+            *_notes_on_weights(args, study, predictor),
+        ],
+    }
+
+
+def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
+    """What one must know to read the numbers."""
+    schedule = study.schedule
+    num_test = len({span.request for span in schedule.test})
+    if args.split is None:
+        yield "caches and profiles start empty"
+    else:
+        num = len({span.request for span in schedule.training})
+        what = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
+        yield f"split {split_text(args.split)} with seed {args.seed}: {what}"
+    if study.layers is None:
+        yield "the trace does not know its experts' sizes: rates only; give --geometry for bytes and times"
+        yield "rates of systems that load ahead (oracle, too) are those of a link that takes no time"
+    elif study.dense is None:
+        yield "the weights outside the experts are unknown: their time is only the profile's fixed part"
+    if not study.trace.is_complete:
+        yield "the recording was cut off; what there is of it is simulated"
+    if args.arrivals is not None:
+        yield f"{num_test} requests arrive and queue, one is served at a time"
+    if schedule.num_cut:
+        yield f"{schedule.num_cut} of them are shorter than their arrivals say: the trace holds no more of them"
+
+
+def _notes_on_codec(study: Study) -> Iterator[str]:
+    """What compressed experts are taken to save and cost."""
+    costs, hardware = study.codec_costs, study.hardware
+    if costs is not None:
+        source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
+        yield (
+            f"codec {study.codec}: experts take {costs.ratio:.2f} of their size on disk, {costs.threads} threads "
+            f"decode {format_rate(costs.all_nbytes_per_s)} of weights ({source})"
+        )
+
+
+def _notes_on_weights(
+    args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedWeights] | None
+) -> Iterator[str]:
+    """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
+    if predictor is None:
+        return
+    told = predictor.header.about
+    yield f"predictor: {printable(told.get('model', '?'))}, learned from {printable(told.get('source', '?'))}"
+    own = (split_text(args.split), args.seed)
+    if told.get("trace") == study.trace.fingerprint and own != (told.get("split"), told.get("seed")):
+        yield (
+            "predictor: it learned from some of the requests that are simulated; accepted as a measurement: "
+            f"--split {printable(told.get('split'))} --seed {printable(told.get('seed'))}"
+        )
+
+
+def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
+    """What predictors looked at that is not what it was in the model, and what they take."""
+    asked, trace = [get_system(name) for name in systems], study.trace
+    if any(system.prediction == "modelled" for system in asked):
+        yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
+    if "lookahead" in study.wants and trace.is_modelled("lookahead"):
+        yield f"lookahead: {trace.manifest.fields['lookahead'].note}"
+    if "scores" in study.wants and not trace.has("probs"):
+        yield "routing scores: the trace has the chosen experts' weights only; those of the others count as 0"
+    if "embedding" in study.wants and not trace.has("embedding"):
+        yield "the trace has no embeddings: predictors that search by them do without"
+    elif "embedding" in study.wants and not trace.is_real("embedding"):
+        yield f"embeddings: {trace.manifest.fields['embedding'].note or 'made up'}"
+    if study.layers is not None and any(system.prediction != "none" for system in asked):
+        if study.matcher == "inline":
+            yield "predicting takes no time"
+        elif not all("future" in system.needs or system.prediction == "none" for system in asked):
+            yield f"predicting takes the time of {study.hardware.name}'s [predictor], beside the device"
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+_RESULT: dict[str, Column] = {
+    "hit rate": ("hit_rate", format_share),
+    "partial": ("partial_hit_rate", format_share),
+    "stall": ("stall_share", format_share),
+    "TTFT": ("ttft_s", format_seconds),
+    "TPOT": ("tpot_s", format_seconds),
+    "of floor": ("of_floor", format_ratio),
+    "loaded": ("bytes_loaded", format_nbytes),
+    "read": ("bytes_read", format_nbytes),
+    "latency p50": ("p50", format_seconds),
+    "p99": ("p99", format_seconds),
+}
+_PREDICTING: dict[str, Column] = {
+    "predictions right": ("prediction_accuracy", format_share),
+    "of needed": ("recall", format_share),
+    "there in time": ("fetch_rate", format_share),
+    "coverage": ("coverage", format_share),
+    "accuracy": ("accuracy", format_share),
+    "in time": ("timeliness", format_share),
+    "goodpred": ("goodpred", format_share),
+}
+_BY_DISTANCE: dict[str, Column] = {  # ACCURACY x FETCHRATE = GOODPRED of ProMoE, section 4
+    "layers ahead": ("distance", str),
+    "right": ("accuracy_by_distance", format_share),
+    "there in time": ("fetch_rate_by_distance", format_share),
+    "goodpred": ("goodpred_by_distance", format_share),
+}
+_MATCHING: dict[str, Column] = {  # what came too late, and whether similar maps were right (fMoE, figure 8)
+    "filter": ("filter", str),
+    "late": ("predictions_late", str),
+    "dropped": ("contexts_dropped", str),
+    "r semantic": ("similarity_correlation_semantic", "{:.2f}".format),
+    "r trajectory": ("similarity_correlation_trajectory", "{:.2f}".format),
+}
+
+
+def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
+    """A headline, tables with a row for each system and budget, notes."""
+    trace, cuts = facts["trace"], sorted({row["segments"] for row in results})
+    size = "sizes unknown" if trace["expert_bytes"] is None else f"{format_nbytes(trace['expert_bytes'])} of experts"
+    where = "" if trace["expert_bytes"] is None else f", on {facts['hardware']['name']}"
+    parts = [
+        f"{trace['model']}: {trace['layers']} layers of {trace['experts']} experts, top-{trace['top_k']}, {size}; "
+        f"P = {', '.join(map(str, cuts))}{where}"
+    ]
+    rows = [row | _derived(row) for row in results]
+    if max(cuts) == 1:
+        rows = [row | {"partial_hit_rate": None} for row in rows]
+    several: dict[str, Column] = {"P": ("segments", str)} if len(cuts) > 1 else {}
+    parts.append(_table(rows, several | _known(rows, _RESULT)))
+    predicting = [row for row in rows if _predicts(row) and row["skipped"] is None]
+    if predicting:
+        parts.append(_table(predicting, several | _PREDICTING))
+    by_distance = [
+        row | {key: row[key][k] for key, _ in list(_BY_DISTANCE.values())[1:]} | {"distance": k}
+        for row in predicting
+        if len(row["goodpred_by_distance"] or ()) > 1
+        for k in row["accuracy_by_distance"]
+    ]
+    if by_distance:
+        parts.append(figures_table(by_distance, {"memory": ("memory", str), "system": ("system", str)} | _BY_DISTANCE))
+    matching = [row for row in predicting if _known([row], _MATCHING, 0)]
+    if matching:
+        parts.append(_table(matching, several | _known(matching, _MATCHING, 0)))
+    skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
+    return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
+
+
+def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
+    floor_s, tpot_s, latency = row["floor_tpot_s"], row["tpot_s"], row["latency_s"] or {}
+    return {
+        "of_floor": tpot_s / floor_s if floor_s and tpot_s is not None else None,
+        "p50": latency.get("p50"),
+        "p99": latency.get("p99"),
+        "filter": None if row["gate"] is None else row["gate"]["state"],
+    }
+
+
+def _predicts(row: Mapping[str, Any]) -> bool:
+    """What the oracle foretells is always right."""
+    return get_system(row["system"]).prediction not in ("none", "perfect")
+
+
+def _known(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], nothing: float | None = None
+) -> dict[str, Column]:
+    """Those of which something is known, and more than `nothing`."""
+    return {
+        header: (key, write)
+        for header, (key, write) in columns.items()
+        if any(row[key] not in (None, nothing) for row in rows)
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """A row for each result, each budget named once, and a gap between budgets."""
+    told: list[Mapping[str, Any]] = []
+    memory = None
+    for row in rows:
+        is_first = row["memory"] != memory
+        memory = row["memory"]
+        if is_first and told and len(rows) > 3:
+            told.append({})
+        told.append(row if is_first else {**row, "memory": ""})
+    return figures_table(told, {"memory": ("memory", str), "system": ("system", str), **columns})

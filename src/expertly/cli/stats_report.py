@@ -1,28 +1,28 @@
-"""The tables of `run --stats`: what a system hit, missed, loaded and predicted, by layer and phase."""
+"""The tables of `run --stats`: what a system hit, missed, loaded and predicted, by layer, device and phase."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from expertly.cli.device_table import device_table
-from expertly.cli.output import table
+from expertly.cli.output import Column, figures_table, in_brackets, table
 from expertly.core.units import format_nbytes, format_seconds, format_share
 
+PHASES = ("prefill", "decode")
 
-def report(result: dict[str, Any]) -> str:
-    """Of `run --json`, with its layers."""
-    parts = [_stats_table(result), _storage_line(result), _kernels_line(result["kernels"])]
-    if len(result["devices"]) > 1:
-        parts.append(device_table(result["devices"]))
-    if result["prediction"] is not None:
-        parts.append(_prediction_table(result))
-    if result["reuse"] is not None:
-        parts.append(_reuse_line(result["reuse"]))
-    if result["allocation"] is not None:
-        parts.append(_allocation_line(result["allocation"]))
-    return "\n\n".join(parts)
-
-
+_COUNTED: dict[str, Column] = {
+    "phase": ("phase", str),
+    "hits": ("hits", str),
+    "partial": ("partial_hits", str),
+    "misses": ("misses", str),
+    "hit rate": ("hit_rate", format_share),
+    "loaded": ("bytes_loaded", format_nbytes),
+    "stall": ("stall_s", format_seconds),
+}
+_OF_DEVICE: dict[str, Column] = {
+    "device": ("device", str),
+    "experts": ("experts", str),
+    "memory": ("memory_bytes", format_nbytes),
+}
 _OF_PHASE = {
     "predicted": "experts predicted",
     "prediction_accuracy": "of these, needed",
@@ -34,8 +34,6 @@ _OF_PHASE = {
     "timeliness": "of these, in time",
     "coverage": "misses that it spared",
 }
-
-
 _OF_DISTANCE = {
     "accuracy_by_distance": "needed",
     "fetch_rate_by_distance": "there in time",
@@ -43,9 +41,40 @@ _OF_DISTANCE = {
 }
 
 
-def _prediction_table(result: dict[str, Any]) -> str:
-    """The same by phase, and what the predictor says of itself."""
-    prediction, phases = result["prediction"], [result["phases"][name] for name in ("prefill", "decode")]
+def report(result: dict[str, Any]) -> str:
+    """Of `run --json`, with its layers."""
+    layers = [*result["layers"], result["phases"] | {"layer": "all"}]
+    columns: dict[str, Column] = {"layer": ("layer", str), **_COUNTED, "compute": ("compute_s", format_seconds)}
+    parts = [figures_table(_by_phase(layers), columns), _storage(result), _kernels(result["kernels"])]
+    if len(result["devices"]) > 1:
+        parts.append(device_table(result["devices"]))
+    if result["prediction"] is not None:
+        parts.append(_prediction(result["prediction"], [result["phases"][name] for name in PHASES]))
+    if (reuse := result["reuse"]) is not None:
+        problem = [] if reuse["problem"] is None else [reuse["problem"]]
+        parts.append(in_brackets(f"reuse: {reuse['says']}", f"{reuse['tokens']} tokens by now", *problem))
+    if result["allocation"] is not None:
+        parts.append(_allocation(result["allocation"]))
+    return "\n\n".join(parts)
+
+
+def device_table(devices: list[dict[str, Any]]) -> str:
+    """A row a device and phase; under it what the machine's memory nodes did not allow."""
+    nodes = []
+    for one in devices:
+        if (numa := one["numa"]) is not None:
+            problem = f"; {numa['problem']}" if numa["problem"] else ""
+            bound = f"{numa['node']}, {format_nbytes(numa['bound_bytes'])} bound{problem}"
+            nodes.append(in_brackets(f"{one['device']}: memory node {bound}"))
+    return "\n".join([figures_table(_by_phase(devices), _OF_DEVICE | _COUNTED), *nodes])
+
+
+def _by_phase(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row[phase], **row, "phase": phase} for row in rows for phase in PHASES]
+
+
+def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str:
+    """By phase, and what the predictor says of itself."""
     rows = []
     for key, label in _OF_PHASE.items():
         shown = [str(one[key]) if isinstance(one[key], int) else format_share(one[key]) for one in phases]
@@ -56,31 +85,24 @@ def _prediction_table(result: dict[str, Any]) -> str:
             shares = [format_share(one.get(distance)) for one in of_distance]
             rows.append((f"{label}, predicted {distance} ahead", *shares))
     facts = {
-        "matcher": prediction["matcher"],
+        "predicts": prediction["matcher"],
         "late": prediction["predictions_late"],
         "contexts dropped": prediction["contexts_dropped"],
         "collecting": format_seconds(prediction["collect_s"]),
-        **{name.replace("_", " "): _fact(value) for name, value in prediction["predictor"].items()},
+        **{
+            name.replace("_", " "): "-" if value is None else f"{value:.4g}"
+            for name, value in prediction["predictor"].items()
+        },
     }
     if prediction["gate"] is not None:
-        facts["gate"] = prediction["gate"]["says"]
+        facts["prefetch filter"] = prediction["gate"]["says"]
     if prediction["maps_file"] is not None:
-        facts["maps file"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
-    line = " | ".join(f"{name} {value}" for name, value in facts.items())
-    return f"{table(('prediction', 'prefill', 'decode'), rows)}\n[{line}]"
+        facts["learned"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
+    line = in_brackets(*(f"{name} {value}" for name, value in facts.items()))
+    return f"{table(('prediction', *PHASES), rows)}\n{line}"
 
 
-def _reuse_line(reuse: dict[str, Any]) -> str:
-    """What the eviction began with, and from how much it has learned by now."""
-    problem = [] if reuse["problem"] is None else [reuse["problem"]]
-    return "[" + " | ".join([f"reuse: {reuse['says']}", f"{reuse['tokens']} tokens by now", *problem]) + "]"
-
-
-def _fact(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _storage_line(result: dict[str, Any]) -> str:
+def _storage(result: dict[str, Any]) -> str:
     """How experts are stored, why, and what reading and decoding took."""
     codec = result["codec"]
     parts = [f"codec {codec['name']}: {codec['why']}"]
@@ -90,36 +112,20 @@ def _storage_line(result: dict[str, Any]) -> str:
             f"stored in {format_share(codec['ratio'])} of the bytes",
             f"decoded {decoded} in {format_seconds(result['decode_s'])} of processor time",
         ]
-    if result["compute_threads"] is not None:
-        threads = result["compute_threads"]
+    if (threads := result["compute_threads"]) is not None:
         number, passes = threads["beside_decoders"], threads["passes_with_fewer"]
         parts.append(f"threads that compute beside decoders: {number}, in {passes} passes")
-    return "[" + " | ".join([*parts, f"read {format_nbytes(result['bytes_disk'])}"]) + "]"
+    return in_brackets(*parts, f"read {format_nbytes(result['bytes_disk'])}")
 
 
-def _kernels_line(kernels: dict[str, Any]) -> str:
+def _kernels(kernels: dict[str, Any]) -> str:
     """What multiplied the experts, why, and how often."""
     counts = f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"
-    return f"[kernels {kernels['name']}: {kernels['why']} | {counts}]"
+    return in_brackets(f"kernels {kernels['name']}: {kernels['why']}", counts)
 
 
-def _allocation_line(allocation: dict[str, Any]) -> str:
+def _allocation(allocation: dict[str, Any]) -> str:
     """The experts that each layer keeps, and what the allocation says of itself."""
     experts = " ".join(f"{num:g}" for num in allocation["experts"])
     told = [f"{name} {value}" for name, value in allocation.items() if name not in ("experts", "recall")]
-    return f"[experts kept by layer {experts} | allocation {' | '.join(told).removeprefix('name ')}]"
-
-
-def _stats_table(result: dict[str, Any]) -> str:
-    headers = ("layer", "phase", "hits", "partial", "misses", "hit rate", "loaded", "stall", "compute")
-    sources = [(str(layer["layer"]), layer) for layer in result["layers"]] + [("all", result["phases"])]
-    rows = []
-    for name, phases in sources:
-        for phase in ("prefill", "decode"):
-            one = phases[phase]
-            counts = [str(one[key]) for key in ("hits", "partial_hits", "misses")]
-            times = [format_seconds(one[key]) for key in ("stall_s", "compute_s")]
-            rows.append(
-                (name, phase, *counts, format_share(one["hit_rate"]), format_nbytes(one["bytes_loaded"]), *times)
-            )
-    return table(headers, rows)
+    return in_brackets(f"experts kept by layer {experts}", f"allocation {' | '.join(told).removeprefix('name ')}")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import seed, temperature
-from expertly.cli.loading import load_model
-from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
+from expertly.cli.inputs import load_model
+from expertly.cli.output import in_brackets, message, origin, progress_bar, reserved_stdout, show
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 from expertly.core.units import format_nbytes, format_seconds
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
@@ -27,28 +24,19 @@ if TYPE_CHECKING:
 class _Clock:
     """A streamer for transformers' `generate` that notes when each token came; the first call brings the prompt."""
 
-    times_ns: list[int] = field(default_factory=list)
-
-    def put(self, value: Any) -> None:
-        self.times_ns.append(time.perf_counter_ns())
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
-@dataclass
-class _Progress:
-    """What has been run so far."""
-
     num_requests: int = 0
-    num_new_tokens: int = 0
+    num_tokens: int = 0  # that were written
     num_steps: int = 0  # from one token to the next
     step_ns: int = 0
+    _times_ns: list[int] = field(default_factory=list)
 
-    def add(self, clock: _Clock) -> None:
-        times = clock.times_ns[1:]
+    def put(self, value: Any) -> None:
+        self._times_ns.append(time.perf_counter_ns())
+
+    def end(self) -> None:
+        times, self._times_ns = self._times_ns[1:], []
         self.num_requests += 1
-        self.num_new_tokens += len(times)
+        self.num_tokens += len(times)
         if len(times) > 1:
             self.num_steps += len(times) - 1
             self.step_ns += times[-1] - times[0]
@@ -64,10 +52,10 @@ class TraceRecordOptions(LoadOptions):
     prompts: str = option(REQUIRED, PROMPTS_HELP + ', each a request, run alone; "category" is kept', metavar="FILE")
     raw: bool = option(False, RAW_HELP)
     out: Path = option(REQUIRED, "where the trace goes: a new or an empty folder", metavar="DIR", type=Path)
-    max_new_tokens: int = option(100, "of a request", metavar="N", least=1)
+    max_new_tokens: int = option(100, "of a request", least=1)
     temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
     seed: int = option(0, "with a temperature", metavar="N", type=seed)
-    requests: int | None = option(None, "only the first N prompts", metavar="N", type=int, least=1)
+    requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
     learned: str | Path | None = option(
         "off",
@@ -93,10 +81,7 @@ def run(args: TraceRecordOptions) -> int:
             result["skipped"] = len(prompts) - len(requests)
         finally:
             api.unload(model)
-        if args.json:
-            print_json(result, stdout)
-        else:
-            stdout.write(_summary(result) + "\n")
+        show(result, args.json, lambda: _summary(result), stdout)
     return 0
 
 
@@ -119,28 +104,25 @@ def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOption
     from expertly.lab.recording import record
 
     torch.manual_seed(args.seed)
-    done = _Progress()
-    name = args.model or "demo"
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    command = shlex.join(["expertly", *sys.argv[1:]])
+    clock, name = _Clock(), args.model or "demo"
     recording: Recording | None = None
     try:
         with (
             progress_bar("requests") as progress,
-            record(model, args.out, full=args.full, name=name, created=created, command=command) as recording,
+            record(model, args.out, full=args.full, name=name, **origin()) as recording,
         ):
             for absent, reason in recording.absent.items():
                 message(f"expertly: the trace will have no {absent}: {reason}")
             for request in requests:
                 if progress is not None:
-                    progress("recording", done.num_requests, len(requests))
+                    progress("recording", clock.num_requests, len(requests))
                 prompt, num_tokens = request.prompt, len(request.tokens)
                 recording.begin_request(prompt.category, prompt.text, num_tokens)
-                done.add(_generate(model, request.tokens, args.max_new_tokens, args.temperature))
+                _generate(model, request.tokens, args, clock)
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
-                f"expertly: {args.out}: kept what was recorded, {done.num_requests} of {len(requests)} requests and "
+                f"expertly: {args.out}: kept what was recorded, {clock.num_requests} of {len(requests)} requests and "
                 f"{recording.num_iterations} iterations"
             )
         raise
@@ -148,12 +130,12 @@ def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOption
     return {
         "model": name,
         "out": str(args.out),
-        "requests": done.num_requests,
+        "requests": clock.num_requests,
         "iterations": recording.num_iterations,
         "rows": recording.num_rows,
-        "new_tokens": done.num_new_tokens,
+        "new_tokens": clock.num_tokens,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
-        "tpot_s": done.tpot_s,
+        "tpot_s": clock.tpot_s,
         "full": args.full,
         "absent": recording.absent,
         **{key: stats[key] for key in ("system", "segments", "memory_bytes", "expert_bytes")},
@@ -162,26 +144,22 @@ def _record(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOption
     }
 
 
-def _generate(model: Any, token_ids: Sequence[int], max_new_tokens: int, temperature: float) -> _Clock:
+def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions, clock: _Clock) -> None:
     """Alone in its batch; no further than the model has positions."""
     from expertly.model.generation import generate, generation_config, max_positions
 
-    limit = max_positions(model)
+    most, limit = args.max_new_tokens, max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
-        max_new_tokens = min(max_new_tokens, limit - len(token_ids) + 1)  # the last token is not fed
-    config = generation_config(model, max_new_tokens, temperature)
-    clock = _Clock()
-    generate(model, token_ids, config, streamer=clock)
-    return clock
+        most = min(most, limit - len(tokens) + 1)  # the last token is not fed
+    generate(model, tokens, generation_config(model, most, args.temperature), streamer=clock)
 
 
 def _summary(result: dict[str, Any]) -> str:
-    parts = [
+    return in_brackets(
         f"{result['requests']} requests" + (f" ({result['skipped']} skipped)" if result["skipped"] else ""),
         f"{result['iterations']} iterations",
         f"{result['rows']} rows",
         format_nbytes(result["bytes"]),
         f"TPOT {format_seconds(result['tpot_s'])}",
         result["out"],
-    ]
-    return "[" + " | ".join(parts) + "]"
+    )

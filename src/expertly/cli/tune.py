@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import io
-import os
-import shlex
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.arguments import duration, seed
-from expertly.cli.output import message, print_json, progress_bar, reserved_stdout
+from expertly.cli.inputs import check_writable
+from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show, typed
 from expertly.core.errors import ConfigError
+from expertly.core.files import disk_errors, write_atomic
+from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.data import demo_prompts
-from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
+    from expertly.lab.tune.search import Candidate, Scored
     from expertly.lab.tune.tune import Tuned
+    from expertly.lab.tune.verdict import Calibration, Turns
     from expertly.sim.hardware import Hardware
+
+SHOWN = 12
+"""Of the simulator's ranking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +34,8 @@ class TuneOptions:
     prompts: str | None = option(None, "what you ask of it. " + PROMPTS_HELP, metavar="FILE")
     raw: bool = option(False, RAW_HELP)
     memory: str = option("auto", 'for experts: "25%" of them, "1.5GiB" or "auto" (default)', metavar="SIZE")
-    requests: int = option(
-        16,
-        "answer so many of the prompts (default: 16), half to learn from, half to try systems on",
-        metavar="N",
-        least=1,
-    )
-    max_new_tokens: int = option(64, "of an answer", metavar="N", least=1)
+    requests: int = option(16, "answer so many of the prompts, half to learn from, half to try systems on", least=1)
+    max_new_tokens: int = option(64, "of an answer", least=1)
     time_limit: Any = option(300.0, "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
     dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
     codec: str = option("auto", "how experts are stored: none, planes, or auto: what is packed", metavar="NAME")
@@ -48,13 +48,11 @@ class TuneOptions:
 
 def run(args: TuneOptions) -> int:
     begin = time.monotonic()
-    prompts = _prompts(args)
-    if args.out is not None:
-        folder = args.out.absolute().parent
-        if args.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"out={str(args.out)!r}: must be a file, in a folder that exists and is writable")
+    prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
+    if args.prompts is None:
+        message(f"expertly: no --prompts: tuned for {len(prompts)} texts that ship, not for yours")
+    check_writable(args.out)
     with reserved_stdout() as stdout:
-        from expertly.cli.tune_report import report, result_of
         from expertly.lab.tune.tune import Wishes, save, tune
 
         wishes = Wishes(
@@ -68,27 +66,23 @@ def run(args: TuneOptions) -> int:
             seed=args.seed,
             time_limit_s=args.time_limit,
             is_raw=args.raw,
-            command=shlex.join(["expertly", *sys.argv[1:]]),
+            command=typed(),
         )
         with progress_bar("turns") as progress:
             tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress)
         path = save(tuned)
         result = result_of(args, tuned, path)
         if args.out is not None:
-            _write(args.out, result)
-        if args.json:
-            print_json(result, stdout)
-        else:
-            stdout.write(report(result) + "\n")
-    _say(tuned, path)
+            text = io.StringIO()
+            print_json(result, text)
+            with disk_errors(args.out, "writing the result", ConfigError, ""):
+                write_atomic(args.out, text.getvalue().encode())
+        show(result, args.json, lambda: report(result), stdout)
+    if path is None:
+        message(f"expertly: nothing saved: {tuned.verdict.why}; give it more time (--time-limit)")
+    else:
+        message(f"expertly: saved in {path}; --system auto uses it from now on")
     return 0
-
-
-def _prompts(args: TuneOptions) -> list[Prompt]:
-    found = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    if args.prompts is None:
-        message(f"expertly: no --prompts: tuned for {len(found)} texts that ship, not for yours")
-    return found
 
 
 def measured_machine() -> Hardware:
@@ -102,17 +96,126 @@ def measured_machine() -> Hardware:
     return machine_hardware(profile)
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    from expertly.core.files import disk_errors, write_atomic
+def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, Any]:
+    """For --json."""
+    workload, verdict = tuned.seen.workload, tuned.verdict
+    rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}
+    return {
+        "model": args.model or "demo",
+        "dtype": tuned.store.manifest.stored_as,
+        "memory": args.memory,
+        "memory_bytes": tuned.choice.memory_nbytes,
+        "memory_reason": tuned.seen.memory_reason,
+        "expert_bytes": tuned.store.experts_nbytes,
+        "system": tuned.choice.system,
+        "base_system": tuned.base.system.name,
+        "default_system": tuned.default.system.name,
+        "why": verdict.why,
+        "is_verified": verdict.is_verified,
+        "choice": tuned.choice.as_dict(),
+        "gains": {gain.over: asdict(gain) for gain in tuned.gains},
+        "saved": None if path is None else str(path),
+        "verification": rows,
+        "failed": {one.label: reason for one, reason in (tuned.calibration.failed | verdict.failed).items()},
+        "calibration": {f"{part}={name}": found for (part, name), found in tuned.calibration.overheads_s.items()},
+        "search": {
+            "tried": tuned.found.num_scored,
+            "is_whole": tuned.found.is_whole,
+            "ranking": [_ranked(one, tuned.calibration) for one in tuned.found.ranking],
+        },
+        "workload": {
+            "requests": workload.num_requests,
+            "left_out": workload.num_left_out,
+            "tried_on": len(workload.requests),
+            "tokens": workload.trace.num_rows,
+            "absent": workload.absent,
+        },
+        "times": tuned.seen.times,
+        "hardware": tuned.seen.hardware.as_dict(),
+        "seconds": tuned.seconds | {"total": sum(tuned.seconds.values())},
+    }
 
-    text = io.StringIO()
-    print_json(result, text)
-    with disk_errors(path, "writing the result", ConfigError, ""):
-        write_atomic(path, text.getvalue().encode())
+
+def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
+    """What was simulated, what of it was measured to be beyond that, and of what nobody knows."""
+    return {
+        "system": one.candidate.label,
+        "seconds": one.seconds,
+        "requests": one.num_requests,
+        "budget_bytes": one.candidate.budget_nbytes,
+        "overhead_s": calibration.overhead_s(one.candidate),
+        "unmeasured": [f"{part}={name}" for part, name in calibration.unmeasured(one.candidate)],
+    }
 
 
-def _say(tuned: Tuned, path: Path | None) -> None:
-    if path is None:
-        message(f"expertly: nothing saved: {tuned.verdict.why}; give it more time (--time-limit)")
-    else:
-        message(f"expertly: saved in {path}; --system auto uses it from now on")
+def _rows(turns: Turns | None, tuned: Tuned) -> list[dict[str, Any]] | None:
+    """Of each that ran, beside what nothing may be slower than."""
+    if turns is None:
+        return None
+
+    def row(candidate: Candidate) -> dict[str, Any]:
+        gain = turns.gain(candidate, tuned.base)
+        of_request = {"ttft_s": turns.ttft_s(candidate), "tpot_s": turns.tpot_s(candidate)}
+        return {"system": candidate.label, **of_request, **asdict(gain)}
+
+    return [row(candidate) for candidate in turns.played]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    share = format_share(result["memory_bytes"] / result["expert_bytes"])
+    lines = [
+        f"{result['model']} in {format_nbytes(result['memory_bytes'])} ({share} of the experts): "
+        f"{result['choice']['system']}, P = {result['choice']['segments']}",
+        result["why"],
+    ]
+    for over, gain in result["gains"].items():
+        lines.append(
+            f"against {over}: {gain['ratio']:.3f}x the time of a request ({gain['low']:.3f} to {gain['high']:.3f} over "
+            f"{gain['num_turns']} turns), {gain['tpot_ratio']:.3f}x the time per token"
+        )
+    for name, what in (("heat", "on the engine, the best few"), ("final", "on the engine, once more")):
+        rows = result["verification"][name]
+        if rows:
+            lines += ["", figures_table(rows, {what: ("system", str), **_VERIFIED})]
+    for system, reason in result["failed"].items():
+        lines.append(f"left out: {system}: {reason}")
+    if overheads := result["calibration"]:
+        said = ", ".join(f"{kind} {1e3 * seconds:+.2f} ms" for kind, seconds in overheads.items())
+        lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
+    search, workload, seconds = result["search"], result["workload"], result["seconds"]
+    if search["ranking"]:
+        ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
+        columns: dict[str, Column] = {
+            f"simulated, best of {search['tried']}": ("system", str),
+            "seconds": ("seconds", "{:.3f}".format),
+            "of requests": ("requests", str),
+            "beyond it, a step": ("beyond", str),
+        }
+        lines += ["", figures_table(ranking, columns)]
+        if unknown := dict.fromkeys(kind for one in ranking for kind in one["unmeasured"]):
+            lines.append(f"not measured on the engine before the search, and simulated alone: {', '.join(unknown)}")
+    if not search["is_whole"]:
+        lines.append("time was up before all that could be tried was")
+    lines += [
+        "",
+        f"{workload['requests']} requests recorded, {workload['tokens']} tokens; tried on {workload['tried_on']}",
+        f"simulated with {result['times']}",
+        ", ".join(f"{name} {format_seconds(spent)}" for name, spent in seconds.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _beyond(one: dict[str, Any]) -> str:
+    return "not measured" if one["unmeasured"] else f"{1e3 * one['overhead_s']:+.2f} ms"
+
+
+_VERIFIED: dict[str, Column] = {
+    "TTFT": ("ttft_s", format_seconds),
+    "TPOT": ("tpot_s", format_seconds),
+    "time": ("ratio", "{:.3f}x".format),
+    "95% low": ("low", "{:.3f}".format),
+    "high": ("high", "{:.3f}".format),
+    "TPOT ratio": ("tpot_ratio", "{:.3f}x".format),
+    "turns": ("num_turns", str),
+}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import gcd
+from typing import Any
 
 from expertly.core.errors import ConfigError
 
@@ -14,19 +15,28 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One MoE layer's experts. An expert is stored neuron-major, `[I, M, H]`, M = `num_matrices`."""
+    """One MoE layer's experts. An expert is stored neuron-major, `[I, M, H]`, M = `num_matrices`; in a `format` of
+    quantised weights (`expertly.formats`), `[I / block_size, block_nbytes]`.
+    """
 
     num_experts: int  # E
     top_k: int  # K
     hidden_size: int  # H
     intermediate_size: int  # I
     num_matrices: int  # 3: gate row, up row, down column a neuron; 2 where there is no gate
-    itemsize: int  # bytes of one weight
+    itemsize: int  # bytes of one weight, as it is computed with
+    format: str = ""  # "": weights are stored as they are computed with
+    block_size: int = 1  # neurons that can only be read together
+    block_nbytes: int = 0  # of these, in a format
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize"):
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"geometry field {name}={getattr(self, name)}: must be at least 1")
+        if self.intermediate_size % self.block_size:
+            raise ConfigError(
+                f"geometry field block_size={self.block_size}: must divide intermediate_size={self.intermediate_size}"
+            )
         if self.num_matrices not in (2, 3):
             raise ConfigError(f"geometry field num_matrices={self.num_matrices}: must be 2 or 3")
         if self.top_k > self.num_experts:
@@ -34,15 +44,42 @@ class LayerGeometry:
 
     @property
     def neuron_nbytes(self) -> int:
+        """Of one neuron's weights, as they are computed with."""
         return self.num_matrices * self.hidden_size * self.itemsize
 
     @property
     def expert_nbytes(self) -> int:
+        if self.format:
+            return self.intermediate_size // self.block_size * self.block_nbytes
         return self.intermediate_size * self.neuron_nbytes
 
     @property
     def nbytes(self) -> int:
         return self.num_experts * self.expert_nbytes
+
+    def unquantised(self) -> LayerGeometry:
+        """The same experts, stored as they are computed with."""
+        return replace(self, format="", block_size=1, block_nbytes=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file: what is said of blocks only where there is a format."""
+        return {name: value for name, value in asdict(self).items() if self.format or name not in _OF_FORMAT}
+
+    @classmethod
+    def from_dict(cls, raw: object) -> LayerGeometry:
+        """The inverse, of any parsed JSON. Raises ConfigError naming the field and what is accepted."""
+        if not isinstance(raw, dict) or set(raw) not in (_FIELDS - _OF_FORMAT, _FIELDS):
+            raise ConfigError(f"{raw!r:.80}: must be an object of {', '.join(sorted(_FIELDS - _OF_FORMAT))}")
+        for name, value in raw.items():
+            if name != "format" and (type(value) is not int or not 0 <= value < 1 << 40):
+                raise ConfigError(f"{name}={value!r:.80}: must be a whole number")
+        if not isinstance(raw.get("format", ""), str):
+            raise ConfigError(f"format={raw['format']!r:.80}: must be the name of a weight format")
+        return cls(**raw)
+
+
+_FIELDS = {field.name for field in fields(LayerGeometry)}
+_OF_FORMAT = {"format", "block_size", "block_nbytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +113,13 @@ class Geometry:
         classes: dict[int, int] = {}
         size_classes = []
         for number, layer in enumerate(self.layers):
-            if num_segments < 1 or layer.intermediate_size % num_segments:
-                divisors = [p for p in range(1, 65) if layer.intermediate_size % p == 0]
+            num_blocks = layer.intermediate_size // layer.block_size
+            if num_segments < 1 or num_blocks % num_segments:
+                divisors = [p for p in range(1, 65) if num_blocks % p == 0]
+                of_format = f", in blocks of {layer.block_size} ({layer.format})" if layer.format else ""
                 raise ConfigError(
                     f"segments={num_segments}: must divide the experts' intermediate size "
-                    f"{layer.intermediate_size}; accepted up to 64: {', '.join(map(str, divisors))}"
+                    f"{layer.intermediate_size}{of_format}; accepted up to 64: {', '.join(map(str, divisors))}"
                 )
             first_ids.append(next_id)
             next_id += layer.num_experts
@@ -117,6 +156,9 @@ class Geometry:
     def neurons_per_segment(self, layer: int) -> int:
         return self.layers[layer].intermediate_size // self.segments_per_expert
 
+    def blocks_per_segment(self, layer: int) -> int:
+        return self.neurons_per_segment(layer) // self.layers[layer].block_size
+
     def expert_id(self, layer: int, expert: int) -> int:
         """Dense id of an expert over all layers."""
         return self._first_id[layer] + expert
@@ -128,11 +170,16 @@ class Geometry:
         return self._layer_of[expert_id]
 
 
+def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:
+    """What experts that are computed in `dtype` are stored as: their weight format, else that."""
+    return "+".join(sorted({layer.format or dtype for layer in layers}))
+
+
 def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:
     """`wanted` where the experts of all layers can be cut into so many segments; else the number up to 5 nearest 3 that
     they can be cut into, the lower of two (ProMoE, section 5, cuts experts in 3; the rest is our choice).
     """
-    width = gcd(*(layer.intermediate_size for layer in layers))
+    width = gcd(*(layer.intermediate_size // layer.block_size for layer in layers))
     if not width % wanted:
         return wanted
     return min((num for num in range(1, 6) if not width % num), key=lambda num: (abs(num - 3), num))

@@ -224,7 +224,7 @@ def find_choice(
 
     path = choices_path(store)
     try:
-        choices = read_choices(path, store.manifest.identity, store.manifest.dtype)
+        choices = read_choices(path, store.manifest.identity, store.manifest.stored_as)
     except StoreError as error:
         return default(f"the saved choice cannot be used: {error}")
     if not choices:
@@ -301,7 +301,7 @@ def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, ring: int | None
 def in_codec(store: PackedStore, codec: str) -> Path:
     """Where the cache has, or would have, the model of a store in another codec."""
     manifest, cache = store.manifest, store.folder.parent.parent
-    return entry_folder(manifest.model_type, manifest.identity, manifest.dtype, cache, codec)
+    return entry_folder(manifest.model_type, manifest.identity, manifest.stored_as, cache, codec)
 
 
 def _amount(nbytes: int, store: PackedStore) -> str:

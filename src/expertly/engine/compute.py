@@ -18,7 +18,11 @@ from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
+from expertly.formats import FORMATS, TiledFormat
 from expertly.native.kernels import Kernels
+
+_MAX_TOKENS = 16
+"""Most tokens for which the kernels read quantised weights again for every few, and do not decode them first."""
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
@@ -37,9 +41,10 @@ class Dispatch:
 
 
 class LayerCompute:
-    """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment. `experts` are
-    the module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply few tokens
-    where they take such matrices, else torch does.
+    """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment; in a format
+    blocks of bytes [S * r1 / G, nbytes], whose weights are decoded for what the kernels do not take. `experts` are the
+    module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply few tokens where
+    they take such matrices, else torch does.
     """
 
     def __init__(
@@ -48,17 +53,18 @@ class LayerCompute:
         geometry: LayerGeometry,
         num_segments: int,
         rows: torch.Tensor,
+        dtype: torch.dtype,
         experts: Sequence[int] | None,
         kernels: Kernels,
     ) -> None:
-        self.dtype = rows.dtype
+        self.dtype = dtype
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
         self._rows = rows
         self._kernels = kernels
         self._neurons_per_segment = geometry.intermediate_size // num_segments
         self._is_gated = geometry.num_matrices == 3
-        self._activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, rows.dtype)
+        self._activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, dtype)
         in_bias, down_bias = _biases(module, self._is_gated)
         if experts is not None and down_bias is not None:
             of_experts = torch.tensor(experts, device=down_bias.device)
@@ -66,18 +72,21 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens they take, and where rows are.
-        self._max_tokens = kernels.max_tokens if kernels.takes(rows.dtype) else 0
-        self._num_inner = rows.shape[1] - 1  # gate and up, or up
-        self._matrix_nbytes = rows.shape[2] * rows.element_size()
-        self._row_nbytes = rows.shape[1] * self._matrix_nbytes
-        self._slot_nbytes = self._neurons_per_segment * self._row_nbytes
+        self._max_tokens = (_MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        self._format = FORMATS[geometry.format] if geometry.format else None
+        self._block_size = geometry.block_size
+        self._shape = geometry.num_matrices, geometry.hidden_size
+        self._num_inner = geometry.num_matrices - 1  # gate and up, or up
+        self._matrix_nbytes = geometry.hidden_size * dtype.itemsize
+        self._row_nbytes = geometry.num_matrices * self._matrix_nbytes
+        self._slot_nbytes = geometry.expert_nbytes // num_segments
         self._address = rows.data_ptr()
         self._down_address = self._address + self._num_inner * self._matrix_nbytes
         # Of torch's.
         self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are blocks of slots
         # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.is_cpu
-        self._doubled = rows.new_zeros(2, 2, geometry.hidden_size)  # (x, 0) and (0, x)
+        self._doubled = torch.zeros(2, 2, geometry.hidden_size, dtype=dtype, device=rows.device)  # (x, 0) and (0, x)
 
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether the compiled products take such inputs [n, H]."""
@@ -99,26 +108,38 @@ class LayerCompute:
         Only where `is_native`.
         """
         kernels, n = self._kernels, x.shape[0]
+        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
         tasks: list[int] = []
         for k, span in enumerate(spans):
-            tasks += (self._address + span.slot * self._slot_nbytes, 0, n, k * n)
+            for first, num in together:
+                tasks += (self._address + span.slot * self._slot_nbytes, first, num, k * n + first)
         if x.stride(1) != 1:
             x = x.contiguous()
         num_neurons = spans[0].num_segments * self._neurons_per_segment
         products = x.new_empty(self._num_inner, len(spans) * n, num_neurons)
-        kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
+        if self._format is None:
+            kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
+        else:
+            kernels.tile_dots(self._format.kernel, tasks, x, products)
         inner = products.unbind(0)
         if self._in_bias is not None:
-            first = spans[0].segment * self._neurons_per_segment
-            cut = slice(first, first + num_neurons)
+            begin = spans[0].segment * self._neurons_per_segment
+            cut = slice(begin, begin + num_neurons)
             inner = tuple(
                 values + torch.stack([bias[span.expert, cut] for span in spans])
                 for values, bias in zip(inner, self._in_bias, strict=True)
             )
         tasks = []
+        address = self._down_address if self._format is None else self._address
         for k, span in enumerate(spans):
-            tasks += (self._down_address + span.slot * self._slot_nbytes, k * n, n, positions[span.expert])
-        kernels.sums(tasks, self._activate(*inner).contiguous(), out, self._row_nbytes, adds=adds)
+            for first, num in together:
+                place = positions[span.expert] + first
+                tasks += (address + span.slot * self._slot_nbytes, k * n + first, num, place)
+        h = self._activate(*inner).contiguous()
+        if self._format is None:
+            kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
+        else:
+            kernels.tile_sums(self._format.kernel, tasks, h, out, self._num_inner, adds=adds)
         kernels.num_native += len(spans)
         if self.down_bias is not None and not adds:
             for span in spans:
@@ -152,6 +173,8 @@ class LayerCompute:
 
     def _matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
         """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
+        if self._format is not None:
+            return self._decoded(self._format, span).unbind(1)
         is_whole = span.num_segments == self.num_segments
         views = self._whole_views.get(span.slot) if is_whole else None
         if views is None:
@@ -160,6 +183,17 @@ class LayerCompute:
             if is_whole:
                 self._whole_views[span.slot] = views
         return views
+
+    def _decoded(self, form: TiledFormat, span: Span) -> torch.Tensor:
+        """The weights of a span [r, M, H]."""
+        num_neurons = span.num_segments * self._neurons_per_segment
+        if self._max_tokens:
+            weights = torch.empty(num_neurons, *self._shape, dtype=self.dtype)
+            self._kernels.tile_decode(form.kernel, self._address + span.slot * self._slot_nbytes, weights)
+            return weights
+        first = span.slot * self._neurons_per_segment // self._block_size
+        blocks = self._rows[first : first + num_neurons // self._block_size]
+        return form.decode(blocks, *self._shape).to(self.dtype)
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if x.shape[0] != 1 or not self._doubles:

@@ -29,6 +29,7 @@ class CpuDevice:
         node: MemoryNode | None = None,
     ) -> None:
         self.torch_device = torch.device("cpu")
+        self.dtype = dtype
         self.queues_uses = False
         self.node = node
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)

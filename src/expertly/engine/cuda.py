@@ -64,6 +64,7 @@ class CudaDevice:
     ) -> None:
         """`host_nbytes`: pinned RAM."""
         self.torch_device = device
+        self.dtype = dtype
         self.queues_uses = True
         self.node = node
         self._waited_ns = 0
@@ -291,13 +292,13 @@ class CudaDevice:
     def _copy(self, transfer: _Transfer, source: Span) -> None:
         """Queue the copy of a host span into its part of the device span, after the last use of those slots."""
         layer, span = source.layer, transfer.span
-        neurons = self._geometry.neurons_per_segment(layer)
+        blocks = self._geometry.blocks_per_segment(layer)
         slot = span.slot + source.segment - span.segment
         uses = self._last_use[self._geometry.size_classes[layer]]
         slots = range(slot, slot + source.num_segments)
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
-        target = self._rows[layer][slot * neurons : (slot + source.num_segments) * neurons]
-        rows = self.tier.pool.rows(layer)[source.slot * neurons : (source.slot + source.num_segments) * neurons]
+        target = self._rows[layer][slot * blocks : (slot + source.num_segments) * blocks]
+        rows = self.tier.pool.rows(layer)[source.slot * blocks : (source.slot + source.num_segments) * blocks]
         self._streams.copy(target, rows, after)
         self._copied_nbytes += self._nbytes(source)
         transfer.mark = self._streams.mark_copy()

@@ -27,13 +27,15 @@ class Device(Protocol):
     """
 
     torch_device: torch.device
+    dtype: torch.dtype
+    """What is computed in."""
     node: MemoryNode | None
     """Where its host memory lies, on a machine with several places for it."""
     queues_uses: bool
     """Whether computing goes on behind the host, so that it must be told of `used` spans."""
 
     def rows(self, layer: int) -> torch.Tensor:
-        """The slots as rows of this layer's shape, [S * I/P, M, H], on the device."""
+        """The slots as rows of this layer's shape, on the device: see `layer_rows`."""
 
     def begin(self) -> None:
         """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""

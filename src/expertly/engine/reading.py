@@ -274,7 +274,9 @@ class HostPool:
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
-        """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P)."""
+        """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P). In a format,
+        blocks as bytes, [S * I/P/block_size, block_nbytes].
+        """
         return self._rows[layer]
 
     def buffer(self, span: Span) -> memoryview:
@@ -288,6 +290,8 @@ class HostPool:
 
 
 def layer_rows(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.dtype) -> torch.Tensor:
-    """A size class's bytes seen as rows of `layer`, [S * I/P, M, H]."""
+    """A size class's bytes seen as rows of `layer`, [S * I/P, M, H]; in a format as its blocks, [S * I/P/G, nbytes]."""
     shape = geometry.layers[layer]
+    if shape.format:
+        return flat.view(-1, shape.block_nbytes)
     return flat.view(dtype).view(-1, shape.num_matrices, shape.hidden_size)

@@ -53,6 +53,7 @@ class Shard:
                 self.geometry.layers[layer],
                 self.geometry.segments_per_expert,
                 self.device.rows(layer),
+                self.device.dtype,
                 None if experts is None else experts[layer],
                 self.kernels,
             )

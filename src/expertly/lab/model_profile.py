@@ -160,7 +160,8 @@ class Measurement:
         around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
         if costs.resident_ns is not None:
             around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
-        # A difference of two medians, which noise may eat: more tokens take no less.
+        # Differences of two medians, which noise may eat: more tokens take no less.
+        whole_parts = accumulate((whole for whole, _ in parts), max)
         head = accumulate((max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)), max)
         source = self._handle.store.manifest.source
         with self._threads(1):
@@ -176,7 +177,7 @@ class Measurement:
             dense_ns=tuple(b + more for b, more in zip(between, around_experts, strict=True)),
             head_ns=tuple(head),
             expert_ns=tuple(expert),
-            parts_ns=tuple(whole for whole, _ in parts),
+            parts_ns=tuple(whole_parts),
             part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
             submit_ns=costs.submit_ns,
             load_ns=costs.load_ns,
@@ -324,7 +325,9 @@ class Measurement:
         old, resident = self._geometry.segments_per_expert, self._resident()
         rows, kernels = self._engine.device.rows, self._engine.executor.shards[0].kernels
         computes = {
-            layer: LayerCompute(self._modules[layer], self._layer, num_segments, rows(layer), None, kernels)
+            layer: LayerCompute(
+                self._modules[layer], self._layer, num_segments, rows(layer), self._engine.device.dtype, None, kernels
+            )
             for layer in (spans[0].layer for spans in resident)
         }
         frames = [span for spans in resident for span in spans]

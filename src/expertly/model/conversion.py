@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.formats import FORMATS, TiledFormat
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -228,9 +229,11 @@ class ExpertsReader:
     """
 
     def __init__(
-        self, site: ExpertsSite, checkpoint: Checkpoint, conversion: Conversion, groups: dict[str, Group]
+        self, site: ExpertsSite, checkpoint: Checkpoint, conversion: Conversion, groups: dict[str, Group], kept: str
     ) -> None:
-        """Checks counts, dtypes and shapes of all experts from the headers. Raises CheckpointError."""
+        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format in which to keep
+        experts that are in it; "": none. Raises CheckpointError.
+        """
         self._site = site
         self._checkpoint = checkpoint
         self._conversion = conversion
@@ -242,6 +245,14 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
+        self._format = FORMATS[kept] if kept and all(one.is_dequantized for one in self._groups.values()) else None
+        self.geometry = site.geometry
+        if self._format is not None:
+            try:
+                self.geometry = self._format.geometry(site.geometry)
+            except ConfigError as error:
+                raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
+        for target, group in self._groups.items():
             self._check(target, group)
         self._whole: dict[str, torch.Tensor] = {}
 
@@ -251,11 +262,18 @@ class ExpertsReader:
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of all experts, or of those of `only`, in `dtype`, in order, some neurons at a time."""
-        geometry = self._site.geometry
+        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, or as they are
+        kept.
+        """
+        geometry = self.geometry
+        experts = range(geometry.num_experts) if only is None else only
+        if self._format is not None:
+            for expert in experts:
+                yield self._kept(self._format, expert).reshape(-1)
+            return
         step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
-            for expert in range(geometry.num_experts) if only is None else only:
+            for expert in experts:
                 matrices = list(self._matrices(expert))
                 what = f"expert {expert} of {self._site.name}"
                 for start in range(0, geometry.intermediate_size, step):
@@ -280,6 +298,33 @@ class ExpertsReader:
             yield up[1::2]
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
+
+    def _kept(self, form: TiledFormat, expert: int) -> Bytes:
+        """The blocks of one expert, in the format that the checkpoint has it in."""
+        site = self._site
+        first, second = site.expert_weight_names(expert)
+        fused = self._parts(form, first, expert)
+        if not site.has_gate:
+            inner = [fused]
+        elif site.is_concatenated:
+            inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
+        else:
+            inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
+        return form.pack(inner, self._parts(form, second, expert))
+
+    def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
+        group = self._groups[target]
+        found = self._read(group, expert)
+        tensors = [only for suffix in form.suffixes for p, (only,) in found.items() if p.endswith(suffix)]
+        try:
+            return form.parts_of(tensors, *self._rows_and_columns(target))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._site.name}: expert {expert} of {', '.join(group.names)}: {error}") from None
+
+    def _rows_and_columns(self, target: str) -> tuple[int, int]:
+        """Outputs and inputs of a parameter of one expert."""
+        rows, columns = self._conversion.shape(target)[-2:]
+        return (columns, rows) if self._site.is_transposed else (rows, columns)
 
     def _weight(self, target: str, expert: int) -> torch.Tensor:
         """One expert's matrix, as the module has it."""
@@ -331,7 +376,11 @@ class ExpertsReader:
             elif len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
-        if not group.is_dequantized:
+        if self._format is not None:
+            refs = {p: self._checkpoint.tensors[names[0]] for p, names in group.sources.items()}
+            shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
+            self._format.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+        elif not group.is_dequantized:
             self._check_made(target, group)
 
     def _check_alike(self, names: list[str], group: Group) -> None:

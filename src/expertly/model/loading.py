@@ -121,7 +121,7 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
     if tuple(site.name for site in sites) != tuple(manifest.sites):
         raise StoreError(f"{manifest.source}: its store has other MoE layers than its config makes; pack it again")
     for site, packed in zip(sites, manifest.layers, strict=True):
-        if site.geometry != packed:
+        if site.geometry != packed.unquantised():
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
         # Initialisers look at weights by name: of the experts here, of switch's experts in their parent.
         hooks.strip(model, site)._is_hf_initialized = True

@@ -12,11 +12,12 @@ import torch
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.files import read_json_object
-from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
+from expertly.formats import FORMATS
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
-from expertly.model.packing import Packing, default_dtype, local_folder
+from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
 from expertly.store.manifest import ITEMSIZE, check_store_dtype
@@ -36,7 +37,7 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Of a model as it runs: in `dtype`, whatever its checkpoint's bytes are."""
+    """Of a model as it runs: computed in `dtype`, its experts stored in that or in a weight format."""
 
     name: str
     model_type: str
@@ -52,6 +53,10 @@ class ModelNeeds:
     @property
     def experts_nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def stored_as(self) -> str:
+        return stored_as(self.layers, self.dtype)
 
 
 def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
@@ -91,22 +96,24 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
         checkpoint = Checkpoint.open(folder)
         sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
-    path = folder / "config.json"
+    path, kept = folder / "config.json", ""
     if path.is_file():  # else reading the config says what is wanted
-        check_claims(path, read_json_object(path, CheckpointError), None, CheckpointError)
-    return _of_config(name, folder, check_store_dtype(dtype or "bfloat16"), None, None)
+        config = read_json_object(path, CheckpointError)
+        check_claims(path, config, None, CheckpointError)
+        kept = kept_format(config) if dtype is None else ""
+    return _of_config(name, folder, Weights(check_store_dtype(dtype or "bfloat16"), kept), None, None)
 
 
 def _of_checkpoint(
     name: str, checkpoint: Checkpoint, dtype: str | None, file_sizes: dict[str, int], is_here: bool = False
 ) -> ModelNeeds:
-    runs_in = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    weights = weights_of(checkpoint, dtype)
     refused = None
     try:
         make_quantizer(checkpoint.config.get("quantization_config"))
     except UnsupportedModelError as error:
         refused = str(error)
-    packing = None if refused is not None else Packing(checkpoint, runs_in)
+    packing = None if refused is not None else Packing(checkpoint, weights)
     dtypes: dict[str, int] = {}
     for ref in checkpoint.tensors.values():
         dtypes[ref.dtype] = dtypes.get(ref.dtype, 0) + ref.nbytes
@@ -117,25 +124,27 @@ def _of_checkpoint(
         largest_file_nbytes=max((file_sizes[ref.path.name] for ref in checkpoint.tensors.values()), default=0),
         is_here=is_here,
     )
-    return _of_config(name, checkpoint.folder, runs_in, stored, refused, packing)
+    return _of_config(name, checkpoint.folder, weights, stored, refused, packing)
 
 
 def _of_config(
     name: str,
     folder: Path,
-    dtype: str,
+    weights: Weights,
     stored: StoredWeights | None,
     refused: str | None,
     packing: Packing | None = None,
 ) -> ModelNeeds:
-    config, model, sites = _bare_model(folder, dtype)
+    config, model, sites = _bare_model(folder, weights.dtype)
     if packing is not None:
         layers, dense_nbytes = packing.layers, packing.dense_nbytes
     else:
-        layers = tuple(site.geometry for site in sites)
+        kept = FORMATS.get(weights.format)
+        layers = tuple(site.geometry if kept is None else kept.geometry(site.geometry) for site in sites)
         dense_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return ModelNeeds(
-        name, config["model_type"], dtype, layers, dense_nbytes, dense_shape(model), config, stored, False, refused
+        *(name, config["model_type"], weights.dtype, layers, dense_nbytes, dense_shape(model), config, stored),
+        *(False, refused),
     )
 
 

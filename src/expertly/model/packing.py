@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
+from expertly.formats import FORMATS
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
@@ -57,10 +59,10 @@ def pack_cached(
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec), why_codec=why)
     checkpoint = Checkpoint.open(folder)
-    name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
-    model_type = str(checkpoint.config.get("model_type"))
-    folders = {one: entry_folder(model_type, checkpoint.identity, name, cache_dir, one) for one in CODECS}
-    return _pack(checkpoint, folders, name, codec, progress)
+    weights = weights_of(checkpoint, dtype)
+    model_type, label = str(checkpoint.config.get("model_type")), weights.label
+    folders = {one: entry_folder(model_type, checkpoint.identity, label, cache_dir, one) for one in CODECS}
+    return _pack(checkpoint, folders, weights, codec, progress)
 
 
 def pack(
@@ -73,8 +75,9 @@ def pack(
     """Write the checkpoint folder `source` as a packed store at `folder`, and open it.
 
     Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
-    opened. `dtype` is that of the experts (default: the config's, else what most weights have); dense tensors stay
-    as they are stored. `codec`: see `pack_cached`. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one
+    opened. `dtype` is that of the experts; by default they keep the weight format of a checkpoint that has one of
+    `expertly.formats`, else have the config's, or what most weights have. Dense tensors that are not quantised stay as
+    they are stored. `codec`: see `pack_cached`. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one
     quantised dense tensor, in memory. Raises CheckpointError (UnsupportedModelError) for the source, StoreError for
     what is at `folder` or a disk that is full, ConfigError for the dtype or the codec.
     """
@@ -82,8 +85,33 @@ def pack(
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = Checkpoint.open(Path(source))
-    name = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
-    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), name, codec, progress)
+    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights_of(checkpoint, dtype), codec, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How experts are stored: in a dtype, or in a weight `format` and computed in that dtype."""
+
+    dtype: str
+    format: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.format or self.dtype
+
+
+def weights_of(checkpoint: Checkpoint, dtype: str | None) -> Weights:
+    """In `dtype`; None: in the format of the checkpoint where that can be kept. Raises as `default_dtype`."""
+    if dtype is not None:
+        return Weights(check_store_dtype(dtype))
+    return Weights(default_dtype(checkpoint), kept_format(checkpoint.config))
+
+
+def kept_format(config: Mapping[str, Any]) -> str:
+    """The weight format of a checkpoint's experts, where packing keeps it, else nothing."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if isinstance(method, str) and method in FORMATS else ""
 
 
 def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:
@@ -144,26 +172,39 @@ def default_dtype(checkpoint: Checkpoint) -> str:
     return "bfloat16" if config.get("quantization_config") or not nbytes[stored] else names[stored]
 
 
+def check_codec_of(weights: Weights, codec: str) -> None:
+    if weights.format and codec == "planes":
+        raise ConfigError(f"codec='planes': experts in {weights.format} are not compressed; accepted: none, auto")
+
+
 def open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
     """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for."""
     store = PackedStore.open(folder, identity)
     again = f"pack {store.manifest.source} again for another"
-    if dtype is not None and check_store_dtype(dtype) != store.manifest.dtype:
-        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {store.manifest.dtype}; {again}")
+    stored_as = store.manifest.stored_as
+    if dtype is not None and dtype != stored_as:
+        if dtype not in FORMATS:
+            check_store_dtype(dtype)
+        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {stored_as}; {again}")
     if codec not in ("auto", store.codec):
         raise ConfigError(f"codec={codec!r}: the packed store {folder} is in {store.codec}; {again}")
     return store
 
 
 def _pack(
-    checkpoint: Checkpoint, folders: Mapping[str, Path], dtype: str, codec: str, progress: Progress | None
+    checkpoint: Checkpoint, folders: Mapping[str, Path], weights: Weights, codec: str, progress: Progress | None
 ) -> PackedStore:
     """`folders`: where a store in each codec is or goes."""
-    packing = cache(partial(Packing, checkpoint, dtype))
-    choice = _choose(checkpoint, folders, packing) if codec == "auto" else CodecChoice(codec, "it was asked for")
+    packing = cache(partial(Packing, checkpoint, weights))
+    check_codec_of(weights, codec)
+    choice = CodecChoice(codec, "it was asked for")
+    if codec == "auto" and weights.format:
+        choice = CodecChoice("none", f"experts in {weights.format} are not compressed")
+    elif codec == "auto":
+        choice = _choose(checkpoint, folders, packing)
     folder = folders[choice.codec]
     if is_packed_store(folder):
-        store = open_store(folder, dtype, choice.codec, checkpoint.identity)
+        store = open_store(folder, None if weights.format else weights.dtype, choice.codec, checkpoint.identity)
         copy_extras(checkpoint.folder, folder)
     else:
         store = packing().write(folder, choice.codec, progress)
@@ -190,10 +231,10 @@ def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callab
 class Packing:
     """One checkpoint on its way into a store."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, weights: Weights) -> None:
         """Plans everything from config and headers. Raises CheckpointError."""
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self._dtype = dtype = weights.dtype
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
         model = build_meta_model(checkpoint.folder, self._torch_dtype)
@@ -201,7 +242,9 @@ class Packing:
         self._plain = Conversion(model) if quantizer is not None else self._conversion
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
-        self._readers = [ExpertsReader(site, checkpoint, self._conversion, groups) for site in self._sites]
+        self._readers = [
+            ExpertsReader(site, checkpoint, self._conversion, groups, weights.format) for site in self._sites
+        ]
         self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
         self._dense = self._plan_dense([g for g in groups.values() if not self.expert_names.intersection(g.names)])
@@ -209,7 +252,7 @@ class Packing:
         if missing:
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
 
-        self.layers = tuple(site.geometry for site in self._sites)
+        self.layers = tuple(reader.geometry for reader in self._readers)
 
     @property
     def dense(self) -> tuple[TensorSpec, ...]:

@@ -12,10 +12,9 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import existing_parent
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
-from expertly.model.packing import Packing, default_dtype, local_folder, open_store
+from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
 from expertly.store.cache import entry_folder, store_errors
 from expertly.store.checkpoint import Bytes, Checkpoint
-from expertly.store.manifest import check_store_dtype
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_folder
 
@@ -55,18 +54,19 @@ def pack_streamed(
         here.mkdir(parents=True, exist_ok=True)
     hub.fetch_small_files(here)
     checkpoint = hub.checkpoint(here)
-    runs_in = default_dtype(checkpoint) if dtype is None else check_store_dtype(dtype)
+    weights = weights_of(checkpoint, dtype)
     identity = hub.identity((here / "config.json").read_bytes())
     model_type = str(checkpoint.config.get("model_type"))
-    folders = {one: folder or entry_folder(model_type, identity, runs_in, cache_dir, one) for one in CODECS}
+    folders = {one: folder or entry_folder(model_type, identity, weights.label, cache_dir, one) for one in CODECS}
+    check_codec_of(weights, codec)
     if codec == "auto":
         there = [one for one, path in folders.items() if is_packed_store(path)]
         begun = [one for one in map(begun_codec, folders.values()) if one is not None]
         codec = [*there, *begun, "none"][0]
     target = folders[codec]
     if not is_packed_store(target):
-        _Stream(hub, checkpoint, Packing(checkpoint, runs_in), here).write(target, codec, identity, progress)
-    store = open_store(target, runs_in, codec, identity)
+        _Stream(hub, checkpoint, Packing(checkpoint, weights), here).write(target, codec, identity, progress)
+    store = open_store(target, None if weights.format else weights.dtype, codec, identity)
     shutil.rmtree(here, ignore_errors=True)
     return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
 

@@ -26,7 +26,7 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 1
+VERSION = 2
 """Of the interface that is called here; products.c says the same number."""
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
@@ -34,8 +34,8 @@ _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 @dataclass(frozen=True)
 class Library:
-    """The compiled products for one instruction set. `dots` and `sums` release the interpreter lock and return 0, or -1
-    where memory is short or the request is not one of theirs; products.c has their arguments.
+    """The compiled products for one instruction set. They release the interpreter lock and return 0, or -1 where memory
+    is short or the request is not one of theirs; products.c has their arguments.
     """
 
     name: str  # of the instruction set
@@ -45,6 +45,9 @@ class Library:
     has_threads: bool  # has found torch's OpenMP
     dots: Callable[..., int]
     sums: Callable[..., int]
+    tile_dots: Callable[..., int]
+    tile_sums: Callable[..., int]
+    tile_decode: Callable[..., int]
 
 
 @cache
@@ -61,19 +64,25 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
         has_threads = bool(library.expertly_products_has_threads())
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
+        tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
+        tile_decode = library.expertly_tiles_decode
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
     sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
+    tile_dots.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
+    tile_sums.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
+    tile_decode.argtypes = (*4 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
     made = []
     for level in (2, 1, 0):
         if name_of(level) is not None:
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
             max_tokens = 1 if name == "generic" else MAX_TOKENS
-            made.append(Library(name, level, max_tokens, dtypes, has_threads, dots, sums))
+            calls = dots, sums, tile_dots, tile_sums, tile_decode
+            made.append(Library(name, level, max_tokens, dtypes, has_threads, *calls))
     return tuple(made), ""
 
 
@@ -165,6 +174,77 @@ class Kernels:
             out.data_ptr(),
             adds,
         )
+        if failed:
+            raise MemoryError("a product of an expert")
+
+    # -- quantised weights, in the tiles of a format -----------------------------------------------------------
+
+    def tile_dots(self, kernel: int, tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
+        """As `dots`, of the inner matrices in blocks of a format, by its `kernel`; a task's address is its first block.
+
+        `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. Raises MemoryError.
+        """
+        library = self.library
+        assert library is not None
+        packed = array("q", tasks)
+        num_inner, out_rows, num_neurons = out.shape
+        self._check(
+            library.tile_dots(
+                *self._how(library, kernel, x.dtype),
+                packed.buffer_info()[0],
+                len(packed) // 4,
+                num_inner,
+                num_neurons,
+                x.shape[1],
+                x.data_ptr(),
+                x.shape[0],
+                x.stride(0) * x.element_size(),
+                out.data_ptr(),
+                out_rows,
+            )
+        )
+
+    def tile_sums(
+        self,
+        kernel: int,
+        tasks: Sequence[int],
+        h: torch.Tensor,
+        out: torch.Tensor,
+        num_inner: int,
+        *,
+        adds: bool = False,
+    ) -> None:
+        """As `sums`, of the last matrix in such blocks."""
+        library = self.library
+        assert library is not None
+        packed = array("q", tasks)
+        self._check(
+            library.tile_sums(
+                *self._how(library, kernel, h.dtype),
+                packed.buffer_info()[0],
+                len(packed) // 4,
+                num_inner,
+                h.shape[1],
+                out.shape[1],
+                h.data_ptr(),
+                h.shape[0],
+                out.data_ptr(),
+                adds,
+            )
+        )
+
+    def tile_decode(self, kernel: int, address: int, out: torch.Tensor) -> None:
+        """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype."""
+        library = self.library
+        assert library is not None
+        num_neurons, num_matrices, hidden = out.shape
+        how = self._how(library, kernel, out.dtype)
+        self._check(library.tile_decode(*how, address, num_matrices - 1, num_neurons, hidden, out.data_ptr()))
+
+    def _how(self, library: Library, kernel: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        return library.level, kernel, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
+
+    def _check(self, failed: int) -> None:
         if failed:
             raise MemoryError("a product of an expert")
 

@@ -17,6 +17,13 @@
 
 #define V 4
 #define NAME(f) NAME_(f, generic)
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define SHUFFLE(t, codes) ((vu)vqtbl1q_u8(vld1q_u8((const uint8_t *)(t)), (uint8x16_t)(codes)))
+#else
+#define SHUFFLE(t, codes) NAME(shuffle)(t, codes)
+#endif
+#define BYTES(p) ((vu){(uint8_t)(p)[0], (uint8_t)(p)[1], (uint8_t)(p)[2], (uint8_t)(p)[3]})
 #define LABEL "generic"
 #if defined(__ARM_FP16_FORMAT_IEEE) && defined(__aarch64__)
 #define HAS_HALF 1
@@ -59,6 +66,9 @@ INLINE void put_half(float value, char *p) {
 #endif
 #define V 8
 #define NAME(f) NAME_(f, avx2)
+#define SHUFFLE(t, codes) \
+    ((vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(t))), (__m256i)(codes)))
+#define BYTES(p) ((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define LABEL "avx2"
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
@@ -75,6 +85,8 @@ INLINE void put_half(float value, char *p) {
 #endif
 #define V 16
 #define NAME(f) NAME_(f, avx512)
+#define LOOKUP(t, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), _mm512_loadu_ps(t)))
+#define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define LABEL "avx512"
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
@@ -103,7 +115,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 1; }
+int expertly_products_version(void) { return 2; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -211,5 +223,78 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
     run(set->sums, &job, num_threads, job.end, num_tasks * num_neurons * width * itemsize);
     free(memory);
     free(left);
+    return 0;
+}
+
+/* -- quantised matrices ---------------------------------------------------------------------------------------------- */
+
+static int64_t block_nbytes(int format, int64_t num_inner, int64_t hidden) {
+    return (num_inner + 1) * hidden / 16 * tile_nbytes(format);
+}
+
+static int has_tiles(const instruction_set *set, int format, int dtype, int64_t num_inner, int64_t num_neurons,
+                     int64_t hidden) {
+    if (set == NULL || format < 0 || format >= NUM_FORMATS || num_inner < 1 || num_inner > 2) return 0;
+    if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
+    const int group = tile_group(format);
+    return num_neurons > 0 && hidden > 0 && num_neurons % group == 0 && hidden % group == 0;
+}
+
+/* out[M - 1, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. A task's weights are the first of its blocks. */
+int expertly_tiles_dots(int level, int format, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+                        int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *x, int64_t num_x,
+                        int64_t x_nbytes, char *out, int64_t out_rows) {
+    const instruction_set *set = set_at(level);
+    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
+    float *wide = allocate(num_x * hidden);
+    if (wide == NULL) return -1;
+    for (int64_t t = 0; t < num_x; t++) set->widen(dtype, x + t * x_nbytes, hidden, wide + t * hidden);
+    tile_dots job = {
+        .format = format, .dtype = dtype, .num_inner = num_inner, .num_neurons = num_neurons, .hidden = hidden,
+        .block_nbytes = block_nbytes(format, num_inner, hidden), .x = wide, .out = out, .out_rows = out_rows,
+        .tasks = tasks, .num_tasks = num_tasks, .end = num_tasks * (num_neurons / tile_group(format)),
+    };
+    run(set->tile_dots, &job, num_threads, job.end, job.end * job.block_nbytes * num_inner / (num_inner + 1));
+    free(wide);
+    return 0;
+}
+
+/* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
+int expertly_tiles_sums(int level, int format, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+                        int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *h, int64_t num_h, char *out,
+                        int is_added) {
+    const instruction_set *set = set_at(level);
+    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
+    float *wide = allocate(num_h * num_neurons);
+    if (wide == NULL) return -1;
+    set->widen(dtype, h, num_h * num_neurons, wide);
+    const int64_t num_tiles = hidden / 16, least = num_threads > 1 && num_tasks == 1 ? 2 : 1;
+    int64_t num_chunks = (num_tiles + TILES_CHUNK - 1) / TILES_CHUNK;
+    if (num_chunks < least) num_chunks = num_tiles < least ? num_tiles : least;
+    const int64_t nbytes = block_nbytes(format, num_inner, hidden), chunk = (num_tiles + num_chunks - 1) / num_chunks;
+    tile_sums job = {
+        .format = format, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden,
+        .block_nbytes = nbytes, .down_nbytes = nbytes / (num_inner + 1) * num_inner, .h = wide, .out = out,
+        .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+    };
+    run(set->tile_sums, &job, num_threads, job.end,
+        num_tasks * (num_neurons / tile_group(format)) * nbytes / (num_inner + 1));
+    free(wide);
+    return 0;
+}
+
+/* out[r, M, H] in dtype, from the blocks of r neurons. */
+int expertly_tiles_decode(int level, int format, int dtype, int num_threads, const char *weights, int64_t num_inner,
+                          int64_t num_neurons, int64_t hidden, char *out) {
+    const instruction_set *set = set_at(level);
+    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    tile_decode job = {
+        .format = format, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
+        .block_nbytes = block_nbytes(format, num_inner, hidden), .weights = weights, .out = out,
+        .end = num_neurons / tile_group(format),
+    };
+    run(set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
     return 0;
 }

@@ -50,6 +50,50 @@ typedef struct {
     int64_t next, end;
 } sums;
 
+/* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
+
+enum { MXFP4, NUM_FORMATS };
+enum { MAX_GROUP = 32 };           /* inputs of a tile */
+enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that a thread sums at a time */
+enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
+
+static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+static const int8_t E2M1_HALVES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+INLINE int tile_group(int format) { (void)format; return 32; }
+INLINE int64_t tile_nbytes(int format) { (void)format; return 16 + 16 * 32 / 2; }
+
+/* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
+typedef struct {
+    int32_t format, dtype; /* dtype of `out` */
+    int64_t num_inner, num_neurons, hidden, block_nbytes;
+    const float *x; /* [*, H] */
+    char *out;      /* [M - 1, out_rows, r] */
+    int64_t out_rows;
+    const task *tasks;
+    int64_t num_tasks;
+    int64_t next, end; /* blocks of all tasks */
+} tile_dots;
+
+/* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32 */
+typedef struct {
+    int32_t format, dtype, is_added;
+    int64_t num_neurons, hidden, block_nbytes, down_nbytes; /* where down begins in a block */
+    const float *h; /* [*, r] */
+    char *out;      /* [*, H] */
+    const task *tasks;
+    int64_t num_chunks, chunk; /* of a task; tiles of one */
+    int64_t next, end;
+} tile_sums;
+
+typedef struct {
+    int32_t format, dtype;
+    int64_t num_inner, hidden, block_nbytes;
+    const char *weights;
+    char *out; /* [r, M, H] */
+    int64_t next, end; /* blocks */
+} tile_decode;
+
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
@@ -58,6 +102,9 @@ typedef struct {
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*dots)(void *);
     void (*sums)(void *);
+    void (*tile_dots)(void *);
+    void (*tile_sums)(void *);
+    void (*tile_decode)(void *);
 } instruction_set;
 
 INLINE float bfloat16_value(const char *p) {

@@ -2,6 +2,7 @@
  *   V             floats of a vector
  *   NAME(f)       f with the set's suffix
  *   LABEL         its name as users read it
+ *   LOOKUP or SHUFFLE, BYTES: see tiles_body.h
  *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
  *
  * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
@@ -11,8 +12,10 @@
 
 typedef float NAME(vf) __attribute__((vector_size(4 * V), aligned(4), may_alias));
 typedef uint32_t NAME(vu) __attribute__((vector_size(4 * V), aligned(1), may_alias));
+typedef int32_t NAME(vi) __attribute__((vector_size(4 * V)));
 #define vf NAME(vf)
 #define vu NAME(vu)
+#define vi NAME(vi)
 #define BLOCK (2 * V)
 
 INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -257,12 +260,16 @@ static void NAME(run_sums)(void *argument) {
 #endif
 }
 
+#include "tiles_body.h"
+
 static const instruction_set NAME(set) = {
-    LABEL, BLOCK, HAS_HALF, NAME(prepare), NAME(widen), NAME(run_dots), NAME(run_sums),
+    LABEL,           BLOCK,          HAS_HALF,           NAME(prepare),       NAME(widen),
+    NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
 };
 
 #undef vf
 #undef vu
+#undef vi
 #undef BLOCK
 #undef V
 #undef NAME
@@ -271,3 +278,6 @@ static const instruction_set NAME(set) = {
 #undef LOAD_HALF
 #undef HALF_VALUE
 #undef PUT_HALF
+#undef LOOKUP
+#undef SHUFFLE
+#undef BYTES

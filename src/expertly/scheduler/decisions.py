@@ -206,7 +206,7 @@ def header_of(
         "system": system.name,
         "order": order,
         "segments": geometry.segments_per_expert,
-        "layers": [asdict(layer) for layer in geometry.layers],
+        "layers": [layer.as_dict() for layer in geometry.layers],
         "budget": asdict(budget),
         **({} if plan is None else {"plan": plan.to_dict()}),
     }
@@ -319,7 +319,7 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Sched
                 f"parts that are installed, or any with --allow-imports, for who trusts that module"
             )
         system = get_system(spec)
-        layers = tuple(LayerGeometry(**layer) for layer in header["layers"])
+        layers = tuple(map(LayerGeometry.from_dict, header["layers"]))
         if not isinstance(header["segments"], int):
             raise TraceError(f"{where}: field 'segments': {header['segments']!r:.80}: must be a whole number")
         most = sum(layer.num_experts for layer in layers) * header["segments"]

@@ -78,19 +78,24 @@ class Roofline:
         return 0
 
     def _dense_ns(self, layer: int, num_tokens: int) -> int:
-        return self._ns(self._dense.layer_nbytes, layer, num_tokens) + self._hardware.layer_ns
+        return self._dense_part_ns(self._dense.layer_nbytes, layer, num_tokens) + self._hardware.layer_ns
 
     def _span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
-        nbytes = num_segments * self._geometry.segment_nbytes(layer)
-        return self._ns(nbytes, layer, max(1, num_tokens)) + self._hardware.launch_ns
+        shape, geometry = self._geometry.layers[layer], self._geometry
+        num_weights = num_segments * geometry.neurons_per_segment(layer) * shape.neuron_nbytes / shape.itemsize
+        nbytes = num_segments * geometry.segment_nbytes(layer)
+        return self._ns(nbytes, num_weights, max(1, num_tokens)) + self._hardware.launch_ns
 
     def _head_ns(self, num_tokens: int) -> int:
-        return self._ns(self._dense.head_nbytes, 0, num_tokens) + self._hardware.iteration_ns
+        return self._dense_part_ns(self._dense.head_nbytes, 0, num_tokens) + self._hardware.iteration_ns
 
-    def _ns(self, nbytes: int, layer: int, num_tokens: int) -> int:
+    def _dense_part_ns(self, nbytes: int, layer: int, num_tokens: int) -> int:
+        return self._ns(nbytes, nbytes / self._geometry.layers[layer].itemsize, num_tokens)
+
+    def _ns(self, nbytes: int, num_weights: float, num_tokens: int) -> int:
         hardware = self._hardware
         reading = nbytes / hardware.memory_nbytes_per_s
-        computing = 2 * num_tokens * (nbytes / self._geometry.layers[layer].itemsize) / hardware.flops_per_s
+        computing = 2 * num_tokens * num_weights / hardware.flops_per_s
         return round(max(reading, computing) / hardware.efficiency * 1e9)
 
 

@@ -27,7 +27,7 @@ __all__ = ["GEOMETRY_NAMES", "HARDWARE_NAMES", "Hardware", "Link", "ModelSizes",
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped machines."""
 
-GEOMETRY_NAMES = ("gpt-oss-20b", "deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe")
+GEOMETRY_NAMES = ("gpt-oss-20b", "gpt-oss-20b-mxfp4", "deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe")
 """The shipped shapes of published models."""
 
 _MAX_NUMBER = 10**18
@@ -48,7 +48,7 @@ _FACTORS = {
 }
 """The least and most of numbers that are no rates. Where the least is 0, only `read_processors` can be that."""
 
-_DEFAULTED = {"predictor", "threads_beside", "read_processors"}
+_DEFAULTED = {"predictor", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"}
 """Keys that may be missing though what they say never is."""
 
 _DATA = Path(__file__).resolve().parent.parent / "data"
@@ -115,7 +115,10 @@ class Hardware:
             raise HardwareError(f"{path}: cannot be written ({error.strerror})") from None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        if self.compute is not None:
+            found["compute"]["layer"] = self.compute.layer.as_dict()
+        return found
 
     def with_model(self, link: Link, compute: MeasuredCompute) -> Hardware:
         """The same machine with what was measured of one model."""
@@ -132,7 +135,7 @@ class ModelSizes:
 
     name: str
     num_layers: int
-    layer: LayerGeometry  # `itemsize` is whole bytes a weight: of weights of fewer bits, the type computed in
+    layer: LayerGeometry
     dense: DenseShape | None
 
     @property

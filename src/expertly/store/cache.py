@@ -47,11 +47,11 @@ def stores_folder(cache_dir: Path | None = None) -> Path:
 
 
 def entry_folder(
-    model_type: str, identity: str, dtype: str, cache_dir: Path | None = None, codec: str = "none"
+    model_type: str, identity: str, stored_as: str, cache_dir: Path | None = None, codec: str = "none"
 ) -> Path:
-    """Where the store of a checkpoint in a dtype and a codec belongs."""
+    """Where the store of a checkpoint in a dtype or format and a codec belongs."""
     label = re.sub(r"[^A-Za-z0-9_-]", "_", model_type)[:40]
-    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{dtype}{_PLANES if codec == 'planes' else ''}"
+    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{stored_as}{_PLANES if codec == 'planes' else ''}"
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
@@ -139,7 +139,7 @@ def _entry(path: Path) -> CacheEntry:
         of = Manifest.read(path)
     except StoreError as error:
         return CacheEntry(path.name, path, nbytes, str(error))
-    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.dtype, of.codec, stored_ratio(of))
+    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, of.codec, stored_ratio(of))
 
 
 def _lock_of(folder: Path) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
+from expertly.formats import check_format
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -24,8 +25,6 @@ ITEMSIZE = {name: BITS[code] // 8 for name, code in STORE_DTYPES.items()}
 
 IS_FLOAT = frozenset({"F16", "BF16", "F32", "F64"})
 """Dtypes of tensors that loading casts to the model's dtype."""
-
-_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerGeometry))
 
 
 def check_store_dtype(name: object, field: str = "dtype") -> str:
@@ -53,12 +52,17 @@ class Manifest:
     identity: str  # of the source checkpoint
     source: str  # where it was
     model_type: str
-    dtype: str  # of the experts: bfloat16, float16 or float32
+    dtype: str  # that experts are computed in: bfloat16, float16 or float32; stored in where they have no format
     layers: tuple[LayerGeometry, ...]
     sites: tuple[str, ...]  # module path of each layer's experts
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     format_version: int = FORMAT_VERSION
+
+    @property
+    def stored_as(self) -> str:
+        """The format of the experts' weights where they are quantised, else their dtype."""
+        return stored_as(self.layers, self.dtype)
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
@@ -71,7 +75,7 @@ class Manifest:
             "model_type": self.model_type,
             "dtype": self.dtype,
             "codec": self.codec,
-            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "layers": [layer.as_dict() for layer in self.layers],
             "sites": list(self.sites),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
         }
@@ -118,17 +122,15 @@ class Manifest:
 
 
 def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
-    where = f"{path}: layers[{index}]={raw!r:.80}"
-    if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
-        raise StoreError(f"{where}: must be an object of {', '.join(_LAYER_FIELDS)}")
-    if not all(type(value) is int and value < 1 << 40 for value in raw.values()):
-        raise StoreError(f"{where}: must be whole numbers")
     try:
-        layer = LayerGeometry(**raw)
+        layer = LayerGeometry.from_dict(raw)
+        check_format(layer)
     except ConfigError as error:
         raise StoreError(f"{path}: layers[{index}]: {error}") from None
     if layer.itemsize != itemsize:
-        raise StoreError(f"{where}: itemsize disagrees with the dtype, whose size is {itemsize}")
+        raise StoreError(
+            f"{path}: layers[{index}]={raw!r:.80}: itemsize disagrees with the dtype, whose size is {itemsize}"
+        )
     return layer
 
 

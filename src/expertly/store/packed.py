@@ -18,7 +18,7 @@ import xxhash
 from expertly.core.errors import CheckpointError, StoreError
 from expertly.core.files import disk_errors, read_json_object, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
-from expertly.core.headers import TensorInfo, read_safetensors_header
+from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
 from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
 from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
@@ -31,7 +31,9 @@ _CHUNK_NBYTES = 4 << 20
 
 
 def experts_name(layer: int) -> str:
-    """File of a layer's experts as they are: `experts`, [E, I, M, H]; M: gate (if any), up, down transposed."""
+    """File of a layer's experts as they are: `experts`, [E, I, M, H]; M: gate (if any), up, down transposed. In a
+    format, bytes [E, I / G, nbytes] of blocks of G neurons.
+    """
     return f"experts-{layer:05d}.safetensors"
 
 
@@ -42,8 +44,13 @@ def expert_files(codec: str, layer: int) -> tuple[str, ...]:
     return experts_name(layer), sums_name(layer)
 
 
-def experts_shape(layer: LayerGeometry) -> tuple[int, int, int, int]:
-    return (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
+def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
+    """The tensor of that file."""
+    if layer.format:
+        num_blocks = layer.intermediate_size // layer.block_size
+        return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, num_blocks, layer.block_nbytes))
+    shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
+    return TensorSpec(EXPERTS_KEY, STORE_DTYPES[dtype], shape)
 
 
 def stored_ratio(manifest: Manifest) -> float:
@@ -101,8 +108,7 @@ class PackedStore:
                 open_index(folder, i, layer, manifest.files[index_name(i)]) for i, layer in enumerate(manifest.layers)
             )
             return cls(folder, manifest, tuple((index.path, 0) for index in frames), dense, frames)
-        code = STORE_DTYPES[manifest.dtype]
-        extents = tuple(_extent(folder, code, i, layer) for i, layer in enumerate(manifest.layers))
+        extents = tuple(_extent(folder, manifest.dtype, i, layer) for i, layer in enumerate(manifest.layers))
         sums: tuple[Sums, ...] = ()
         if has_sums:
             sums = tuple(
@@ -179,7 +185,8 @@ class PackedStore:
     def check_claims(self) -> None:
         """Raises StoreError where the config has far more layers or experts than the store."""
         shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in self.dense.items()}
-        shapes |= {f"experts.{i}": experts_shape(layer) for i, layer in enumerate(self.manifest.layers)}
+        dtype, layers = self.manifest.dtype, self.manifest.layers
+        shapes |= {f"experts.{i}": experts_spec(layer, dtype).shape for i, layer in enumerate(layers)}
         check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
     def check_dense(self) -> None:
@@ -280,13 +287,13 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         raise StoreError(f"{error}; remove the store and pack again") from None
 
 
-def _extent(folder: Path, code: str, index: int, layer: LayerGeometry) -> tuple[Path, int]:
-    path = folder / experts_name(index)
+def _extent(folder: Path, dtype: str, index: int, layer: LayerGeometry) -> tuple[Path, int]:
+    path, spec = folder / experts_name(index), experts_spec(layer, dtype)
     info = _header(path).get(EXPERTS_KEY)
-    if info is None or info.dtype != code or info.shape != experts_shape(layer) or info.begin % PAGE_NBYTES:
+    if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape) or info.begin % PAGE_NBYTES:
         found = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)} at offset {info.begin}"
         raise StoreError(
-            f"{path}: tensor {EXPERTS_KEY!r}: {found}; must be {code} {list(experts_shape(layer))} at a multiple of "
+            f"{path}: tensor {EXPERTS_KEY!r}: {found}; must be {spec.dtype} {list(spec.shape)} at a multiple of "
             f"{PAGE_NBYTES}: remove the store and pack again"
         )
     return path, info.begin

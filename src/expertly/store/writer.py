@@ -27,15 +27,14 @@ from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
 from expertly.store.frames import FrameEncoder, frames_per_expert, index_bytes, index_name, padded, planes_name
-from expertly.store.manifest import STORE_DTYPES, FileEntry, Manifest
+from expertly.store.manifest import FileEntry, Manifest
 from expertly.store.packed import (
     DENSE_NAME,
-    EXPERTS_KEY,
     PackedStore,
     dense_index,
     expert_files,
     experts_name,
-    experts_shape,
+    experts_spec,
     is_packed_store,
 )
 from expertly.store.sums import BlockSummer, sums_name
@@ -129,7 +128,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         if self._plan.codec == "planes":
             self._write_planes(layer, geometry, experts)
             return
-        spec = TensorSpec(EXPERTS_KEY, STORE_DTYPES[self._plan.dtype], experts_shape(geometry))
+        spec = experts_spec(geometry, self._plan.dtype)
         summer = BlockSummer(geometry)
 
         def summed() -> Iterator[Bytes]:

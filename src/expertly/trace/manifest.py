@@ -14,6 +14,7 @@ from expertly.trace.schema import (
     DTYPES,
     FORMAT,
     MANIFEST_NAME,
+    OF_FORMAT,
     REQUESTS_NAME,
     REQUIRED,
     SCORINGS,
@@ -27,7 +28,7 @@ from expertly.trace.schema import (
     trace_field,
 )
 
-_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(TraceLayer))
+_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(TraceLayer) if field.name not in OF_FORMAT)
 _SHARD_FIELDS = tuple(field.name for field in dataclasses.fields(ShardInfo) if field.name != "file")
 _MAX_WIDTH = 1 << 20  # of a hidden state, and of how far is looked ahead
 _MAX_COUNT = 1 << 48
@@ -62,7 +63,7 @@ def _as_dict(manifest: TraceManifest) -> dict[str, Any]:
         "created": manifest.created,
         "command": manifest.command,
         "complete": manifest.is_complete,
-        "geometry": {"layers": [dataclasses.asdict(layer) for layer in manifest.layers]},
+        "geometry": {"layers": [layer.as_dict() for layer in manifest.layers]},
         "dense": None if manifest.dense is None else dataclasses.asdict(manifest.dense),
         "scoring": manifest.scoring,
         "fields": fields,
@@ -97,9 +98,12 @@ def _parse(raw: Mapping[str, Any]) -> TraceManifest:
 
 
 def _layer(where: str, raw: object) -> TraceLayer:
-    if not isinstance(raw, dict) or set(raw) != set(_LAYER_FIELDS):
+    if not isinstance(raw, dict) or set(raw) not in ({*_LAYER_FIELDS}, {*_LAYER_FIELDS, *OF_FORMAT}):
         raise TraceError(f"{where}={raw!r:.80}: must be an object of {', '.join(_LAYER_FIELDS)}")
     for name, value in raw.items():
+        if name == "format":
+            _text(raw, name, f"{where}.")
+            continue
         can_be_unknown = name not in ("num_experts", "top_k")
         accepted = "must be a whole number from 1" + " or null" * can_be_unknown
         _check(_is_count(value, 1) or (can_be_unknown and value is None), f"{where}.{name}", value, accepted)

@@ -55,6 +55,10 @@ MODELLED = "modelled: "
 """How the note of a field begins that was made up with the accuracy that the note states."""
 
 
+OF_FORMAT = ("format", "block_size", "block_nbytes")
+"""What a layer says only of weights that are quantised."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceLayer:
     """One MoE layer, with its experts' sizes (see `LayerGeometry`) where they are known."""
@@ -65,18 +69,22 @@ class TraceLayer:
     intermediate_size: int | None = None
     num_matrices: int | None = None
     itemsize: int | None = None
+    format: str = ""
+    block_size: int = 1
+    block_nbytes: int = 0
 
     @classmethod
     def of(cls, layer: LayerGeometry) -> TraceLayer:
         return cls(**dataclasses.asdict(layer))
 
+    def as_dict(self) -> dict[str, Any]:
+        """For a file: what is said of blocks only where there is a format."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if self.format or name not in OF_FORMAT}
+
     def geometry(self) -> LayerGeometry | None:
         """Its geometry, or None where the trace does not know the sizes. Raises ConfigError where they cannot be."""
-        sizes = (self.hidden_size, self.intermediate_size, self.num_matrices, self.itemsize)
-        if any(size is None for size in sizes):
-            return None
-        known = [size for size in sizes if size is not None]
-        return LayerGeometry(self.num_experts, self.top_k, *known)
+        known = dataclasses.asdict(self)
+        return None if None in known.values() else LayerGeometry(**known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.tune_report import SHOWN, report, result_of
+from expertly.cli.tune import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest

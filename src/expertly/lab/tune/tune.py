@@ -334,5 +334,5 @@ def save(tuned: Tuned) -> Path | None:
     if not tuned.verdict.is_verified:
         return None
     path, manifest = choices_path(tuned.store), tuned.store.manifest
-    save_choice(path, manifest.identity, manifest.dtype, tuned.choice)
+    save_choice(path, manifest.identity, manifest.stored_as, tuned.choice)
     return path

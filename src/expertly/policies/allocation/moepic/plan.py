@@ -89,7 +89,9 @@ class SplitPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""
-        layers = [asdict(shape) | asdict(layer) for shape, layer in zip(self.geometry.layers, self.layers, strict=True)]
+        layers = [
+            shape.as_dict() | asdict(layer) for shape, layer in zip(self.geometry.layers, self.layers, strict=True)
+        ]
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -110,14 +112,14 @@ class SplitPlan:
         shapes, splits = [], []
         for number, one in enumerate(plan["layers"]):
             at = f"layers[{number}]"
-            layer = _object(at, one, (*_GEOMETRY_FIELDS, *_SPLIT_FIELDS))
-            for name, value in layer.items():
-                _whole(f"{at}.{name}", value, 0, _MAX_COUNT)
+            if not isinstance(one, dict):
+                raise _error(at, one, "an object")
+            sizes = {name: value for name, value in one.items() if name not in _SPLIT_FIELDS}
             try:
-                shapes.append(LayerGeometry(*(layer[name] for name in _GEOMETRY_FIELDS)))
+                shapes.append(LayerGeometry.from_dict(sizes))
             except ConfigError as error:
                 raise ConfigError(f"plan field {at}: {error}") from None
-            splits.append(LayerSplit(*(layer[name] for name in _SPLIT_FIELDS)))
+            splits.append(LayerSplit(*(_whole(f"{at}.{name}", one.get(name), 0, _MAX_COUNT) for name in _SPLIT_FIELDS)))
         try:
             geometry = Geometry(tuple(shapes), segments)
         except ConfigError as error:

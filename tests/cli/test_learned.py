@@ -13,7 +13,9 @@ import pytest
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape, save_learned
+from expertly.policies.learned import ModelShape, read_learned, save_learned
+from expertly.policies.predictor.eam import EAM
+from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from expertly.policies.predictor.fmoe.store import NONE, mean_similarities
 from expertly.sim.schedule import Selection, make_schedule
@@ -21,8 +23,17 @@ from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
+from tests.cli.asking import Captured, answer, refusal
 from tests.families import make_checkpoint
-from tests.policies.learned_builders import IDENTITY, assert_same, load_maps, make_store
+from tests.policies.learned_builders import (
+    IDENTITY,
+    assert_same,
+    assert_same_state,
+    load_maps,
+    make_matrices,
+    make_store,
+    taught,
+)
 from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
@@ -68,31 +79,12 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert main(["lab", "learned", *map(str, argv), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("\n") == 1
-    result: dict[str, Any] = json.loads(out)
-    return result
+def printed(capsys: Captured, *words: object) -> dict[str, Any]:
+    return answer(capsys, "lab", "learned", *words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["lab", "learned", *map(str, argv)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1
-    return err
-
-
-def test_help_lists_the_subcommands(capsys):
-    assert main(["lab", "learned", "--help"]) == 0
-    out = capsys.readouterr().out
-    for name in ("build", "info", "merge", "export"):
-        assert any(line.split()[1:2] == [name] and len(line.split()) > 3 for line in out.splitlines())
-
-
-@pytest.mark.parametrize("arguments", [["nonsense"], ["info"], ["merge", "a"], ["build", "a", "b", "--split", "7"]])
-def test_bad_arguments_are_errors(arguments, capsys):
-    refused(capsys, *arguments)
+def refused(capsys: Captured, *words: object) -> str:
+    return refusal(capsys, "lab", "learned", *words)
 
 
 def test_info_says_what_there_is(files, capsys):
@@ -148,15 +140,6 @@ def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_a_file_merged_alone_keeps_fewer(files, tmp_path, capsys):
-    facts = printed(capsys, "merge", tmp_path / "c.maps", files[0], "--capacity", 6)
-    assert (facts["maps"], facts["capacity"], facts["file"]) == (6, 6, str(tmp_path / "c.maps"))
-    assert_same(load_maps(files[0]), make_store())
-    printed(capsys, "merge", files[0], files[0], "--capacity", 5)
-    assert load_maps(files[0], IDENTITY).num_maps == 5
-    assert load_maps(files[0]).requests.max() < 0
-
-
 def test_export_writes_plain_arrays(files, tmp_path, capsys):
     out = tmp_path / "c.npz"
     facts = printed(capsys, "export", files[0], out)
@@ -170,38 +153,6 @@ def test_export_writes_plain_arrays(files, tmp_path, capsys):
     assert "writing c.npz failed" in refused(capsys, "export", files[0], tmp_path / "absent" / "c.npz")
 
 
-def test_build_stores_every_token(trace, tmp_path, capsys):
-    out = tmp_path / "a.maps"
-    facts = printed(capsys, "build", trace, out, "--quota", "1")
-    assert (facts["maps"], facts["capacity"], facts["requests"]) == (sum(LENGTHS), 1000, 10)
-    assert (facts["identity"], facts["about"]["model"]) == ("trace:toy", "toy")
-    assert facts["semantic_weight"] == pytest.approx(2 / 3), "three layers: two can be predicted"
-    store, rows = load_maps(out), Trace.open(trace)
-    num = rows.num_rows
-    probs = rows.rows("probs", 0, num).astype(np.float32)
-    np.testing.assert_array_equal(store.maps[:, :num].transpose(1, 0, 2), probs)
-    np.testing.assert_array_equal(store.chosen[:num], rows.rows("experts", 0, num))
-    assert store.embeddings is not None
-    embedding = rows.rows("embedding", 0, num).astype(np.float32)
-    np.testing.assert_allclose(
-        store.embeddings[:num], embedding / np.linalg.norm(embedding, axis=1, keepdims=True), atol=1e-3
-    )
-
-
-def test_build_learns_from_the_first_part_only(trace, tmp_path, capsys):
-    out = tmp_path / "a.maps"
-    facts = printed(capsys, "build", trace, out, "--split", "7:3", "--seed", "5", "--quota", "1", "--distance", "1")
-    opened = Trace.open(trace)
-    training = make_schedule(opened, Selection(split=(7, 3), seed=5)).training
-    spans = [(span.first_row, span.first_row + span.num_rows) for span in training]
-    expected = np.concatenate([opened.rows("probs", *span) for span in spans]).astype(np.float32)
-    store = load_maps(out)
-    assert (facts["requests"], facts["maps"]) == (7, len(expected)) and 0 < len(expected) < sum(LENGTHS)
-    np.testing.assert_array_equal(store.maps[:, : len(expected)].transpose(1, 0, 2), expected)
-    assert facts["semantic_weight"] == pytest.approx(1 / 3)
-    assert "7 requests" in facts["about"]["source"]
-
-
 def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
     printed(capsys, "build", trace, tmp_path / "a.maps", "--split", "7:3", "--capacity", "24", "--distance", "2")
     opened = Trace.open(trace)
@@ -212,12 +163,6 @@ def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
         predictor.learn(history)
     assert predictor.learned.num_maps > 10
     assert_same(load_maps(tmp_path / "a.maps"), predictor.learned)
-
-
-def test_build_keeps_to_its_capacity_and_quota(trace, tmp_path, capsys):
-    facts = printed(capsys, "build", trace, tmp_path / "a.maps", "--capacity", "16")
-    assert (facts["maps"], facts["capacity"], facts["max_maps_of_request"]) == (16, 16, 2)
-    assert max(load_maps(tmp_path / "a.maps").num_of_request.values()) == 2
 
 
 def test_build_of_a_trace_with_made_up_embeddings_goes_without(tmp_path, capsys):
@@ -265,20 +210,6 @@ def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
     assert not (tmp_path / "other.maps").exists()
 
 
-@pytest.mark.parametrize("model", ["absent/folder/here", "."])
-def test_build_for_no_model_is_an_error(trace, tmp_path, capsys, model):
-    assert model in refused(capsys, "build", trace, tmp_path / "a.maps", "--model", tmp_path / model)
-
-
-def test_damaged_files_are_errors_in_one_line(files, tmp_path, capsys):
-    files[0].write_bytes(files[0].read_bytes()[:-3])
-    for arguments in (["info"], ["merge", tmp_path / "c.maps"]):
-        assert str(files[0]) in refused(capsys, *arguments, files[0])
-    assert "a.maps" in refused(capsys, "export", files[0], tmp_path / "c.npz")
-    assert "absent" in refused(capsys, "info", tmp_path / "absent")
-    assert not (tmp_path / "c.maps").exists() and not (tmp_path / "c.npz").exists()
-
-
 def test_works_without_torch(trace, tmp_path):
     path = str(tmp_path / "a.maps")
     lines = ["from expertly.cli.main import main"]
@@ -286,3 +217,137 @@ def test_works_without_torch(trace, tmp_path):
         lines.append(f"assert main({['lab', 'learned', *arguments]!r}) == 0")
     done = run_without_torch("\n".join(lines))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def collections(tmp_path: Path) -> list[Path]:
+    """Two files of one model, and one of maps."""
+    paths = [tmp_path / "a.matrices", tmp_path / "b.matrices", tmp_path / "c.maps"]
+    save_learned(paths[0], make_matrices(), IDENTITY, {"model": "toy", "source": "a test"})
+    save_learned(paths[1], make_matrices(1, 3, 5, seed=1), IDENTITY)
+    save_learned(paths[2], make_store(), IDENTITY)
+    return paths
+
+
+def test_info_of_matrices_says_what_there_is(collections, capsys):
+    facts = printed(capsys, "info", collections[0])
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (4, 6, 8)
+    assert facts["coverage"][1] == {"similarity": 0.98, "matrices": math.ceil(11 * math.log(22))}
+    assert facts["decode_tokens"] == int(make_matrices().decode.total[0].sum()) // 2
+    assert (facts["matrices_bytes"], facts["full_matrices_bytes"]) == (10 * 3 * 8 * 8, 16 * 3 * 8 * 8)
+    assert facts["file_bytes"] == collections[0].stat().st_size
+
+
+def test_info_of_matrices_says_the_same_to_people(collections, capsys):
+    assert main(["lab", "learned", "info", str(collections[0])]) == 0
+    out = capsys.readouterr().out
+    assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
+    assert "2 L E = 44 of them; here are 9.1%" in out and "6 of at most 8 matrices" in out
+
+
+def test_merge_of_matrices(collections, tmp_path, capsys):
+    out = tmp_path / "d.matrices"
+    facts = printed(capsys, "merge", out, *collections[:2])
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (5, 8, 8)
+    assert facts["identity"] == IDENTITY and str(collections[1]) in facts["about"]["source"]
+    facts = printed(capsys, "merge", out, *collections[:2], "--capacity", 20)
+    assert facts["decode_matrices"] == 9 == read_learned(out, Matrices, identity=IDENTITY).learned.decode.num_matrices
+    facts = printed(capsys, "merge", out, out, "--capacity", 3)
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, str(out))
+
+
+def test_kinds_do_not_mix(collections, tmp_path, capsys):
+    out = tmp_path / "d"
+    assert "format='expertly-maps'" in refused(capsys, "merge", out, collections[0], collections[2])
+    assert "format='expertly-matrices'" in refused(capsys, "merge", out, collections[2], collections[0])
+    save_learned(collections[1], make_matrices(), "5" * 64)
+    assert "b.matrices: identity='5555" in refused(capsys, "merge", out, collections[0], collections[1])
+    assert not out.exists()
+
+
+def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):
+    trace, out = make_trace(tmp_path / "trace"), tmp_path / "a.matrices"
+    facts = printed(capsys, "build", trace, out, "--kind", "matrices")
+    assert (facts["decode_matrices"], facts["prefill_matrices"], facts["capacity"]) == (len(LENGTHS), 0, 120)
+    assert facts["decode_tokens"] == sum(LENGTHS) and facts["identity"] == "trace:toy"
+    printed(capsys, "build", trace, out, "--kind", "matrices", "--capacity", 4, "--split", "7:3")
+    opened = Trace.open(trace)
+    predictor = EAM(Geometry(tuple(LayerGeometry(layer.num_experts, layer.top_k, 1, 1, 2, 1) for layer in LAYERS)))
+    for history in histories(opened, make_schedule(opened, Selection(split=(7, 3))).training, predictor.wants):
+        predictor.learn(history)
+    predictor.finish()
+    small = Matrices(predictor.learned.shape, 4)
+    small.decode.extend(predictor.learned.decode)
+    assert_same_state(read_learned(out, Matrices).learned, small)
+    for flag in ("--quota", "--distance"):
+        message = refused(capsys, "build", trace, out, "--kind", "matrices", flag, "1")
+        assert f"{flag[2:]}=1" in message and "of no use with kind='matrices'; accepted: kind=maps" in message
+
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture
+def reuse(tmp_path: Path) -> Path:
+    path = tmp_path / "a.reuse"
+    about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
+    save_learned(path, taught(70), IDENTITY, about)
+    return path
+
+
+def run(model: Path, *arguments: str) -> int:
+    return main(["generate", str(model), "--prompt", PROMPT, "--memory", "50%", "--max-new-tokens", "20", *arguments])
+
+
+def test_the_second_run_begins_with_what_the_first_learned(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "my.reuse")
+    arguments = ("--system", "expertly", "--learned", path)
+    assert run(model, *arguments, "--stats") == 0
+    out = capsys.readouterr().out
+    assert f"[reuse: began with nothing learned: there was no {path} | " in out
+    text = out[: out.index("\n[")]
+    assert run(model, *arguments, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["reuse"]["history"] == "warm" and result["text"].rstrip("\n") == text.rstrip("\n")
+    num_read, num = result["reuse"]["tokens_read"], result["reuse"]["tokens"]
+    assert num == 2 * num_read > 0
+    assert run(model, *arguments, "--stats") == 0
+    line = f"[reuse: began with what {num} tokens had taught: {path} | {3 * num_read} tokens by now]"
+    assert line in capsys.readouterr().out
+    assert run(model, "--system", "expertly", "--learned", "off", "--stats") == 0
+    assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in capsys.readouterr().out
+    assert run(model, "--learned", "off", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["reuse"] is None, "lru learns nothing"
+
+
+def test_info_of_reuse_says_what_there_is(reuse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "learned", "info", str(reuse), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["tokens"], facts["weights"], facts["experts"]) == (70, 22 * 22, 22)
+    assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (3, [8, 6, 8], [2, 3, 3])
+    assert (facts["identity"], facts["about"]["created"]) == (IDENTITY, "2026-01-02T03:04:05+00:00")
+    assert facts["file_bytes"] == reuse.stat().st_size
+    assert main(["lab", "learned", "info", str(reuse)]) == 0
+    out = capsys.readouterr().out
+    first, *lines = out.splitlines()
+    assert "3 layers of 6 to 8 experts, top-2 to 3 | learned of reuse from 70 tokens | " in first
+    assert any(line.startswith("created") and line.endswith("2026-01-02T03:04:05+00:00") for line in lines)
+    assert any("484 of 22 experts: discount 0.9, horizon 8" in line for line in lines)
+    assert "\x1b" not in out, "a terminal does not obey a file"
+    reuse.write_bytes(reuse.read_bytes()[:-4])
+    assert main(["lab", "learned", "info", str(reuse)]) == 2
+    assert "reach beyond" in capsys.readouterr().err
+
+
+def test_other_commands_say_what_they_take(reuse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), reuse.read_bytes()
+    save_learned(maps, make_store(), IDENTITY)
+    accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
+    for arguments in (("export", str(reuse), out), ("merge", out, str(reuse))):
+        assert main(["lab", "learned", *arguments]) == 2
+        assert accepted in capsys.readouterr().err
+    assert main(["lab", "learned", "merge", out, str(maps), str(reuse)]) == 2
+    assert accepted in capsys.readouterr().err
+    assert reuse.read_bytes() == before and not Path(out).exists()

@@ -1,0 +1,159 @@
+"""`expertly lab train`: train ProMoE's predictor: which experts later layers need."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expertly.cli.arguments import distances, seed, split, split_text
+from expertly.cli.inputs import check_writable, identity_of
+from expertly.cli.output import in_brackets, origin, printable, progress_bar, show, table
+from expertly.core.errors import ConfigError
+from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.policies.learned import read_learned, save_learned
+from expertly.policies.predictor.learned import LearnedWeights
+from expertly.trace.reader import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPredictorOptions:
+    trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
+    out: Path | None = option(None, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
+    model: str | None = option(
+        None,
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"
+        " of a trace, and no engine takes them",
+        metavar="MODEL",
+    )
+    distances: Any = option("1,2,4,8", "layers ahead that can be predicted", metavar="K,K", type=distances)
+    hidden: int = option(128, "hidden numbers of each network", least=1)
+    split: Any = option(
+        "7:3",
+        "only of the requests that `simulate --split` learns from; the rest says how good it is",
+        metavar="7:3",
+        type=split,
+    )
+    seed: Any = option(0, "of the split's shuffle and of training", metavar="N", type=seed)
+    epochs: int = option(40, "passes over the training part at most; it ends where no more helps", least=1)
+    device: str = option("cpu", "where to train: cpu or cuda:N", metavar="NAME")
+    json: bool = json_flag()
+
+
+def run(args: TrainPredictorOptions) -> int:
+    from expertly.engine.process import peak_rss_nbytes
+    from expertly.lab.train import TrainOptions, study
+
+    options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
+    if args.out is None:
+        raise ConfigError(f"out: name the file to write; `--predictor auto` looks for {_auto_file(args.model)}")
+    check_writable(args.out)
+    trace = Trace.open(args.trace)
+    identity = identity_of(args.model, trace)
+    start = time.perf_counter()
+    with progress_bar(unit="step") as progress:
+        found = study(trace, args.split, options, progress)
+    seconds = time.perf_counter() - start
+    facts = found.as_dict()
+    about = {
+        "model": trace.manifest.model,
+        "trace": trace.fingerprint,
+        "source": f"{found.num_rows['training']} tokens of {found.num_requests['training']} requests of {args.trace}",
+        "split": split_text(args.split),
+        "seed": args.seed,
+        "hidden": args.hidden,
+        **origin(),
+        "mean": facts["mean"],
+        "accuracy": [
+            [one.distance, one.layer, *map(_rounded, (one.learned, one.lookahead, one.token_id))]
+            for one in found.accuracies
+        ],
+    }
+    save_learned(args.out, found.trained.weights, identity, about)
+    file = read_learned(args.out, LearnedWeights, identity=identity)
+    weights = file.learned
+    result = {
+        "out": str(file.path),
+        "model": about["model"],
+        "identity": file.header.identity,
+        "distances": list(weights.distances),
+        "num_layers": len(weights.num_experts),
+        "networks": len(weights.mlps),
+        "hidden": args.hidden,
+        "parameters": max((mlp.num_parameters for mlp in weights.mlps.values()), default=0),
+        "split": about["split"],
+        "seed": args.seed,
+        "device": args.device,
+        "seconds": seconds,
+        "bytes": file.nbytes,
+        "scratch_bytes": found.scratch_nbytes,
+        "peak_rss_bytes": peak_rss_nbytes(),
+        **facts,
+    }
+    show(result, args.json, lambda: report(result))
+    return 0
+
+
+def _auto_file(model: str | None) -> str:
+    from expertly.store.cache import learned_beside, stores_folder
+
+    if model is not None:
+        from expertly.model.packing import source_folder
+        from expertly.store.packed import is_packed_store
+
+        folder = source_folder(model)
+        if is_packed_store(folder):
+            return str(learned_beside(folder, "predictor"))
+    beside = learned_beside(stores_folder() / "STORE", "predictor")
+    return f"{beside}, where STORE is the model's packed store (`expertly pack --list`)"
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
+
+
+def report(result: dict[str, Any]) -> str:
+    """How often the predictors are right, by layer and distance."""
+    requests, tokens = result["requests"], result["tokens"]
+    head = in_brackets(
+        printable(result["model"]),
+        f"{result['networks']} networks of {result['parameters']} numbers at most",
+        f"distances {', '.join(map(str, result['distances']))}",
+        format_nbytes(result["bytes"]),
+        result["out"],
+    )
+    memory, scratch = format_nbytes(result["peak_rss_bytes"]), format_nbytes(result["scratch_bytes"])
+    return (
+        f"{head}\nsplit {result['split']} with seed {result['seed']}: learned from {tokens['training']} tokens of "
+        f"{requests['training']} requests, stopped by {requests['stopping']} others; "
+        f"{format_seconds(result['seconds'])} on {result['device']}, {memory} of memory and {scratch} of scratch file"
+        f"\n\nshare of the experts named that {tokens['test']} tokens of the {requests['test']} requests kept back "
+        "needed, by layers ahead\n(token id: whatever the distance; *: lookahead is below it)\n"
+        f"{accuracy_table(result)}"
+    )
+
+
+def accuracy_table(result: dict[str, Any]) -> str:
+    """A row for each layer, those of every distance side by side."""
+    distances = result["distances"]
+    cells: dict[str, dict[int, dict[str, Any]]] = {}
+    for one in sorted(result["accuracy"], key=lambda one: one["layer"]):
+        cells.setdefault(str(one["layer"]), {})[one["distance"]] = one
+    if cells:
+        cells["mean"] = {distance: result["mean"][str(distance)] for distance in distances}
+    headers = ["layer", "token id", *(f"{name} {one}" for one in distances for name in ("learned", "lookahead"))]
+    rows = []
+    for name, found in cells.items():
+        row = [name, format_share(next(iter(found.values()))["token_id"])]
+        for distance in distances:
+            row += _pair(found[distance])
+        rows.append(row)
+    return table(headers, rows)
+
+
+def _pair(found: dict[str, Any]) -> list[str]:
+    lookahead, token_id = found["lookahead"], found["token_id"]
+    is_below = lookahead is not None and token_id is not None and lookahead < token_id
+    return [format_share(found["learned"]), format_share(lookahead) + ("*" if is_below else "")]

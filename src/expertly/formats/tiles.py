@@ -1,0 +1,110 @@
+"""What formats have in common: an expert is cut into blocks of neurons, and these into tiles that a kernel takes whole.
+
+Shapes: H hidden, I intermediate, M matrices of an expert, G `group`: inputs that share a scale, and neurons of a block.
+A tile is 16 outputs by G inputs. A block is the tiles of its inner matrices (gate and up, or up; for 16 outputs after
+the other, those over all inputs), then those of down, 16 outputs after the other, each over the block's neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.geometry import LayerGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+TILE_OUTPUTS = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class TiledFormat(Protocol):
+    """A weight format. A matrix of a checkpoint is given as its `parts`: its bytes, [rows, columns / G, n] each; rows
+    are outputs.
+    """
+
+    name: str
+    kernel: int
+    """Its number in native/products.h."""
+    group: int
+    tile_nbytes: int
+    suffixes: tuple[str, ...]
+    """How the names of the tensors end that are the parts of one matrix."""
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError where a value
+        cannot be a weight.
+        """
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The dtype (safetensors' name) and shape that each of its tensors must have."""
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        """[..., tile_nbytes] from parts [..., 16, n]."""
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Float32 weights [..., 16, G] from bytes [..., tile_nbytes], on their device."""
+
+    # -- the same for all ------------------------------------------------------------------------------------
+
+    def geometry(self, layer: LayerGeometry) -> LayerGeometry:
+        """The layer with its experts in this format. Raises ConfigError where its sizes are no whole groups."""
+        for field in ("hidden_size", "intermediate_size"):
+            if getattr(layer, field) % self.group:
+                raise ConfigError(f"{field}={getattr(layer, field)}: {self.name} needs a multiple of {self.group}")
+        nbytes = layer.num_matrices * layer.hidden_size // TILE_OUTPUTS * self.tile_nbytes
+        return replace(layer, format=self.name, block_size=self.group, block_nbytes=nbytes)
+
+    def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Bytes:
+        """The blocks of an expert, [I / G, block_nbytes], from the parts of its inner matrices, [I, H], and of down,
+        [H, I].
+        """
+        blocks = [self.tiles([_inner_tiles(part, self.group) for part in parts]) for parts in inner]
+        blocks.append(self.tiles([_down_tiles(part) for part in down]))
+        return np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
+
+    def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
+        """Float32 weights [r, M, H] of r neurons from their blocks [r / G, block_nbytes], on the device of these."""
+        import torch
+
+        num, group = len(blocks), self.group
+        tiles = self.decode_tiles(blocks.view(num, -1, self.tile_nbytes))  # [blocks, tiles, 16, G]
+        num_down = hidden_size // TILE_OUTPUTS
+        inner = tiles[:, :-num_down].reshape(num, num_matrices - 1, group // 16, hidden_size // group, 16, group)
+        inner = inner.permute(0, 2, 4, 1, 3, 5).reshape(num * group, num_matrices - 1, hidden_size)
+        down = tiles[:, -num_down:].permute(0, 3, 1, 2).reshape(num * group, 1, hidden_size)
+        return torch.cat((inner, down), dim=1)
+
+    def check_shapes(
+        self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], rows: int, columns: int, what: str
+    ) -> None:
+        """Raises CheckpointError where the tensors of a matrix, dtypes and shapes by name, are not of this format."""
+        for suffix, (dtype, shape) in zip(self.suffixes, self.shapes(rows, columns), strict=True):
+            found = [one for name, one in tensors.items() if name.endswith(suffix)]
+            if len(found) != 1:
+                raise CheckpointError(f"{what}: {len(found)} tensors end in {suffix}; {self.name} needs one")
+            if found[0] != (dtype, shape):
+                raise CheckpointError(
+                    f"{what}{suffix}: {found[0][0]} {list(found[0][1])} an expert; must be {dtype} {list(shape)}, as "
+                    f"config.json has it in {self.name}"
+                )
+
+
+def _inner_tiles(part: Bytes, group: int) -> Bytes:
+    """[I / G, tiles, 16, n] from [I, H / G, n]."""
+    rows, groups, width = part.shape
+    tiles = part.reshape(rows // group, group // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(0, 1, 3, 2, 4)
+    return tiles.reshape(rows // group, -1, TILE_OUTPUTS, width)
+
+
+def _down_tiles(part: Bytes) -> Bytes:
+    """[I / G, tiles, 16, n] from [H, I / G, n]."""
+    rows, groups, width = part.shape
+    return part.reshape(rows // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(2, 0, 1, 3)

@@ -1,0 +1,240 @@
+"""Every weight format: what is packed decodes to what transformers makes of it, by the reference and by each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import expertly
+from expertly.core.errors import CheckpointError, ConfigError, StoreError
+from expertly.core.geometry import LayerGeometry
+from expertly.formats import FORMATS, TiledFormat, check_format
+from expertly.model.packing import pack
+from expertly.native.kernels import VARIABLE, Kernels, libraries
+from expertly.sim.hardware import read_geometry
+from expertly.store.manifest import MANIFEST_NAME
+from expertly.store.packed import PackedStore
+from tests.engine.observe import loaded
+from tests.families import generate, load_reference, logits_of, make_prompts
+from tests.model.checkpoints import change, make_mxfp4_checkpoint, set_config
+
+AVAILABLE, WHY = libraries()
+SIZES = [(32, 32, 3), (64, 96, 3), (128, 160, 2), (96, 2880, 3)]  # I, H, M
+Matrix = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+"""The tensors of one matrix of a checkpoint, and its weights [rows, columns] as transformers has them."""
+
+
+def mxfp4_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
+    codes = torch.randint(0, 256, (rows, columns // 32, 16), generator=dice, dtype=torch.uint8)
+    scales = torch.randint(110, 130, (rows, columns // 32), generator=dice, dtype=torch.uint8)
+    scales[0, 0] = 0  # 2^-127 is no normal number
+    return (codes, scales), convert_moe_packed_tensors(codes[None], scales[None], dtype=torch.float32)[0].T
+
+
+MATRICES: dict[str, Callable[[torch.Generator, int, int], Matrix]] = {"mxfp4": mxfp4_matrix}
+
+
+def test_every_format_is_tested() -> None:
+    assert set(MATRICES) == set(FORMATS)
+
+
+@pytest.fixture(params=FORMATS)
+def form(request: pytest.FixtureRequest) -> TiledFormat:
+    return FORMATS[request.param]
+
+
+def made(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An expert's blocks, and its weights [I, M, H]."""
+    dice = torch.Generator().manual_seed(width)
+    shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
+    matrices = [MATRICES[form.name](dice, *shape) for shape in shapes]
+    *inner, down = (form.parts_of(tensors, *shape) for (tensors, _), shape in zip(matrices, shapes, strict=True))
+    *weights, last = (weight for _, weight in matrices)
+    return torch.from_numpy(form.pack(inner, down)), torch.stack([*weights, last.T], dim=1)
+
+
+@pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
+def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> None:
+    blocks, weights = made(form, width, hidden, num_matrices)
+    layer = form.geometry(LayerGeometry(8, 2, hidden, width, num_matrices, 2))
+    assert blocks.shape == (width // layer.block_size, layer.block_nbytes) and blocks.nbytes == layer.expert_nbytes
+    assert torch.equal(form.decode(blocks, num_matrices, hidden), weights)
+    part = form.decode(blocks[-1:], num_matrices, hidden)  # a segment is a run of blocks
+    assert torch.equal(part, weights[-layer.block_size :])
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+@pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
+def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
+    """Decoded weights to the bit; products within what sums in float32 may lose. Threads and the other experts of a
+    call change nothing.
+    """
+    kernels = Kernels(library, "for a test")
+    blocks, weights = made(form, width, hidden, num_matrices)
+    blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
+    address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
+    for dtype in kernels.dtypes:
+        decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
+        kernels.tile_decode(form.kernel, address, decoded)
+        assert torch.equal(decoded, weights.to(dtype))
+        exact = weights.double()
+        for n in (1, 2, 3, 4):
+            x = torch.randn(n, hidden, generator=dice).to(dtype)
+            h = torch.randn(n, width, generator=dice).to(dtype)
+            inner = torch.full((num_matrices - 1, 2 * n, width), torch.nan, dtype=dtype)
+            down = torch.full((2 * n, hidden), torch.nan, dtype=dtype)
+            added = torch.ones(n, hidden)
+            second = address + blocks.nbytes // 2
+            kernels.tile_dots(form.kernel, (address, 0, n, n, second, 0, n, 0), x, inner)
+            kernels.tile_sums(form.kernel, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
+            kernels.tile_sums(form.kernel, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
+            few = torch.finfo(dtype).eps
+            for found, wanted, magnitude in (
+                (inner[:, n:], torch.einsum("nh,imh->mni", x.double(), exact[:, :-1]), hidden),
+                (down[n:], h.double() @ exact[:, -1], width),
+                (added, 1 + h.double() @ exact[:, -1], width),
+            ):
+                eps = few if found.dtype == dtype else torch.finfo(found.dtype).eps
+                bound = eps * wanted.abs() + 2**-22 * magnitude * exact.abs().max()
+                assert bool(((found.double() - wanted).abs() <= bound).all())
+            alone, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
+            try:
+                torch.set_num_threads(1)
+                kernels.tile_sums(form.kernel, (address, 0, n, 0), h, alone, num_matrices - 1)
+            finally:
+                torch.set_num_threads(threads)
+            assert torch.equal(alone, down[n:])
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+CHECKPOINTS: dict[str, Callable[[Path, torch.dtype], Path]] = {"mxfp4": make_mxfp4_checkpoint}
+SYSTEMS = [("lru", "25%"), ("expertly", "25%"), ("expertly", "60%"), ("moepic", "50%"), ("resident", "100%")]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], Path]:
+    folder, made = tmp_path_factory.mktemp("formats"), {}
+
+    def checkpoint(name: str, dtype: torch.dtype) -> Path:
+        key = f"{name}-{dtype}"
+        if key not in made:
+            made[key] = CHECKPOINTS[name](folder / key, dtype)
+            pack(made[key], folder / f"{key}-store")
+        return made[key]
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_tokens_and_logits_are_those_of_the_dequantised_model(
+    form: TiledFormat, segments: int, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "native" and not AVAILABLE:
+        pytest.skip(WHY)
+    monkeypatch.setenv(VARIABLE, kernels)
+    source = checkpoints(form.name, torch.float32)
+    reference, prompts = load_reference(source), make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for system, memory in SYSTEMS if kernels == "native" else SYSTEMS[:1]:
+        with loaded(Path(f"{source}-store"), memory=memory, system=system, segments=segments) as model:
+            assert generate(model, prompts) == tokens, f"{system} {memory}"
+            assert generate(model, prompts[:1]) == tokens[:1]
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5)
+            stats = expertly.stats(model).as_dict()
+        assert stats["kernels"]["name"].split()[0] == kernels
+        assert (stats["kernels"]["native"] > 0) == (kernels == "native")
+        assert system == "resident" or stats["phases"]["decode"]["bytes_loaded"] > 0
+
+
+def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+    source = checkpoints(form.name, torch.bfloat16)
+    kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", "bfloat16")
+    assert (kept.manifest.stored_as, kept.manifest.dtype) == (form.name, "bfloat16")
+    assert converted.manifest.stored_as == "bfloat16"
+    assert kept.experts_nbytes * 3 < converted.experts_nbytes
+    kept.verify(full=True)
+    reference = load_reference(source)
+    prompts = make_prompts(1, length=14)
+    tokens = generate(reference, prompts)
+    for store in (kept, converted):
+        with loaded(store.folder, memory="50%") as model:
+            assert generate(model, prompts) == tokens
+    with pytest.raises(ConfigError, match=r"dtype='float32': the packed store .* holds"):
+        expertly.load(kept.folder, dtype="float32")
+
+
+def test_bad_input_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+    source = checkpoints(form.name, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"segments=8: .*128, in blocks of 32 \(mxfp4\); accepted up to 64: 1, 2, 4$"):
+        expertly.load(Path(f"{source}-store"), segments=8)
+    with pytest.raises(ConfigError, match="codec='planes': experts in mxfp4 are not compressed"):
+        pack(source, tmp_path / "planes", codec="planes")
+    manifest = Path(f"{source}-store") / MANIFEST_NAME
+    for old, new, message in (
+        ('"format": "mxfp4"', '"format": "mxfp5"', "format='mxfp5': unknown; accepted: mxfp4"),
+        ('"block_size": 32', '"block_size": 64', "block_size=64, block_nbytes=3264: must be 32 and 3264 in mxfp4"),
+        ('"block_nbytes": 3264', '"block_nbytes": true', "block_nbytes=True: must be a whole number"),
+    ):
+        text = manifest.read_text()
+        try:
+            manifest.write_text(text.replace(old, new, 1))
+            with pytest.raises(StoreError, match=message):
+                PackedStore.open(manifest.parent)
+        finally:
+            manifest.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil", "message"),
+    [
+        ("0.mlp.experts.gate_up_proj_scales", lambda tensor: None, "gate_up_proj"),
+        ("down_proj_scales", lambda tensor: tensor[:, :, :1], r"_scales: U8 .*must be U8"),
+        ("down_proj_scales", lambda tensor: tensor.fill_(255), "a scale of 255: must be at most 252"),
+        ("down_proj_blocks", lambda tensor: tensor[..., :8], r"_blocks: U8 .*must be U8"),
+        ("down_proj_blocks", lambda tensor: tensor.float(), r"_blocks: F32 .*must be U8"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(part: str, spoil: Any, message: str, tmp_path: Path) -> None:
+    source = make_mxfp4_checkpoint(tmp_path / "source")
+    change(source, lambda name, tensor: spoil(tensor) if name.endswith(part) else tensor)
+    with pytest.raises(CheckpointError, match=message):
+        pack(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
+        FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 48, 3, 2))
+    source = make_mxfp4_checkpoint(tmp_path / "source")
+    set_config(source, intermediate_size=48)
+    with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
+        pack(source, tmp_path / "store")
+
+
+def test_the_shipped_geometry_is_the_formats() -> None:
+    for layer in read_geometry("gpt-oss-20b-mxfp4").layers:
+        check_format(layer)
+        assert layer.format == "mxfp4"
+
+
+def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
+    """The kernels decode whatever bytes a slot holds as the reference does."""
+    if not AVAILABLE:
+        pytest.skip(WHY)
+    dice = np.random.default_rng(3)
+    layer = form.geometry(LayerGeometry(1, 1, 64, 64, 3, 2))
+    blocks = torch.from_numpy(dice.integers(0, 253, (2, layer.block_nbytes), np.uint8))
+    wanted = form.decode(blocks, 3, 64)
+    for library in AVAILABLE:
+        decoded = torch.empty(64, 3, 64)
+        Kernels(library, "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
+        assert torch.equal(decoded, wanted)
