@@ -51,7 +51,7 @@ def make_checkpoint(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "config.json").write_text(json.dumps(config))
     state = build_meta_model(MODEL, torch.bfloat16).state_dict()
     shards: dict[str, list[str]] = {}
     for name in state:

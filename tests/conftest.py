@@ -22,6 +22,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
 keep_off_trapped_instructions()  # before any reference model multiplies
 
 
+LONGEST = (
+    *("test_wheel.py", "cli/test_compare.py", "serve/test_fuzz.py", "cli/test_compare_failing.py", "cli/test_tune.py"),
+    *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "model/test_streaming.py"),
+)
+"""These files run first: no worker is to begin a long one when the others have nothing left."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where this run's packed stores go."""
@@ -40,6 +47,7 @@ def keep_collections_short() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

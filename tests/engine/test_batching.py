@@ -23,10 +23,10 @@ from tests.families import (
     pad_left,
 )
 
-CONTINUOUS = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe")
+CONTINUOUS = ("qwen3_moe", "gpt_oss")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "jamba", "qwen3_next"])
 def test_pads_are_computed_and_not_counted(family: str, cases: Cases) -> None:
     """What is counted is what the real rows chose, and no more."""
     case = cases[family]

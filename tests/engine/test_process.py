@@ -1,4 +1,7 @@
-"""What a process takes and gives back, with 288 MiB of experts; a processor that names instructions and traps them."""
+"""What a process takes and gives back, with 288 MiB of experts; a processor that names instructions and traps them.
+
+What is measured is a process's own memory, whatever others take meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ from expertly.engine.process import (
 )
 from tests.engine.observe import rss_nbytes, run_python
 from tests.families import generate
-
-pytestmark = pytest.mark.alone
 
 MIB = 1 << 20
 

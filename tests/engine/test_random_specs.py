@@ -21,6 +21,7 @@ from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, System
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.families import generate, make_prompts
+from tests.tables import seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,7 +65,7 @@ def random_settings(dice: random.Random, system: System, store: Path) -> dict[st
     return settings
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_no_choice_of_parts_changes_a_token(seed: int, cases: Cases, tmp_path: Path) -> None:
     """Three prompts of different lengths; whatever one device predicts inline and decides is decided again."""
     dice = random.Random(seed)

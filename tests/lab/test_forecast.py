@@ -35,6 +35,7 @@ def test_sizes_are_those_of_the_store_that_packing_makes(needs: ModelNeeds, tmp_
     store = pack(demo_folder(), tmp_path / "store", codec="none")
     assert (needs.dense_nbytes, needs.experts_nbytes) == (store.dense_nbytes, store.experts_nbytes)
     assert needs.stored is not None and needs.stored.dtypes == {"BF16": needs.stored.nbytes}
+    assert needs.stored.experts_nbytes == store.experts_nbytes
     of_store = needs_of(str(tmp_path / "store"))
     assert (of_store.layers, of_store.dense, of_store.dense_nbytes) == (needs.layers, needs.dense, needs.dense_nbytes)
     assert of_store.is_packed and of(of_store).disk_nbytes == 0

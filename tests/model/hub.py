@@ -50,6 +50,11 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
 
         def _answer(self, is_head: bool) -> None:
             path = self.path.partition("?")[0]
+            if path.startswith(f"/api/models/{NAME}/tree"):
+                files = [{"type": "file", "path": one["rfilename"], "oid": one["blobId"]} for one in hub.siblings()]
+                sized = [one | {"size": (hub.folder / str(one["path"])).stat().st_size} for one in files]
+                self._send(200, json.dumps(sized).encode(), {}, is_head)
+                return
             if path.startswith(f"/api/models/{NAME}"):
                 told = {"id": NAME, "sha": hub.commit, "siblings": hub.siblings(), "tags": [], "private": False}
                 self._send(200, json.dumps(told).encode(), {}, is_head)

@@ -124,16 +124,11 @@ def experts_of(store: PackedStore) -> Iterator[bytes]:
             yield bytes(whole)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ratio"), [("bfloat16", 0.72), ("float16", 0.72), ("float32", 0.37)], ids=lambda value: str(value)
-)
-def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(
-    tmp_path: Path, dtype: str, ratio: float
-) -> None:
-    store = pack_cached("demo", dtype, tmp_path, codec="planes")
-    assert store.codec == "planes" and store.ratio <= ratio
-    assert store.folder.name.endswith(f"-{dtype}-planes")
-    plain = pack_cached("demo", dtype, tmp_path, codec="none")
+def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(tmp_path: Path) -> None:
+    store = pack_cached("demo", "bfloat16", tmp_path, codec="planes")
+    assert store.codec == "planes" and store.ratio <= 0.72
+    assert store.folder.name.endswith("-bfloat16-planes")
+    plain = pack_cached("demo", "bfloat16", tmp_path, codec="none")
     assert list(experts_of(store)) == list(experts_of(plain))
     assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 
 from expertly.cli.main import main
 from expertly.core.errors import CheckpointError
-from expertly.model.hub import HubModel
+from expertly.model.hub import HubModel, arrived, download
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
@@ -140,10 +141,18 @@ def test_what_cannot_be_streamed(hub: FakeHub, checkpoint: Path, tmp_path: Path,
 def test_room_is_looked_at_before_anything_is_downloaded(
     hub: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs, sizes = needs_of(NAME), {path.name: path.stat().st_size for path in hub.folder.iterdir()}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     for flags, says in (([], "pack --stream"), (["--stream"], "for shards while they are packed")):
         code, told = command("pack", NAME, *flags)
         assert code == 2 and says in told["error"]["message"] and "1000 are free" in told["error"]["message"]
+    shards_nbytes = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
+    found = re.search(r"(\d+) more bytes are needed, of which (\d+) for shards", told["error"]["message"])
+    assert found is not None
+    needed, most = map(int, found.groups())
+    assert max(shards_nbytes) < most < 4 * max(shards_nbytes) < sum(shards_nbytes)
+    whole = needs.experts_nbytes + 2 * needs.dense_nbytes + most
+    assert whole - sum(sizes.values()) + sum(shards_nbytes) <= needed < whole, "small files are there by now"
     assert not any(one.endswith(".safetensors") for one in hub.downloads)
 
 
@@ -153,6 +162,7 @@ def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
     whole = pack(hub.folder, tmp_path / "whole", codec="none")
     assert (needs.experts_nbytes, needs.dense_nbytes) == (whole.experts_nbytes, whole.dense_nbytes)
     assert needs.stored is not None and not needs.stored.is_here
+    assert needs.stored.largest_file_nbytes == max((hub.folder / name).stat().st_size for name in shards(hub.folder))
     assert needs.stored.nbytes == needs.experts_nbytes + needs.dense_nbytes
 
 
@@ -163,29 +173,64 @@ def test_a_file_of_another_size_than_was_said_is_refused(hub: FakeHub, tmp_path:
         told.fetch("config.json", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("dtype", "F99"),
-        ("shape", "wide"),
-        ("shape", [1 << 40]),
-        ("data_offsets", [8, 0]),
-        ("data_offsets", [5]),
-        ("", 0),
-    ],
-)
-def test_what_a_hub_says_is_read_as_hostile_input(hub: FakeHub, tmp_path: Path, field: str, value: Any) -> None:
-    """Headers that lie, and a config that is none."""
-    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "damaged"))
-    path = hub.folder / shards(hub.folder)[0]
+def with_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another header of the first tensor of the first shard."""
+    path = folder / shards(folder)[0]
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:end])
-    name = next(one for one in header if one != "__metadata__")
-    if field:
-        header[name][field] = value
-        path.write_bytes(safetensors_bytes(header, raw[end:]))
-    else:
-        (hub.folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match=rf"{NAME}|config\.json: not JSON"):
+    change(header[next(one for one in header if one != "__metadata__")])
+    path.write_bytes(safetensors_bytes(header, raw[end:]))
+
+
+def with_json(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+
+
+def lead_elsewhere(index: dict[str, Any]) -> None:
+    index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dtype": (lambda at: with_header(at, lambda one: one.update(dtype="F99")), "dtype='F99': unknown"),
+    "shape": (lambda at: with_header(at, lambda one: one.update(shape="wide")), "shape='wide': must be"),
+    "size": (lambda at: with_header(at, lambda one: one.update(shape=[1 << 40])), "data_offsets=.*hold"),
+    "offsets": (lambda at: with_header(at, lambda one: one.update(data_offsets=[8, 0])), "data_offsets=.*hold"),
+    "one offset": (lambda at: with_header(at, lambda one: one.update(data_offsets=[5])), NAME),
+    "no config": (lambda at: (at / "config.json").write_text("[" * 100_000), r"config\.json: not JSON"),
+    "claims": (
+        lambda at: with_json(at, "config.json", lambda one: one.update(num_hidden_layers=10**9)),
+        "num_hidden_layers=1000000000: there are tensors for",
+    ),
+    "names": (lambda at: with_json(at, "model.safetensors.index.json", lead_elsewhere), "names 'sub/.*not there"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_a_hub_says_is_read_as_hostile_input(hub: FakeHub, tmp_path: Path, what: str) -> None:
+    spoil, told = SPOILED[what]
+    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "spoiled"))
+    spoil(hub.folder)
+    with pytest.raises(CheckpointError, match=told):
         needs_of(NAME)
+
+
+def test_a_shard_that_is_not_what_its_headers_said_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    found = HubModel.find(NAME)
+    found.fetch_small_files(tmp_path)
+    checkpoint = found.checkpoint(tmp_path)
+    path = tmp_path / shards(hub.folder)[0]
+    shutil.copy(hub.folder / path.name, path)
+    arrived(checkpoint, path)
+    with_header(tmp_path, lambda one: one.update(shape=[1, *one["shape"]]))
+    with pytest.raises(CheckpointError, match="is not what the hub's headers say"):
+        arrived(checkpoint, path)
+
+
+def test_what_the_cache_has_needs_no_room(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = snapshot_download(NAME)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert download(NAME) == Path(folder)

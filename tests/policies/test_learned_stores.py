@@ -11,7 +11,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import NONE, MapStore, coverage_bounds, mean_similarities
-from tests.policies.learned_builders import SHAPE, add_random, assert_same, make_matrices, make_store
+from tests.policies.learned_builders import SHAPE, make_matrices, make_store
 
 ONE_LAYER = ModelShape((4,), (1,))
 
@@ -52,14 +52,6 @@ def test_what_is_redundant_goes(stores: list[list[int]], capacity: int, kept: li
     assert sorted(out.chosen[: out.num_maps, 0, 0].tolist()) == kept
 
 
-def test_one_store_stays_as_it_is_and_a_request_keeps_to_its_quota() -> None:
-    store = make_store(7, hidden_size=None)
-    assert_same(MapStore.merged([store], store.capacity), store)
-    store = make_store(20, 20)
-    add_random(store, 5, seed=9, first_request=50, each=5)
-    assert max(MapStore.merged([store], 4).num_of_request.values()) == 2
-
-
 def test_stores_of_two_models_do_not_merge() -> None:
     with pytest.raises(ConfigError, match="not of one model"):
         MapStore.merged([make_store(3), MapStore(ONE_LAYER, 4)], 5)
@@ -88,13 +80,6 @@ def test_mean_similarity_is_over_pairs() -> None:
     for found, rows in zip(mean_similarities(store), (maps, state["embeddings"]), strict=True):
         unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         assert found == pytest.approx((unit @ unit.T)[np.triu_indices(12, 1)].mean(), abs=1e-5)
-
-
-def test_mean_similarity_of_a_sample_is_repeatable() -> None:
-    store = make_store(300, 300)
-    few = mean_similarities(store, 50, seed=1)
-    assert few == mean_similarities(store, 50, seed=1) != mean_similarities(store, 50, seed=2)
-    assert few[0] == pytest.approx(mean_similarities(store, 300)[0], abs=0.05)
 
 
 def test_merged_matrices_are_all_of_them_the_older_ones_first() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -30,40 +32,32 @@ async def stream(client: openai.AsyncOpenAI, prompt: str, **more: Any) -> tuple[
     return text, reason
 
 
-def async_client(serving: Serving) -> openai.AsyncOpenAI:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return openai.AsyncOpenAI(
-        base_url=f"{serving.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=120,
-        http_client=openai.DefaultAsyncHttpxClient(limits=limits),
-    )
+def streams(serving: Serving, prompts: Sequence[str], **more: Any) -> list[tuple[str, str | None]]:
+    """All at once."""
+
+    async def run() -> list[tuple[str, str | None]]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with openai.AsyncOpenAI(
+            base_url=f"{serving.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+        ) as client:
+            return list(await asyncio.gather(*(stream(client, prompt, **more) for prompt in prompts)))
+
+    return asyncio.run(run())
 
 
 @pytest.mark.slow
 def test_two_hundred_streams_are_each_what_generate_writes(demo: tuple[Any, Any]) -> None:
     expected = {prompt: greedy_end(*demo, prompt, 4) for prompt in PROMPTS}
     asked = [PROMPTS[i % len(PROMPTS)] for i in range(200)]
-    seen: list[int] = []
-
-    async def run(serving: Serving) -> list[tuple[str, str | None]]:
-        client = async_client(serving)
-
-        async def watch() -> None:
-            while True:
-                seen.append(len(serving.scheduler.running))
-                await asyncio.sleep(0.02)
-
-        watching = asyncio.ensure_future(watch())
-        got = await asyncio.gather(*(stream(client, prompt, max_tokens=4) for prompt in asked))
-        watching.cancel()
-        await client.close()
-        return list(got)
-
     with served(*demo, room_for(context=128, max_running=32, max_queue=200)) as serving:
-        got = asyncio.run(run(serving))
-        scheduler = serving.scheduler
+        scheduler, seen = serving.scheduler, []
+        admit = scheduler._admit
+        scheduler._admit = lambda request: (admit(request), seen.append(len(scheduler.running)))
+        got = streams(serving, asked, max_tokens=4)
         assert (len(scheduler.running), len(scheduler.waiting)) == (0, 0)
         assert scheduler.free_pages == scheduler.room.num_pages
     assert got == [expected[prompt] for prompt in asked]
@@ -72,16 +66,10 @@ def test_two_hundred_streams_are_each_what_generate_writes(demo: tuple[Any, Any]
 
 def test_a_cache_that_holds_two_texts_serves_many(demo: tuple[Any, Any]) -> None:
     """Pages are the limit, not places: what does not fit waits."""
-    expected = {prompt: greedy_end(*demo, prompt, NUM_TOKENS) for prompt in PROMPTS[:8]}
-
-    async def run(serving: Serving) -> list[tuple[str, str | None]]:
-        client = async_client(serving)
-        return list(await asyncio.gather(*(stream(client, prompt) for prompt in PROMPTS[:8])))
-
+    expected = [greedy_end(*demo, prompt, NUM_TOKENS) for prompt in PROMPTS[:8]]
     with served(*demo, room_for(context=64, max_running=16, num_pages=5)) as serving:
-        got = asyncio.run(run(serving))
+        assert streams(serving, PROMPTS[:8]) == expected
         assert serving.scheduler.num_failed_steps == 0
-    assert got == list(expected.values())
 
 
 def test_pages_that_are_kept_for_others_make_room(demo: tuple[Any, Any]) -> None:
@@ -89,23 +77,15 @@ def test_pages_that_are_kept_for_others_make_room(demo: tuple[Any, Any]) -> None
     starts = [f"{word} " * 70 for word in WORDS[:5]]
     prompts = [f"{start} {word}" for start in starts for word in ("and", "or")]
     expected = [greedy_end(*demo, prompt, NUM_TOKENS) for prompt in prompts]
-
-    async def run(serving: Serving) -> list[tuple[str, str | None]]:
-        client = async_client(serving)
-        return list(await asyncio.gather(*(stream(client, prompt) for prompt in prompts)))
-
     with served(*demo, room_for(context=256, max_running=8, num_pages=14)) as serving:
-        got = asyncio.run(run(serving))
+        assert streams(serving, prompts) == expected
         assert serving.scheduler.num_failed_steps == 0
-    assert got == expected
 
 
 def test_beyond_the_queue_is_told_at_once_when_to_come_again(demo: tuple[Any, Any]) -> None:
-    with served(*demo, room_for(context=512, max_running=1, max_queue=2)) as serving:
+    with served(*demo, room_for(context=512, max_running=1, max_queue=2)) as serving, ThreadPoolExecutor() as pool:
         release = hold(serving)
-        busy = [threading.Thread(target=complete, args=(serving, 8)) for _ in range(3)]
-        for one in busy:
-            one.start()
+        busy = [pool.submit(complete, serving, 8) for _ in range(3)]
         wait_for(lambda: len(serving.scheduler.waiting) == 2)
         start = time.perf_counter()
         with pytest.raises(openai.RateLimitError) as raised:
@@ -114,8 +94,7 @@ def test_beyond_the_queue_is_told_at_once_when_to_come_again(demo: tuple[Any, An
         assert int(raised.value.response.headers["retry-after"]) >= 1
         assert raised.value.code == "queue_full"
         release.set()
-        for one in busy:
-            one.join(60)
+        assert all(one.result(60) for one in busy)
         assert complete(serving, 4), "there is room again"
 
 
@@ -161,17 +140,9 @@ def test_a_long_prompt_does_not_keep_others_from_writing(demo: tuple[Any, Any]) 
     """It is read in parts."""
     expected = greedy(*demo, "The sea", 30)
     long = "word " * 600
-    with served(*demo, room_for(context=1024, max_running=4)) as serving:
-        results: list[str] = []
-        others = [
-            threading.Thread(target=lambda: results.append(complete(serving, 30, "The sea"))),
-            threading.Thread(target=lambda: results.append(complete(serving, 4, long))),
-        ]
-        for one in others:
-            one.start()
-        for one in others:
-            one.join(90)
-    assert expected in results and greedy(*demo, long, 4) in results
+    with served(*demo, room_for(context=1024, max_running=4)) as serving, ThreadPoolExecutor() as pool:
+        short, read = (pool.submit(complete, serving, *one) for one in ((30, "The sea"), (4, long)))
+        assert (short.result(90), read.result(90)) == (expected, greedy(*demo, long, 4))
 
 
 # -- when a forward pass fails ---------------------------------------------------------------------------------------
@@ -240,20 +211,9 @@ def test_a_model_that_cannot_begin_again_is_told_to_everybody(
 
         monkeypatch.setattr(Batch, "_make", cannot)
         break_next_pass(demo[0], RuntimeError("broken"), lambda: wait_for(lambda: serving.scheduler.waiting))
-        errors: list[int] = []
-
-        def ask() -> None:
-            try:
-                complete(serving, 8)
-            except openai.APIStatusError as error:
-                errors.append(error.status_code)
-
-        asking = [threading.Thread(target=ask) for _ in range(2)]
-        for one in asking:
-            one.start()
-        for one in asking:
-            one.join(60)
-        assert sorted(errors) == [500, 503], "who ran, and who waited"
+        with ThreadPoolExecutor() as pool:
+            errors: list[Any] = [pool.submit(complete, serving, 8).exception for _ in range(2)]
+            assert sorted(error(60).status_code for error in errors) == [500, 503], "who ran, and who waited"
         with serving.http() as client:
             health = client.get("/health")
             assert health.status_code == 503 and "no room for a cache" in health.json()["reason"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from expertly.sim.training import TrainingPart
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.scheduler.drive import one_token
-from tests.sim.drive import INFINITE, make_study, make_trace, random_passes, results, sized, toy
+from tests.sim.drive import make_study, make_trace, random_passes, results, sized, toy
 
 LAYERS = sized(3, 8, 2)
 
@@ -77,19 +76,6 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
                 expected[layer].add([(1, int(expert)) for expert in row[layer]])
     assert [one.tolist() for one in usage.misses] == [one.misses().tolist() for one in expected]
     assert study._training.usage(get_system("lru"), study.geometry, Known()) is None
-
-
-def test_where_nothing_is_kept_every_need_is_a_load(tmp_path: Path) -> None:
-    trace = skewed(tmp_path)
-    names = ["lru:allocation=none", "lru:allocation=none:prediction=lookahead:ahead=ring"]
-    rows = results(make_study(trace, matcher="inline"), names, "60%")
-    nothing, prefetched = (rows[name] for name in names)
-    assert nothing["hit_rate"] == 0 and nothing["bytes_loaded"] == 300 * 3 * 2 * LAYERS[0].expert_nbytes
-    assert nothing["allocation"] == {"name": "none", "experts": [0, 0, 0]}
-    assert prefetched["bytes_loaded"] == nothing["bytes_loaded"], "the lookahead is right"
-    assert prefetched["tpot_s"] < nothing["tpot_s"]
-    fast = results(make_study(trace, toy(link=INFINITE), matcher="inline"), names, "60%")
-    assert fast[names[1]]["hit_rate"] == 2 / 3, "all but the first layer's, which nothing predicts"
 
 
 # -- parts of experts ----------------------------------------------------------------------------------------------
@@ -176,13 +162,6 @@ def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_
     assert ours["tpot_s"] < fixed["tpot_s"]
     assert ours["memory_bytes"] == fixed["memory_bytes"]
     assert fixed["allocation"]["split"] == [{"kept_experts": 11, "theta": 0.5}] * 4
-
-
-def test_without_sizes_there_are_rates(planted: Trace) -> None:
-    """Loads take no time there: what is kept is worked out all the same."""
-    study = replace(make_study(planted), layers=None)
-    row = results(study, ["moepic:tau=100"], "50%")["moepic:tau=100"]
-    assert row["allocation"]["configurations"] == 4 and row["hit_rate"] > 0.5 and row["tpot_s"] is None
 
 
 # -- a training part teaches `expertly` what is used again soon; other systems are told nothing of it ----------

@@ -114,41 +114,6 @@ def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
     assert told[0].told == told[1].told and channels[1].num_dropped == 0
 
 
-def test_of_too_many_observations_the_oldest_of_the_running_pass_go() -> None:
-    predictor, clock = Notes(), Clock()
-    channel = VirtualPredictorThread(
-        predictor, clock, PredictorCosts(100, float("inf"), float("inf")), ObservationQueue(3)
-    )
-    channel.begin_iteration(-1, lambda: BEGAN)  # read from 0 to 100
-    assert taken(channel) == []
-    for layer in range(6):
-        publish(channel, layer, layer)
-    assert channel.num_dropped == 3
-    channel.end_iteration(True)
-    channel.close()
-    assert predictor.told == ["begin", 3, 4, 5, ("end", True)]
-    clock.now_ns = 10**6
-    assert taken(channel) == [(-1, 0), (3, 4), (3, 5), (4, 5), (4, 6), (5, 6), (5, 7)]
-
-
-def test_passes_that_have_ended_go_as_a_whole() -> None:
-    predictor, clock = Notes(), Clock()
-    channel = VirtualPredictorThread(
-        predictor, clock, PredictorCosts(1000, float("inf"), float("inf")), ObservationQueue(4)
-    )
-    for iteration in range(3):
-        channel.begin_iteration(iteration * 2 - 1, lambda: BEGAN)
-        for layer in range(2):
-            publish(channel, iteration * 2 + layer, layer)
-            clock.now_ns += 1
-        channel.end_iteration(iteration != 1)
-    # The first pass began at once; 0 and 1 waited, then the second's three: five, so the first's went, its end, too.
-    # Then the third's begin made four, its routers five: the second went as a whole.
-    assert channel.num_dropped == 2 + 3
-    channel.close()
-    assert predictor.told == ["begin", "begin", 0, 1, ("end", True)]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
     rng, predictor, clock = np.random.default_rng(seed), Notes(), Clock()

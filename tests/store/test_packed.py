@@ -133,12 +133,13 @@ def test_a_damaged_header_is_named(store: PackedStore) -> None:
         PackedStore.open(store.folder)
 
 
-def test_a_manifest_that_lacks_a_file_is_refused(store: PackedStore) -> None:
+@pytest.mark.parametrize("name", ["experts-00001.safetensors", "experts-00001.sums.safetensors"])
+def test_a_manifest_that_lacks_a_file_is_refused(store: PackedStore, name: str) -> None:
     path = store.folder / "manifest.json"
     raw = json.loads(path.read_text())
-    del raw["files"]["experts-00001.safetensors"]
+    del raw["files"][name]
     path.write_text(json.dumps(raw))
-    with pytest.raises(StoreError, match="files lacks 'experts-00001"):
+    with pytest.raises(StoreError, match=f"files lacks '{name}"):
         PackedStore.open(store.folder)
 
 

@@ -222,3 +222,14 @@ def test_dense_tensors_may_come_in_spans(tmp_path: Path) -> None:
         writer.write_dense(lambda spec: (chunk[i : i + 3] for chunk in dense_chunks(spec) for i in range(0, 320, 3)))
         fill(writer).verify(full=True)
     assert files_of(tmp_path / "store") == files_of(write_store(tmp_path / "whole").folder)
+
+
+def test_a_part_of_the_dense_tensors_that_is_short_is_named(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", PLAN, DENSE, None) as writer:
+        writer.write_dense_part(0, [chunk for spec in DENSE for chunk in dense_chunks(spec)])
+        first, second = (spec.nbytes for spec in DENSE)
+        assert b"".join(map(bytes, writer.dense_part(0, first, second))) == bytes(next(dense_chunks(DENSE[1])))
+        (path,) = partial_folder(tmp_path / "store").glob("*.part")
+        os.truncate(path, first)
+        with pytest.raises(StoreError, match=rf"{path.name}: truncated"):
+            list(writer.dense_part(0, first, second))

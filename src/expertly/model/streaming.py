@@ -104,7 +104,6 @@ class _Stream:
             if writer.finished_store() is not None:
                 return
             left = [unit for unit in self._units if not self._is_done(writer, unit)]
-            self._delete_unneeded(left)  # of an earlier one that was interrupted
             for unit in list(left):
                 for name in sorted(unit.files):
                     self._fetch(name)

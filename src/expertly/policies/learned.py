@@ -368,16 +368,6 @@ def read_learned(
     return LearnedFile(header, nbytes, _restored(kind, header, arrays))
 
 
-def kind_of(path: Path) -> str | None:
-    """The `kind` that a file says it is of; None where it says nothing that can be understood."""
-    with contextlib.suppress(OSError, StoreError):
-        if stat.S_ISREG(path.stat().st_mode):
-            with FileIO(path) as file:
-                said = header_metadata(path, header_bytes_of(file, path, StoreError), StoreError).get("format", "")
-            return said.removeprefix("expertly-")
-    return None
-
-
 def check_numbers(
     path: Path, name: str, values: Array, is_right: npt.NDArray[np.bool_], axes: Sequence[str], accepted: str
 ) -> None:

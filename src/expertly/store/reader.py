@@ -77,7 +77,8 @@ class ExpertFile:
             try:
                 count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
             except OSError as error:
-                if fd == self._direct and error.errno == errno.EINVAL:  # the device wants larger blocks than pages
+                # The device wants larger blocks than pages, or a short read has left a rest that is none.
+                if fd == self._direct and error.errno == errno.EINVAL:
                     fd = self._buffered
                     continue
                 pause = next(pauses, None) if error.errno in _PASSING else None
@@ -90,8 +91,6 @@ class ExpertFile:
                     f"{self.path}: ends at offset {offset}, {sum(map(len, left))} bytes short: truncated"
                 )
             offset += count
-            if fd == self._direct and count % PAGE_NBYTES:  # only at the end of a file, or the device is odd
-                fd = self._buffered
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:

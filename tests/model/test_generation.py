@@ -1,0 +1,66 @@
+"""What `generate` is asked for is checked before anything runs; what other code raises stays what it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.model.generation import check_length, check_tokens, generate, generation_config
+from tests.families import make_model
+
+
+def test_tokens_that_are_none_of_the_models_are_named() -> None:
+    check_tokens([0, 9], 10)
+    for tokens, told in (([], "gives no token"), ([3, -1], "token -1; accepted: 0 to 9"), ([10, 2], "token 10; ")):
+        with pytest.raises(ConfigError, match=f"^prompt: {told}"):
+            check_tokens(tokens, 10)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),  # temperature, top_p, top_k; what is not asked for is the model's own
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": -1}, (None, None), (True, 0.6, 0.9, 0)),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 5}, (None, None), (False, None, None, None)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 5}, (0.0, 1.0), (False, None, None, None)),
+        ({"top_k": 5}, (0.7, None), (True, 0.7, 1.0, 0)),
+    ],
+)
+def test_tokens_are_chosen_as_was_asked(
+    own: dict[str, Any], asked: tuple[float | None, float | None], expected: tuple[Any, ...]
+) -> None:
+    model = SimpleNamespace(generation_config=GenerationConfig(**own, num_beams=3, eos_token_id=[7, 8]))
+    made = generation_config(model, 12, *asked)
+    assert (made.do_sample, made.temperature, made.top_p, made.top_k) == expected
+    assert (made.max_new_tokens, made.num_beams, made.pad_token_id) == (12, 1, 7)
+
+
+@pytest.mark.parametrize(("positions", "is_refused"), [(8, True), (16, False), (-1, False), (None, False)])
+def test_an_answer_longer_than_the_model_is_refused(positions: int | None, is_refused: bool) -> None:
+    text = SimpleNamespace(max_position_embeddings=positions)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: text))
+    if is_refused:
+        with pytest.raises(ConfigError, match="max_new_tokens=12: accepted: at most the model's 8 positions"):
+            check_length(model, 12)
+    else:
+        check_length(model, 12)
+
+
+def test_only_what_transformers_refuses_is_the_checkpoints_fault() -> None:
+    model = make_model("mixtral")
+    config = generation_config(model, 3)
+    refused = generation_config(model, 3, 0.7)
+    refused.temperature = -1.0
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: transformers refuses it: .*temperature"):
+        generate(model, [5, 6], refused)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("a bug of ours")
+
+    model.lm_head.register_forward_hook(broken)
+    with pytest.raises(RuntimeError, match="a bug of ours"), torch.no_grad():
+        generate(model, [5, 6], config)
