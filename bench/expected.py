@@ -2,8 +2,8 @@
 
     python bench/expected.py --out bench/results/expected.json
 
-`bench/models` holds what their config.json says of sizes. Bytes "own": of the experts in the format that the model is
-released in; today they are widened to bfloat16 when they are packed, and the speeds are those of bfloat16.
+`bench/models` holds what their config.json says of sizes, and of the weight format that they are released in, which is
+kept. `bf16_gib`: what the experts would be in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
-from report import print_report
+from common import ROOT, print_report
 
 from expertly.hardware.machine import Effort, available_host_nbytes, examine
 from expertly.lab.forecast import forecast, measured_hardware
 from expertly.model.needs import needs_of
 from expertly.store.cache import cache_folder
-
-OWN_BITS = {"gpt_oss": 4.25}
-"""Of a weight of the experts, where it is not bfloat16: 4 and a scale of 8 bits for each 32 (MXFP4)."""
 
 
 def main() -> None:
@@ -36,8 +32,9 @@ def main() -> None:
         found = forecast(needs, profile, hardware, available_host_nbytes())
         row: dict[str, Any] = {
             "model": config.parent.name,
-            "own_gib": found.experts_nbytes * OWN_BITS.get(needs.model_type, 16) / 16 / (1 << 30),
-            "bf16_gib": found.experts_nbytes / (1 << 30),
+            "stored_as": needs.stored_as,
+            "experts_gib": found.experts_nbytes / (1 << 30),
+            "bf16_gib": sum(layer.unquantised().nbytes for layer in needs.layers) / (1 << 30),
             "dense_gib": found.dense_nbytes / (1 << 30),
             "least_gib": found.least_nbytes / (1 << 30),
         }

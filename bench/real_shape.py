@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import GIB, ROOT, child, child_arguments, drop_page_cache, memory_cgroup
-from report import print_report
+from common import GIB, ROOT, child, child_arguments, drop_page_cache, memory_cgroup, print_report
 from safetensors.torch import save_file
 
 MODEL = ROOT / "bench" / "models" / "gpt-oss-20b"
@@ -52,7 +51,7 @@ def make_checkpoint(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "config.json").write_text(json.dumps(config))
     state = build_meta_model(MODEL, torch.bfloat16).state_dict()
     shards: dict[str, list[str]] = {}
     for name in state:

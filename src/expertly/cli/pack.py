@@ -131,6 +131,9 @@ def _summary(store: PackedStore) -> str:
     manifest = store.manifest
     num_experts = sum(layer.num_experts for layer in manifest.layers)
     experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.stored_as}"
+    if any(layer.format for layer in manifest.layers):
+        whole = sum(layer.unquantised().nbytes for layer in manifest.layers)
+        experts += f" as the checkpoint has them ({format_nbytes(whole)} in {manifest.dtype})"
     if store.codec != "none":
         experts += f", stored in {store.ratio:.2f} of that"
     return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"

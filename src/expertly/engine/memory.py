@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_share
 from expertly.engine.device import kind_of
@@ -307,7 +307,13 @@ def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> B
     cache = kv_cache_nbytes(config, 1, itemsize)
     if not kind_of(target).runs_on_host:
         return BesideExperts(store.dense_nbytes, WORKING_NBYTES, cache)
-    return BesideExperts(store.dense_nbytes, BESIDE_NBYTES, cache, pass_nbytes(config, itemsize))
+    fixed = BESIDE_NBYTES + decoded_nbytes(store.manifest.layers)
+    return BesideExperts(store.dense_nbytes, fixed, cache, pass_nbytes(config, itemsize))
+
+
+def decoded_nbytes(layers: Sequence[LayerGeometry]) -> int:
+    """What a long prompt decodes at a time: an expert, where weights are quantised."""
+    return max((one.unquantised().expert_nbytes for one in layers if one.format), default=0)
 
 
 def _text_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.units import format_nbytes
-from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, BesideExperts, kv_cache_nbytes, pass_nbytes
+from expertly.engine.memory import (
+    BESIDE_NBYTES,
+    WORKING_NBYTES,
+    BesideExperts,
+    decoded_nbytes,
+    kv_cache_nbytes,
+    pass_nbytes,
+)
 from expertly.engine.process import rss_nbytes
 from expertly.hardware.profile import MachineProfile
 from expertly.hardware.simulated import machine_hardware
@@ -145,7 +152,8 @@ def forecast(
     cache = kv_cache_nbytes(needs.config, 1, itemsize)
     if device is None:
         memory_name, memory = "RAM", free
-        fixed, per_token = BESIDE_NBYTES + rss_nbytes(), pass_nbytes(needs.config, itemsize)
+        fixed = BESIDE_NBYTES + rss_nbytes() + decoded_nbytes(needs.layers)
+        per_token = pass_nbytes(needs.config, itemsize)
     else:
         memory_name, memory, fixed, per_token = device.name, device.memory_nbytes, WORKING_NBYTES, 0
     beside = BesideExperts(needs.dense_nbytes, fixed, cache, per_token)
