@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from report import print_report
+from common import print_report
 
 from expertly.cli.arguments import split
 from expertly.cli.inputs import trace_geometry

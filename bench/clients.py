@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--client", choices=CLIENTS, help="only this one")
     parser.add_argument("--out", metavar="FILE", help="for the JSON")
     args = parser.parse_args()
-    from report import print_report
+    from common import print_report
 
     from expertly.data import demo_folder
 

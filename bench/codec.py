@@ -24,8 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup
-from report import print_report
+from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup, print_report
 from tpot import requests_of
 
 MARGIN_NBYTES = 600 * 10**6

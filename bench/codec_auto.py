@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from report import print_report
+from common import print_report
 
 from expertly.core.costs import CodecCosts
 from expertly.core.geometry import LayerGeometry

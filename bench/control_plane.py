@@ -9,13 +9,12 @@ of a layer that had any. `all miss`: every expert asked for is absent, so all 8 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from typing import Any
 
-from report import print_report
+from common import options, print_report
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
@@ -94,9 +93,7 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=400)
-    args = parser.parse_args()
+    args = options(__doc__, tokens=400)
     tokens = routing(args.tokens)
     rows = [run("lru", 1.0, tokens)]
     for all_miss in (False, True):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from report import print_report
+from common import print_report
 
 from expertly.store.codec_choice import index_of, sampled
 from expertly.store.frames import EncodedFrame, FrameDecoder, FrameEncoder, read_frames, zstd_parameters

@@ -9,17 +9,14 @@ Each configuration runs in a process of its own, on a file larger than any cache
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import os
 import statistics
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments, inflated_model
-from report import print_report
+from common import child, inflated_model, options, print_report, run
 
 
 def cached_pages(path: Path) -> int:
@@ -99,11 +96,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--memory", default="10%")
-    parser.add_argument("--tokens", type=int, default=48)
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib=3.0, memory="10%", tokens=48)
     model = inflated_model(args.experts_gib)
     rows = []
     for system in ("on-demand", "lru"):
@@ -114,8 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

@@ -12,8 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
-from report import print_report
+from common import ROOT, print_report
 
 from expertly.hardware.machine import Effort, available_host_nbytes, examine
 from expertly.lab.forecast import forecast, measured_hardware

@@ -17,7 +17,6 @@ each round. What they come to together, and beside computing, is the simulator's
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -29,8 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments, inflated_model, quietly
-from report import print_report
+from common import child, inflated_model, options, print_report, quietly, run
 
 PROMPT_TOKENS = 16
 TEXTS = (
@@ -180,7 +178,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         profile = measurement.profile()
         link, costs = median_costs(measured, profile.link)
         if costs is not None:
-            from expertly.lab.fit_decoding import fit_decoding
+            from expertly.lab.profile_fits import fit_decoding
 
             alone = costs.all_nbytes_per_s
             costs = fit_decoding(profile.layers, link, costs, profile.compute, handle(beside).store.geometry(1))
@@ -202,15 +200,16 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--systems", default="on-demand,lru,lfu,lcp")
-    parser.add_argument("--memory", default="10%,25%,50%")
-    parser.add_argument("--segments", default="1,4")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--codec", default="none")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        experts_gib=3.0,
+        systems="on-demand,lru,lfu,lcp",
+        memory="10%,25%,50%",
+        segments="1,4",
+        tokens=32,
+        rounds=2,
+        codec="none",
+    )
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
 
@@ -233,8 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

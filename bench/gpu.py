@@ -8,14 +8,12 @@ step loads over the measured bandwidth of pinned copies is the least time the lo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
 
 import torch
-from common import inflated_model
-from report import print_report
+from common import inflated_model, options, print_report
 from transformers import AutoModelForCausalLM
 
 import expertly
@@ -54,11 +52,7 @@ def copy_nbytes_per_s(nbytes: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=2.0)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--out")
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib=2.0, tokens=16, out=None)
     if not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py: no CUDA device here")
     folder = inflated_model(args.experts_gib)

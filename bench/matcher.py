@@ -21,7 +21,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when NumPy is imported
 
 import numpy as np
-from report import print_report
+from common import print_report
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan

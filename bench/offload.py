@@ -8,15 +8,21 @@ process. Needs a writable version 1 memory cgroup.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from typing import Any
 
-from common import GIB, child, child_arguments, drop_page_cache, inflated_model, memory_cgroup
-from report import print_report
+from common import (
+    GIB,
+    child,
+    drop_page_cache,
+    inflated_model,
+    memory_cgroup,
+    options,
+    print_report,
+    run,
+)
 
 
 def load(arguments: dict[str, Any], offload_folder: str) -> Any:
@@ -76,11 +82,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--limit-gib", type=float, default=2.0)
-    parser.add_argument("--tokens", type=int, default=16)
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib=3.0, limit_gib=2.0, tokens=16)
     model = inflated_model(args.experts_gib)
     from transformers import AutoTokenizer
 
@@ -107,8 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

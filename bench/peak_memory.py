@@ -7,15 +7,12 @@ For a model of any size: the bound is asked at two sizes, packing in a process o
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments, inflated_model
-from report import print_report
+from common import child, inflated_model, options, print_report, run
 
 MARGIN_NBYTES = 600 * 10**6
 
@@ -56,9 +53,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", default="3,8")
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib="3,8")
     rows = []
     for gib in map(float, args.experts_gib.split(",")):
         model = inflated_model(gib)
@@ -78,8 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

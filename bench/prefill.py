@@ -8,14 +8,11 @@ asked for are protected; with `late` what is missing is found one expert at a ti
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from itertools import product
 from typing import Any
 
-from common import child, child_arguments, inflated_model
-from report import print_report
+from common import child, inflated_model, options, print_report, run
 
 
 def measure(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -73,10 +70,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--tokens", type=int, default=512)
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib=3.0, tokens=512)
     model = inflated_model(args.experts_gib)
     rows = []
     for segments in (1, 4):
@@ -87,8 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

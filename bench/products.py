@@ -21,7 +21,7 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from report import print_report
+from common import print_report
 from transformers.integrations.moe import _default_apply_gate
 
 from expertly.core.geometry import LayerGeometry

@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import GIB, ROOT, child, child_arguments, drop_page_cache, memory_cgroup
-from report import print_report
+from common import GIB, ROOT, child, child_arguments, drop_page_cache, memory_cgroup, print_report
 from safetensors.torch import save_file
 
 MODEL = ROOT / "bench" / "models" / "gpt-oss-20b"

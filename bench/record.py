@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import print_report
+from common import print_report
 
 import expertly
 from expertly.lab.recording import record

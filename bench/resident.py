@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import inflated_model
-from report import print_report
+from common import inflated_model, print_report
 from transformers import AutoModelForCausalLM
 
 import expertly

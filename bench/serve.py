@@ -19,8 +19,7 @@ import threading
 import time
 from typing import Any
 
-from common import child, child_arguments, inflated_model
-from report import print_report
+from common import child, inflated_model, options, print_report, run
 
 PROMPTS = [f"The old man number {number} looked at the sea and" for number in range(64)]
 
@@ -149,17 +148,7 @@ def add_ceilings(found: dict[tuple[str, str], list[dict[str, float]]], name: str
 
 
 def main() -> None:
-    arguments = child_arguments()
-    if arguments is not None:
-        print(json.dumps(clients(arguments)))
-        return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--memory", default="25%")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--concurrent", type=int, default=8)
-    args = parser.parse_args()
+    args = options(__doc__, experts_gib=3.0, memory="25%", tokens=48, rounds=5, concurrent=8)
     folder = str(inflated_model(args.experts_gib))
     resident, partly = "inflated, all experts", f"inflated, {args.memory}"
     benches = {
@@ -181,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, clients)

@@ -10,14 +10,12 @@ simulated so many iterations, with Python, NumPy and the trace's mapped pages in
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments
-from report import print_report
+from common import child, options, print_report, run
 
 from expertly.lab import synth
 from expertly.scheduler.presets import SYSTEMS
@@ -53,17 +51,7 @@ def _peak_nbytes() -> int:
 
 
 def main() -> None:
-    arguments = child_arguments()
-    if arguments is not None:
-        import json
-
-        print(json.dumps(measure(**arguments)))
-        return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=2000)
-    parser.add_argument("--systems", default=",".join(DEFAULT_SYSTEMS))
-    parser.add_argument("--segments", type=int, default=1)
-    args = parser.parse_args()
+    args = options(__doc__, iterations=2000, systems=",".join(DEFAULT_SYSTEMS), segments=1)
     short = max(1, args.iterations // 4)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -93,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, lambda arguments: measure(**arguments))

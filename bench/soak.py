@@ -10,7 +10,6 @@ middle, and send what is refused. The server is `expertly serve` in a process of
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -24,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from report import print_report
+from common import options, print_report
 
 WORDS = ("the", "old", "sea", "king", "winter", "code", "river", "doctor", "ship", "garden", "letter", "small", "house")
 
@@ -92,12 +91,7 @@ def state_of(port: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--memory", default="40%")
-    parser.add_argument("--system", default="fmoe")
-    args = parser.parse_args()
+    args = options(__doc__, minutes=10.0, clients=12, memory="40%", system="fmoe")
     command = [sys.executable, "-m", "expertly", "serve", "--port", "0", "--json", "--dtype", "float32"]
     command += ["--memory", args.memory, "--system", args.system]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

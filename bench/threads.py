@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import inflated_model, quietly
-from report import print_report
+from common import inflated_model, print_report, quietly
 
 import expertly
 from expertly.api import handle

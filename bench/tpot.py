@@ -18,15 +18,13 @@ Simulated beside it, with the costs measured on this machine in the same run: th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import child, child_arguments, inflated_model
-from report import print_report
+from common import child, inflated_model, print_report, run
 
 from expertly.lab.papers.moepic import WITHOUT
 from expertly.lab.papers.promoe import TECHNIQUES
@@ -228,8 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        print(json.dumps(measure(given)))
+    run(main, measure)

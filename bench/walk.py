@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from report import print_report
+from common import print_report
 
 import expertly
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from expertly.lab.compare import worker
+from expertly.lab.compare import engine
 
 PRELOADED = ["expertly.cli.main", "expertly.lab.compare.player", "transformers.generation"]
 
@@ -95,5 +95,5 @@ def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def forked(imported: Any) -> Iterator[None]:
     """Workers of comparisons that this process runs begin with everything imported, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: imported))
+        patch.setattr(engine, "multiprocessing", SimpleNamespace(get_context=lambda _: imported))
         yield

@@ -18,7 +18,7 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 def test_one_layer_of_one_step(
     monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str
 ):
-    monkeypatch.syspath_prepend(str(BENCH))  # it imports report.py
+    monkeypatch.syspath_prepend(str(BENCH))  # it imports common.py
     spec = importlib.util.spec_from_file_location("walk", BENCH / "walk.py")
     assert spec is not None and spec.loader is not None
     walk = importlib.util.module_from_spec(spec)

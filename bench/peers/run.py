@@ -24,11 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import drop_page_cache, inflated_model, memory_cgroup
+from common import drop_page_cache, inflated_model, memory_cgroup, print_report
 from floor import Floor, record_routing
 from pages import make_requests
 from players import Ended, Player
-from report import print_report
 
 MODELS = {"like": {"gib": 4.0, "num_layers": 8}, "3gib": {"gib": 3.0, "num_layers": None}}
 NEEDS = {"expertly": "expertly", "llama.cpp": "llama_cpp", "accelerate": "accelerate"}

@@ -15,8 +15,8 @@ import pytest
 
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
-from expertly.lab.compare import folder
-from expertly.lab.compare.worker import Worker
+from expertly.lab.compare import comparison
+from expertly.lab.compare.engine import Worker
 from expertly.sim.study import Study
 from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
@@ -150,8 +150,6 @@ def test_what_ends_a_comparison_is_in_its_report(
     trace: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no system's."""
-    from expertly.lab.compare import comparison
-
     simulate = comparison.simulate
 
     def failing(*arguments: Any) -> None:
@@ -173,14 +171,14 @@ def test_what_ends_a_comparison_is_in_its_report(
 def test_what_cannot_be_written_is_printed(
     trace: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = folder.write_atomic
+    write = comparison.write_atomic
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "results.json":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 
-    monkeypatch.setattr(folder, "write_atomic", full)
+    monkeypatch.setattr(comparison, "write_atomic", full)
     out = tmp_path / "out"
     assert main(["lab", "compare", str(trace), "--system", "lru", "--memory", "40%", "--out", str(out)]) == 2
     printed, said = capsys.readouterr()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from expertly.cli.compare_output import summary
-from expertly.lab.compare.settings import BOUNDS, USUAL_SYSTEMS
+from expertly.lab.compare.settings import USUAL_SYSTEMS
+from expertly.scheduler.presets import BOUNDS
 
 SYSTEMS = USUAL_SYSTEMS.split(",")
 

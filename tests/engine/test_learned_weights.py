@@ -13,8 +13,7 @@ import expertly
 from expertly.core.errors import ConfigError, StoreError
 from expertly.data import demo_predictor
 from expertly.lab.recording import record
-from expertly.lab.study import study
-from expertly.lab.train import TrainOptions
+from expertly.lab.train import TrainOptions, study
 from expertly.policies.learned import read_learned, save_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.store.cache import learned_beside

@@ -15,7 +15,6 @@ from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.hardware import machine, measure
-from expertly.lab.layer_profile import fit_link
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
@@ -95,24 +94,6 @@ def test_an_encoder_decoder_model(cases: Cases):
         measured(cases["switch_transformers"].store)
 
 
-def test_a_link_is_found_again():
-    shots = [(n, n * size, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
-    link = fit_link(shots)
-    assert link.nbytes_per_s == pytest.approx(2e9)
-    assert (link.latency_ns, link.overhead_ns) == (1_000, 50)
-
-
-def test_a_link_measured_with_one_size_has_a_rate_that_covers_everything():
-    link = fit_link([(n, n * 8_000, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
-    assert link.latency_ns == 1_000
-    assert link.occupies_ns(8_000) == pytest.approx(4_050, abs=1)
-
-
-def test_a_link_is_never_negative():
-    link = fit_link([(1, 1_000, 1_000), (2, 2_000, 3_000), (4, 4_000, 8_000)])
-    assert link.latency_ns >= 0 and link.overhead_ns >= 0 and link.nbytes_per_s > 0
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1)
@@ -155,7 +136,7 @@ def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, c
 def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = cases["mixtral"].compressed(tmp_path / "store")
     disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
-    monkeypatch.setattr("expertly.hardware.measure.store_costs", lambda store: (disk, alone))
+    monkeypatch.setattr("expertly.lab.model_profile.store_costs", lambda store: (disk, alone))
     path = tmp_path / "here.toml"
     assert main(["doctor", "--hardware-out", str(path), str(case.store), "--memory", "60%"]) == 0
     hardware = Hardware.read(str(path))

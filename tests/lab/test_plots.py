@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.lab.compare.settings import BOUNDS, USUAL_SYSTEMS
+from expertly.lab.compare.settings import USUAL_SYSTEMS
 from expertly.lab.plots import COLOUR, NUM_COLOURS, THEME, Picture, check_plot, draw_shares, drawing, marks_of
-from expertly.scheduler.presets import runnable_systems
+from expertly.scheduler.presets import BOUNDS, runnable_systems
 from tests.lab.compare.html import read
 
 

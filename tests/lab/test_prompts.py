@@ -132,3 +132,5 @@ def test_without_a_template_and_raw_a_prompt_is_text(tmp_path: Path) -> None:
     found, left_out = asked(read_prompts(str(path)), Tokenizer(None), most=5)
     assert [one.prompt.text for one in found] == ["one"]
     assert left_out == ["the prompt in line 2 has 12 tokens; the model takes at most 5"]
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        asked(read_prompts(str(path)), None)

@@ -126,7 +126,7 @@ def test_blocks_do_not_change_the_answer(tmp_path: Path, fields, monkeypatch: py
         assert one.entropy_growth_bits == pytest.approx(other.entropy_growth_bits)
         assert (one.reuse_within, one.reuse_percentiles) == (other.reuse_within, other.reuse_percentiles)
     assert (whole.num_prefill_rows, whole.num_decode_rows, whole.num_prefill_iterations) == (25, 4, 6)
-    assert whole.demands.shape == (len(LAYERS), 8) and whole.demands[1, 6:].sum() == 0
+    assert whole.reuse.num_demands.shape == (len(LAYERS), 8) and whole.reuse.num_demands[1, 6:].sum() == 0
 
 
 def test_layers_that_never_ran_and_empty_traces(tmp_path: Path) -> None:

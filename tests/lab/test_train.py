@@ -14,8 +14,7 @@ from expertly.core.messages import RouterRan
 from expertly.core.observation import Routed
 from expertly.lab.accuracy import is_below, means
 from expertly.lab.dataset import Dataset, needed
-from expertly.lab.study import TrainingStudy, study
-from expertly.lab.train import TrainOptions, train
+from expertly.lab.train import TrainingStudy, TrainOptions, study, train
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import Learned
 from expertly.sim.schedule import Selection, make_schedule

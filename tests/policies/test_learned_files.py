@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
 from expertly.policies.eviction.reuse import MEANING, ReuseModel
-from expertly.policies.learned import LearnedState, ModelShape, kind_of, read_learned, save_learned
+from expertly.policies.learned import LearnedState, ModelShape, read_learned, save_learned
 from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.policies.predictor.learned import LearnedWeights
@@ -92,7 +92,7 @@ def test_what_was_saved_comes_back(tmp_path: Path, name: str) -> None:
     assert_same_state(found.learned, learned)
     assert found.learned.num_learned == learned.num_learned
     assert (found.header.identity, dict(found.header.about)) == (IDENTITY, {"source": "a test", "tokens": 3})
-    assert (found.path, found.nbytes, kind_of(path)) == (path, path.stat().st_size, learned.kind)
+    assert (found.path, found.nbytes) == (path, path.stat().st_size)
     assert [file.name for file in tmp_path.iterdir()] == ["a.learned"]
     if name != "maps" and "map" not in name:  # whose requests are numbered anew
         whole = path.read_bytes()
@@ -179,7 +179,6 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None
     path = tmp_path / "a.learned"
     path.write_bytes(content)
     refusal(path, MapStore)
-    assert kind_of(path) is None
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -187,7 +186,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path, MapStore)
     os.mkfifo(tmp_path / "pipe")
     assert "not a file" in refusal(tmp_path / "pipe", MapStore), "which would wait for somebody to write into it"
-    assert kind_of(tmp_path / "pipe") is None
 
 
 def shape(num_experts: list[Any], top_k: list[Any], **others: list[int]) -> dict[str, str | None]:

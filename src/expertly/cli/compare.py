@@ -90,8 +90,7 @@ def run(args: CompareOptions) -> int:
     prompts = [] if has_trace else _prompts(args)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.lab.compare.comparison import Comparison
-        from expertly.lab.compare.folder import begin, prepare
+        from expertly.lab.compare.comparison import Comparison, prepare
 
         command = typed()
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -99,8 +98,7 @@ def run(args: CompareOptions) -> int:
         output = Output(comparison, args.out)
         comparison.keep = output.keep
         check = _opened_trace(args) if has_trace else None
-        prepare(args.out, args.force)
-        begin(args.out, command)
+        prepare(args.out, command, args.force)
         is_interrupted = False
         try:
             with progress_bar("steps") as progress:
@@ -124,8 +122,7 @@ def run(args: CompareOptions) -> int:
 
 
 def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareOptions, progress: Any) -> None:
-    from expertly.lab.compare.comparison import compare_model
-    from expertly.lab.compare.folder import TRACE
+    from expertly.lab.compare.comparison import TRACE, compare_model
 
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)

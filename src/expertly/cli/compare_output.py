@@ -16,10 +16,9 @@ from expertly.cli.output import Column, message, show, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
 from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
-from expertly.lab.compare.comparison import Comparison
+from expertly.lab.compare.comparison import REPORT, Comparison, write_all
 from expertly.lab.compare.figures import failures_in_words
-from expertly.lab.compare.folder import REPORT, write_all
-from expertly.lab.compare.page import GROUPS, page
+from expertly.lab.compare.report import GROUPS, page
 from expertly.lab.plots import check_plot
 
 _COLUMNS: dict[str, Column] = {

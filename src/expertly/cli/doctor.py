@@ -119,22 +119,18 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
     if args.model is None:
         return hardware, about
     from expertly import api
-    from expertly.hardware.measure import store_costs
-    from expertly.lab.fit_decoding import fit_decoding
-    from expertly.lab.model_profile import measure_model
+    from expertly.lab.model_profile import compressed_costs, measure_model
 
     model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
     try:
         measured = measure_model(model, MODEL_SECONDS)
-        store = api.handle(model).store
-        disk, costs = store_costs(store) if store.codec != "none" else (None, hardware.codec)
+        compressed = compressed_costs(model, measured)
     finally:
         api.unload(model)
-    if disk is not None:  # how long its pieces take has decoding in it, which the simulator adds
+    if compressed is not None:
         where = "link" if hardware.disk is None else "disk"
         about.append(f"[codec], all measured, and [{where}] are this model's; [compute] is for traces of it alone.")
-        if hardware.disk is None and costs is not None:  # computing takes the processors that decode
-            costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
+        disk, costs = compressed
         return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
     return hardware.with_model(measured.link, measured.compute), about

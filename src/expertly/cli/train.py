@@ -44,8 +44,7 @@ class TrainPredictorOptions:
 
 def run(args: TrainPredictorOptions) -> int:
     from expertly.engine.process import peak_rss_nbytes
-    from expertly.lab.study import study
-    from expertly.lab.train import TrainOptions
+    from expertly.lab.train import TrainOptions, study
 
     options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
     if args.out is None:

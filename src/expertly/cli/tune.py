@@ -19,11 +19,9 @@ from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import argument, json_flag, option
 
 if TYPE_CHECKING:
-    from expertly.lab.tune.calibration import Calibration
-    from expertly.lab.tune.candidates import Candidate
-    from expertly.lab.tune.search import Scored
+    from expertly.lab.tune.search import Candidate, Scored
     from expertly.lab.tune.tune import Tuned
-    from expertly.lab.tune.verification import Turns
+    from expertly.lab.tune.verdict import Calibration, Turns
     from expertly.sim.hardware import Hardware
 
 SHOWN = 12

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from expertly.lab.dataset import Dataset, Rows, needed
 from expertly.policies.predictor.learned import LearnedWeights, Network, pairs
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 1024
@@ -36,11 +37,17 @@ class Accuracy:
 
 
 def accuracies(
-    trace: Trace, data: Dataset, trace_rows: Rows, weights: LearnedWeights, training: Rows, test: Rows
-) -> list[Accuracy]:
-    """By distance and layer, on the rows `test` of `data`, whose rows are `trace_rows` of the trace; token ids are
-    counted over `training`.
+    trace: Trace, data: Dataset, training: Sequence[RowRange], test: Sequence[RowRange], weights: LearnedWeights
+) -> tuple[list[Accuracy], int]:
+    """By distance and layer, on the decode rows of `test` (all of them, where none is decode), and how many these are.
+    The rows of `data` are those of `training`, over which token ids are counted, and then those of `test`.
     """
+    spans = [*training, *test]
+    trace_rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_rows) for span in spans])
+    num_training = sum(span.num_rows for span in training)
+    learned, judged = np.arange(num_training), np.arange(num_training, len(trace_rows))
+    is_decode = ~np.concatenate([trace.rows("is_prefill", one.first_row, one.first_row + one.num_rows) for one in test])
+    judged = judged[is_decode] if is_decode.any() else judged
     ids = trace.rows("token", 0, trace.num_rows)[trace_rows]
     of_ids: dict[int, float | None] = {}
     of_pairs: dict[tuple[int, int], tuple[float | None, float | None]] = {}
@@ -48,17 +55,17 @@ def accuracies(
     for distance in weights.distances:
         for source, layer in pairs(weights.starts, distance):
             if layer not in of_ids:
-                scores = _TokenIds(data, layer, ids, training) if (ids[training] >= 0).any() else None
-                of_ids[layer] = _accuracy(data, layer, test, scores)
+                scores = _TokenIds(data, layer, ids, learned) if (ids[learned] >= 0).any() else None
+                of_ids[layer] = _accuracy(data, layer, judged, scores)
             if (source, layer) not in of_pairs:
                 network = Network(weights.mlps[source, layer])
-                rows = test[data.ran[source, test]]
+                rows = judged[data.ran[source, judged]]
                 of_pairs[source, layer] = (
                     _accuracy(data, layer, rows, lambda rows: network.probabilities(data.inputs(source, rows))),  # noqa: B023
                     _accuracy(data, layer, rows, _lookahead(trace, trace_rows, source, layer)),
                 )
             found.append(Accuracy(distance, source, layer, *of_pairs[source, layer], of_ids[layer]))
-    return found
+    return found, len(judged)
 
 
 def means(accuracies: Sequence[Accuracy]) -> dict[int, dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertly.core.units import format_seconds
-from expertly.lab.compare.settings import BOUNDS
 from expertly.lab.plots import COLOUR, Mark, draw_shares, drawing, marks_of, memory_places, new_figure, save
+from expertly.scheduler.presets import BOUNDS
 
 if TYPE_CHECKING:
     from expertly.lab.trace_analysis import TraceAnalysis
@@ -178,7 +178,7 @@ def plot_trace(trace: Trace, analysis: TraceAnalysis, path: Path) -> None:
 
 
 def _draw_popularity(figure: Any, axes: Any, analysis: TraceAnalysis) -> None:
-    ranked = np.sort(analysis.demands, axis=1)[:, ::-1]
+    ranked = np.sort(analysis.reuse.num_demands, axis=1)[:, ::-1]
     total = ranked.sum(1, keepdims=True)
     shares = 100 * np.divide(ranked, total, out=np.zeros(ranked.shape), where=total > 0)
     image = axes.imshow(shares, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
@@ -221,12 +221,12 @@ def _draw_growth(axes: Any, analysis: TraceAnalysis) -> None:
 
 
 def _draw_reuse(axes: Any, analysis: TraceAnalysis) -> None:
-    total = (analysis.reuse_counts.sum(1) + analysis.num_first)[:, None]
-    counts = np.cumsum(analysis.reuse_counts, axis=1)
+    total = (analysis.reuse.counts.sum(1) + analysis.reuse.num_first)[:, None]
+    counts = np.cumsum(analysis.reuse.counts, axis=1)
     within = 100 * np.divide(counts, total, out=np.zeros(counts.shape), where=total > 0)
     all_layers = 100 * counts.sum(0) / max(int(total.sum()), 1)
     last = min(int(np.searchsorted(all_layers, 0.999 * all_layers[-1])) + 2, len(all_layers))  # a few come back late
-    edges = analysis.reuse_edges[:last]
+    edges = analysis.reuse.edges[:last]
     for index, layer in enumerate(within):
         _draw_layer(axes, edges, layer[:last], index)
     axes.plot(edges, all_layers[:last], color=COLOUR["s1"], label="all layers")

@@ -15,13 +15,23 @@ from typing import Any
 import torch
 
 from expertly.api import handle
-from expertly.core.costs import LayerTime, Link, MeasuredCompute
+from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
-from expertly.lab.layer_profile import LayerSample, cuts, fit_layers, fit_link, layer_times, parts_and_part, samples_of
+from expertly.hardware.measure import store_costs
 from expertly.lab.playing import forward
+from expertly.lab.profile_fits import (
+    LayerSample,
+    cuts,
+    fit_decoding,
+    fit_layers,
+    fit_link,
+    layer_times,
+    parts_and_part,
+    samples_of,
+)
 from expertly.model.hooks import experts_modules
 
 TOKENS = (1, 2, 4, 16, 64, 256)
@@ -63,6 +73,19 @@ def measure_model(model: Any, seconds: float = 20.0, tokens: Sequence[int] = TOK
                     break
             count += 1
     return measurement.profile()
+
+
+def compressed_costs(model: Any, measured: ModelProfile) -> tuple[Link, CodecCosts] | None:
+    """What disk and decoding of the model's store take, which the simulator adds up: how long its spans took has both
+    in it. None for a store that is not compressed.
+    """
+    store = handle(model).store
+    if store.codec == "none":
+        return None
+    disk, costs = store_costs(store)
+    if kind_of(model.device).runs_on_host:  # computing takes the processors that decode
+        costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
+    return disk, costs
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class ReuseMeter:
 
     num_layers: int
     num_experts: int
-    edges: Ints = field(init=False)
+    edges: Ints = field(init=False)  # [bins], the largest distance in each
     counts: Ints = field(init=False)  # [L, bins]
     num_first: Ints = field(init=False)  # [L]
     num_demands: Ints = field(init=False)  # [L, E]
@@ -214,10 +214,7 @@ class TraceAnalysis:
     num_decode_rows: int
     num_prefill_iterations: int  # in which any row is of a prefill
     is_full: bool  # entropies are of all experts' probabilities
-    demands: npt.NDArray[np.int64]  # [L, E]
-    reuse_edges: npt.NDArray[np.int64]  # [bins], the largest distance in each
-    reuse_counts: npt.NDArray[np.int64]  # [L, bins]
-    num_first: npt.NDArray[np.int64]  # [L]
+    reuse: ReuseMeter
 
 
 def analyse(trace: Trace, progress: Callable[[int, int], None] | None = None) -> TraceAnalysis:
@@ -249,10 +246,7 @@ def analyse(trace: Trace, progress: Callable[[int, int], None] | None = None) ->
         trace.num_rows - num_prefill_rows,
         num_prefill_iterations,
         is_full,
-        reuse.num_demands,
-        reuse.edges,
-        reuse.counts,
-        reuse.num_first,
+        reuse,
     )
 
 
@@ -285,22 +279,13 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _mean(layers: list[RoutingStatistics]) -> RoutingStatistics:
-    def of(values: list[float | None]) -> float | None:
+    """Number by number, of the layers of which it is known; no expert is the most popular of all."""
+
+    def of(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: of([value.get(key) for value in values]) for key in sorted(set().union(*values))}
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
 
-    growth = {tokens for layer in layers for tokens in layer.entropy_growth_bits}
-    growth_bits = {tokens: of([layer.entropy_growth_bits.get(tokens) for layer in layers]) for tokens in sorted(growth)}
-    return RoutingStatistics(
-        sum(layer.num_demands for layer in layers) / len(layers),
-        of([layer.token_entropy_bits for layer in layers]),
-        of([layer.request_entropy_bits for layer in layers]),
-        sum(layer.max_entropy_bits for layer in layers) / len(layers),
-        {tokens: bits for tokens, bits in growth_bits.items() if bits is not None},
-        {percent: of([layer.top_shares[percent] for layer in layers]) for percent in TOP_PERCENTS},
-        None,
-        of([layer.most_popular_share for layer in layers]),
-        {percent: of([layer.reuse_percentiles[percent] for layer in layers]) for percent in PERCENTILES},
-        {distance: of([layer.reuse_within[distance] for layer in layers]) for distance in DISTANCES},
-        of([layer.first_use_share for layer in layers]),
-    )
+    found = {one.name: of([getattr(layer, one.name) for layer in layers]) for one in fields(RoutingStatistics)}
+    return RoutingStatistics(**found | {"most_popular_expert": None})

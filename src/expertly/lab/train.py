@@ -6,15 +6,19 @@ B rows of a batch, H numbers of a router input, N hidden, E experts, M networks 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from expertly.core.errors import ConfigError, TraceError
+from expertly.lab.accuracy import Accuracy, accuracies, means
 from expertly.lab.dataset import Dataset, Progress, Rows, needed
 from expertly.policies.predictor.learned import LearnedWeights, Mlp, Pair, pairs
+from expertly.sim.schedule import Selection, make_schedule
+from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 4096
 _OF_CHOICES = 2.0
@@ -233,3 +237,55 @@ class _Group:
 
 def _blocks(rows: Rows) -> list[Rows]:
     return [rows[first : first + _BLOCK_ROWS] for first in range(0, len(rows), _BLOCK_ROWS)]
+
+
+# -- from a trace to trained weights and what they are worth: who is trained on, who says when to stop, who judges -----
+
+STOPPING = 10
+"""One in so many requests of the part that is learned from says when to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStudy:
+    """What came of it. Accuracies are over the decode tokens of the requests kept back; all, where none is decode."""
+
+    trained: Trained
+    accuracies: list[Accuracy]
+    num_requests: dict[str, int]  # training, stopping, test
+    num_rows: dict[str, int]  # training, stopping, test: those that accuracies are over
+    scratch_nbytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json, and for the file."""
+        return {
+            "requests": self.num_requests,
+            "tokens": self.num_rows,
+            "epochs": {f"{source}-{target}": num for (source, target), num in self.trained.epochs.items()},
+            "mean": {str(distance): row for distance, row in means(self.accuracies).items()},
+            "accuracy": [asdict(one) for one in self.accuracies],
+        }
+
+
+def study(
+    trace: Trace, split: tuple[int, int], options: TrainOptions, progress: Progress | None = None
+) -> TrainingStudy:
+    """Train on the first part of the requests, as `simulate --split --seed` shares them out, and judge on the rest.
+
+    Raises ConfigError or TraceError where the trace does not have what that takes.
+    """
+    schedule = make_schedule(trace, Selection(split=split, seed=options.seed))
+    num_stopping = max(1, len(schedule.training) // STOPPING)
+    if num_stopping == len(schedule.training):
+        raise ConfigError(f"split={split[0]}:{split[1]}: leaves one request to learn from; must be at least 2")
+    parts = {
+        "training": schedule.training[num_stopping:],
+        "stopping": schedule.training[:num_stopping],
+        "test": schedule.test,
+    }
+    num_rows = {name: sum(span.num_rows for span in spans) for name, spans in parts.items()}
+    data = Dataset(trace, [*schedule.training, *schedule.test], progress)
+    learned = np.arange(num_rows["stopping"] + num_rows["training"])
+    trained = train(data, learned[num_rows["stopping"] :], learned[: num_rows["stopping"]], options, progress)
+    found, num_rows["test"] = accuracies(trace, data, schedule.training, schedule.test, trained.weights)
+    num_requests = {name: len(spans) for name, spans in parts.items()}
+    return TrainingStudy(trained, found, num_requests, num_rows, data.nbytes)

@@ -17,7 +17,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
 from expertly.native.kernels import Kernels
+
+if TYPE_CHECKING:
+    from expertly.model.structure import ExpertsSite
 
 
 class Runtime(Protocol):
@@ -110,7 +113,18 @@ def experts_forward(
     return runtime.forward_experts(self, self._expertly_layer, hidden_states, top_k_index, top_k_weights)
 
 
-def strip_switch(experts: Any) -> None:
+def strip(model: Any, site: ExpertsSite) -> Any:
+    """The experts module of a model, without its weights: they are somewhere else."""
+    module = model.get_submodule(site.name)
+    if site.is_fused:
+        for name in site.weight_names:
+            delattr(module, name)
+    else:
+        _strip_switch(module)
+    return module
+
+
+def _strip_switch(experts: Any) -> None:
     """Drop the experts of a SwitchTransformersExperts, a module each, and make its calls those of other families."""
     activation = next(iter(experts.values())).act
     experts.clear()

@@ -123,14 +123,9 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
     for site, packed in zip(sites, manifest.layers, strict=True):
         if site.geometry != packed.unquantised():
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
-        module: Any = model.get_submodule(site.name)
         # Initialisers look at weights by name: of the experts here, of switch's experts in their parent.
-        module._is_hf_initialized = True
-        if site.is_fused:
-            for name in site.weight_names:
-                delattr(module, name)
-        else:
-            hooks.strip_switch(module)
+        hooks.strip(model, site)._is_hf_initialized = True
+        if not site.is_fused:
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
             parent._is_hf_initialized = True
 

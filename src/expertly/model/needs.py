@@ -154,13 +154,7 @@ def _bare_model(folder: Path, dtype: str) -> tuple[dict[str, Any], Any, Sequence
     model = build_meta_model(config, getattr(torch, dtype))
     sites = find_experts(model, ITEMSIZE[dtype])
     for layer, site in enumerate(sites):
-        module: Any = model.get_submodule(site.name)
-        module._expertly_layer = layer
-        if site.is_fused:
-            for weight in site.weight_names:
-                delattr(module, weight)
-        else:
-            hooks.strip_switch(module)
+        hooks.strip(model, site)._expertly_layer = layer
     if not dense_shape(model).layer_nbytes:
         raise CheckpointError(f"{folder}: config.json makes layers without weights")
     return config.to_dict(), model, sites

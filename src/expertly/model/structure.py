@@ -23,7 +23,7 @@ from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.model.hooks import experts_modules
 
 SWITCH = "switch_transformers"
-"""The one family outside transformers' experts interface that runs: see `hooks.strip_switch`."""
+"""The one family outside transformers' experts interface that runs: see `hooks.strip`."""
 
 _SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...) and " + SWITCH
 _WRONG_UPSTREAM = {

@@ -33,6 +33,9 @@ BASE_SYSTEM = "lru"
 AUTO_SYSTEM = "auto"
 """Where a model is loaded, unless it is said: what `expertly tune` chose for it, else `default_system`."""
 
+BOUNDS = ("belady", "belady-global", "oracle", "resident")
+"""Simulated beside what is compared: what no system can beat, and every expert kept."""
+
 LEAST_NBYTES = 1 << 20
 """Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
 

@@ -17,7 +17,7 @@ from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.future import RowsFile, TraceFuture, next_uses
@@ -29,9 +29,6 @@ from expertly.sim.simulator import Simulator
 from expertly.sim.training import TrainingPart, popularity
 from expertly.sim.workload import TraceWorkload
 from expertly.trace.reader import Trace
-
-BOUNDS = ("belady", "belady-global", "oracle", "resident")
-"""Run beside every system asked for."""
 
 RATES = (
     *("hit_rate", "partial_hit_rate", "byte_hit_rate", "prediction_accuracy", "fetch_rate", "goodpred"),

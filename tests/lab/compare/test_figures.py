@@ -8,11 +8,11 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_range, format_seconds, format_share
-from expertly.lab.compare.engine_runs import ComparedRuns, RunFailure
+from expertly.lab.compare.engine import ComparedRuns, RunFailure
 from expertly.lab.compare.figures import RATES, best_row, engine_figures, headline, ratio_to, rows_of, spread
-from expertly.lab.compare.settings import BOUNDS, ComparisonSettings, check_memories, check_systems
+from expertly.lab.compare.settings import ComparisonSettings, check_memories, check_systems
 from expertly.lab.plots import round_ticks
-from expertly.sim import study
+from expertly.scheduler.presets import BOUNDS
 
 COUNTS = {"hits": 6, "misses": 2, "loaded_nbytes": 300, "stall_ns": 4_000_000}
 
@@ -185,7 +185,3 @@ def test_what_cannot_be_compared_is_refused(check: Any, given: list[str], proble
     with pytest.raises(ConfigError) as raised:
         check(given)
     assert problem in str(raised.value)
-
-
-def test_the_bounds_are_those_that_the_simulator_runs() -> None:
-    assert BOUNDS == study.BOUNDS

@@ -10,10 +10,7 @@ import pytest
 
 import expertly
 from expertly.api import handle
-from expertly.core.costs import CodecCosts, Link
-from expertly.core.errors import ConfigError
 from expertly.engine.learned import reuse_models
-from expertly.lab.compare import player as compare_player
 from expertly.lab.compare.player import Player
 from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
@@ -80,21 +77,3 @@ def test_a_prompt_that_is_too_long_is_left_out(player: Player, model: Path) -> N
     load(player, model, "lru")
     found = player.tokens([Prompt(1, "a", None), Prompt(2, "a b " * 5000, None)], 6, False)
     assert [one.prompt.line for one in found] == [1]
-
-
-def test_a_model_without_a_tokenizer_is_refused(player: Player, tmp_path: Path) -> None:
-    load(player, make_checkpoint("qwen3_moe", tmp_path / "bare", seed=6), "lru")
-    with pytest.raises(ConfigError, match="has no tokenizer"):
-        player.tokens([Prompt(1, "a", None)], 6, False)
-
-
-def test_decoding_is_as_fast_as_layers_show_and_not_as_it_is_alone(
-    player: Player, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
-    monkeypatch.setattr(compare_player, "store_costs", lambda store: (disk, alone))
-    player.load({"model": str(model), "memory": "50%", "system": "lru", "codec": "planes"})
-    player.measure(True)
-    link, _, costs = player.profile()
-    assert link == disk and costs is not None and costs.ratio == 0.7
-    assert 0 < costs.decode_nbytes_per_s < 0.9e12

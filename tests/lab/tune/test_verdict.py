@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.lab.playing import Played, RecordedRequest
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.verdict import Verdict, decide
-from expertly.lab.tune.verification import MAX_TURNS, MIN_TURNS, take_turns
+from expertly.lab.tune.search import Candidate, Deadline
+from expertly.lab.tune.verdict import (
+    MAX_TURNS,
+    MIN_TURNS,
+    Verdict,
+    calibrate,
+    decide,
+    median_interval,
+    representatives,
+    take_turns,
+)
 from tests.lab.tune.toys import REQUESTS, FakeClock, FakePlayer, candidate
 
 LRU, LFU, LCP = candidate("lru"), candidate("lfu"), candidate("lcp")
@@ -152,3 +161,111 @@ def test_answers_of_one_token_have_no_decode_to_be_slower_in() -> None:
     turns = take_turns(player, LRU, [LFU], [short, REQUESTS[0]], Deadline.after(clock, 50.0))
     assert turns.tpot_s(LRU) == pytest.approx(0.9 / 3) and turns.gain(LFU, LRU).tpot_ratio == pytest.approx(0.9)
     assert turns.gain(LFU, LRU).ratio == pytest.approx((0.8 + 0.9) / 2)
+
+
+# -- the median, and how sure it is ----------------------------------------------------------------------------------
+
+
+def test_few_values_say_from_the_least_to_the_largest() -> None:
+    found = median_interval([3.0, 1.0, 2.0])
+    assert (found.low, found.median, found.high) == (1.0, 2.0, 3.0)
+
+
+def test_outliers_do_not_move_it() -> None:
+    values = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 100.0]
+    assert median_interval(values).high == median_interval([*values[:-1], 1.9]).high == 1.8
+
+
+@pytest.mark.parametrize("count", [5, 8, 20])
+def test_each_end_is_on_its_side_in_nineteen_cases_of_twenty(count: int) -> None:
+    dice = Random(0)
+    intervals = [median_interval([dice.gauss(0, 1) for _ in range(count)]) for _ in range(2000)]
+    too_high = sum(found.low > 0 for found in intervals) / len(intervals)
+    too_low = sum(found.high < 0 for found in intervals) / len(intervals)
+    assert too_high < 0.06 and too_low < 0.06
+    assert too_high > 0.005  # it is no wider than it must be
+
+
+# -- what the simulator leaves out, of each kind of part -------------------------------------------------------------
+
+
+AHEAD, LCP_AHEAD = candidate("lru:prediction=lookahead"), candidate("lcp:prediction=lookahead")
+SPECULATIVE = candidate("lcp:prediction=speculative")
+
+
+def test_the_best_of_each_kind_is_run_if_it_is_faster() -> None:
+    scored = {LRU: 1.0, LFU: 1.1, LCP: 0.9, AHEAD: 0.7, LCP_AHEAD: 0.6, SPECULATIVE: 0.8}
+    assert representatives(scored.items(), LRU, 1.0) == [LCP_AHEAD, SPECULATIVE, LCP], "what may win first"
+
+
+def calibrated(simulated, measured, limit: float = 1e6, others=(LCP_AHEAD, LCP)):
+    """By seconds of a step; a request's steps take nine tenths of it."""
+    clock = FakeClock()
+    steps = len(REQUESTS[0].tokens) - REQUESTS[0].num_prompt
+    seconds = {one: None if step is None else step * steps / 0.9 for one, step in measured.items()}
+    player = FakePlayer(clock, lambda one, count: seconds[one])
+    return calibrate(player, LRU, others, simulated.get, REQUESTS[0], Deadline.after(clock, limit))
+
+
+@pytest.mark.parametrize("others", [(LCP, LCP_AHEAD), (LCP_AHEAD, LCP)])
+def test_a_prediction_has_what_the_eviction_does_not_explain(others) -> None:
+    """Whichever of them ran first."""
+    simulated = {LRU: 0.10, LCP: 0.09, LCP_AHEAD: 0.05}
+    found = calibrated(simulated, {LRU: 0.20, LCP: 0.22, LCP_AHEAD: 0.27}, others=others)
+    assert found.overhead_s(LRU) == 0
+    assert found.overhead_s(LCP) == pytest.approx(0.03), "20 ms slower, simulated 10 ms faster"
+    assert found.overhead_s(AHEAD) == pytest.approx(0.12 - 0.03)
+    assert found.overhead_s(LCP_AHEAD) == pytest.approx(0.12)
+    assert found.overhead_s(LFU) == 0, "nobody measured it"
+
+
+def test_a_base_that_was_as_slow_is_noise() -> None:
+    clock = FakeClock()
+    steps = {LRU: [0.20, 0.40, 0.20], LCP: [0.35], LFU: [0.35]}
+    player = FakePlayer(clock, lambda one, count: steps[one][count - 1] * 3 / 0.9)
+    found = calibrate(
+        player, LRU, [LCP, LFU], {LRU: 0.1, LCP: 0.1, LFU: 0.1}.get, REQUESTS[0], Deadline.after(clock, 1e6)
+    )
+    assert (found.overhead_s(LCP), found.overhead_s(LFU)) == (0, 0)
+
+
+def test_nothing_is_made_faster() -> None:
+    found = calibrated({LRU: 0.10, LCP: 0.09}, {LRU: 0.20, LCP: 0.10}, others=[LCP])
+    assert found.overhead_s(LCP) == 0
+
+
+def test_what_fails_is_named_and_the_rest_goes_on() -> None:
+    found = calibrated({LRU: 0.1, LCP: 0.1, LCP_AHEAD: 0.1}, {LRU: 0.2, LCP: None, LCP_AHEAD: 0.3})
+    assert "cannot run here" in found.failed[LCP]
+    assert found.overhead_s(LCP_AHEAD) == pytest.approx(0.1)
+
+
+def test_it_ends_when_time_is_up() -> None:
+    simulated, measured = {LRU: 0.1, LCP: 0.1, LCP_AHEAD: 0.1}, {LRU: 0.2, LCP: 0.3, LCP_AHEAD: 0.3}
+    found = calibrated(simulated, measured, limit=1.0, others=[LCP, LCP_AHEAD])
+    assert set(found.overheads_s) == {("eviction", "lcp")}
+
+
+def test_with_little_time_it_is_the_predictor_that_is_measured() -> None:
+    """What predicts looks best in the simulator, and takes most of what that leaves out."""
+    scored = {LRU: 1.0, LCP: 0.9, LCP_AHEAD: 0.6}
+    order = representatives(scored.items(), LRU, 1.0)
+    measured = {LRU: 0.2, LCP: 0.2, LCP_AHEAD: 0.3}
+    found = calibrated({LRU: 0.1, LCP: 0.09, LCP_AHEAD: 0.06}, measured, limit=1.0, others=order)
+    assert set(found.overheads_s) == {("prediction", "lookahead")}
+    assert found.overhead_s(LCP_AHEAD) == pytest.approx(0.14) == found.overhead_s(AHEAD)
+    assert found.unmeasured(AHEAD) == [] == found.unmeasured(LRU)
+    assert found.unmeasured(LCP_AHEAD) == [("eviction", "lcp")] == found.unmeasured(LCP)
+    gated = candidate("lru:prediction=lookahead:gate=confidence")
+    assert found.unmeasured(gated) == [("prediction", "lookahead, gate confidence")], (
+        "a gate may spare it: nobody knows"
+    )
+
+
+def test_a_request_without_a_step_tells_nothing() -> None:
+    clock = FakeClock()
+    player = FakePlayer(clock, lambda one, count: 1.0)
+    found = calibrate(
+        player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, RecordedRequest((1, 2), 2), Deadline.after(clock, 1e6)
+    )
+    assert found.overheads_s == {} and player.played == []

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from expertly.core.errors import ConfigError
 from expertly.lab.playing import Played, RecordedRequest
-from expertly.lab.tune.candidates import Candidate
+from expertly.lab.tune.search import Candidate
 from expertly.scheduler.presets import get_system
 
 REQUESTS = (RecordedRequest((1, 2, 3, 4, 5), 2), RecordedRequest((6, 7, 8), 1))

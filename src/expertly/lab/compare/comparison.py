@@ -1,10 +1,14 @@
-"""A comparison from its beginning to its results: with a model on the engine and simulated, with a trace simulated."""
+"""A comparison from its beginning to its results, with a model on the engine and simulated, with a trace simulated; and
+the folder that holds it: report.html, results.json, command.txt and the trace that was recorded.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,15 +16,22 @@ from typing import Any
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.files import disk_errors, finite, write_atomic
+from expertly.core.geometry import DenseShape, Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
-from expertly.lab.compare.engine_runs import ComparedRuns, EngineRuns, RunFailure, can_be_together
+from expertly.lab.compare.engine import (
+    ComparedRuns,
+    EngineRuns,
+    MachineWorker,
+    RunFailure,
+    Worker,
+    can_be_together,
+    load_arguments,
+)
 from expertly.lab.compare.figures import headline, rows_of
-from expertly.lab.compare.folder import FORMAT, FORMAT_VERSION
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.compare.simulated import (
-    Ground,
     Simulated,
     check_budgets,
     middle_decode_iteration,
@@ -28,7 +39,6 @@ from expertly.lab.compare.simulated import (
     selection_of,
     simulate,
 )
-from expertly.lab.compare.worker import MachineWorker, Worker, load_arguments
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
@@ -37,7 +47,7 @@ from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
-from expertly.sim.study import Memory
+from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24
@@ -145,13 +155,13 @@ def compare_trace(
     selection = selection_of(settings, trace, NUM_TRACE_REQUESTS)
     schedule = pick(trace, selection, settings.tokens)
     learned = None if settings.predictor is None else read_learned(settings.predictor, LearnedWeights).learned
-    ground = _ground(settings, trace, schedule, comparison.hardware, geometry, learned)
-    check_budgets(ground, settings)
+    study = _study(settings, trace, schedule, comparison.hardware, geometry[0], geometry[1], learned)
+    check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
     iteration = middle_decode_iteration(trace, schedule)
     comparison.simulated = Simulated()
-    simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+    simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
 
@@ -176,9 +186,9 @@ def compare_model(
         settings = comparison.settings = replace(settings, codec=facts["codec"])
         arguments["codec"] = facts["codec"]
         hardware = Hardware.read(settings.hardware or "infinite")
-        geometry = (tuple(layer.geometry() for layer in trace.manifest.layers), trace.manifest.dense, "trace")
-        ground = _ground(settings, trace, schedule, hardware, geometry, learned)
-        check_budgets(ground, settings)
+        layers = tuple(layer.geometry() for layer in trace.manifest.layers)
+        study = _study(settings, trace, schedule, hardware, layers, trace.manifest.dense, learned)
+        check_budgets(study, settings)
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
             tell("measuring this machine")
@@ -186,7 +196,7 @@ def compare_model(
         free_nbytes = available_host_nbytes()
 
         def fits_together(memory: str) -> bool:
-            held = [_kept_nbytes(ground, memory, name) for name in settings.systems]
+            held = [_kept_nbytes(study, memory, name) for name in settings.systems]
             return can_be_together([base_nbytes + nbytes for nbytes in held], free_nbytes, facts["device"])
 
         lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
@@ -201,11 +211,11 @@ def compare_model(
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")
-        ground = replace(ground, hardware=_hardware(comparison, machine, hardware))
+        study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
             iteration = middle_decode_iteration(trace, schedule)
             comparison.simulated = Simulated()
-            simulate(ground, settings, iteration, comparison.simulated, comparison.keep, progress)
+            simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:
         machine.worker.end()
@@ -279,22 +289,34 @@ def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -
     return measured
 
 
-def _ground(
+def _study(
     settings: ComparisonSettings,
     trace: Trace,
     schedule: Schedule,
     hardware: Hardware,
-    geometry: tuple[Any, Any, str | None],
+    layers: Any,
+    dense: DenseShape | None,
     learned: LearnedWeights | None,
-) -> Ground:
-    plan = None if settings.plan is None else read_plan(settings.plan)
-    return Ground(trace, schedule, hardware, geometry[0], geometry[1], learned, plan)
+) -> Study:
+    """Raises ConfigError for what cannot be simulated."""
+    return Study(
+        trace,
+        schedule,
+        hardware,
+        layers,
+        dense,
+        segments=settings.segments,
+        seed=settings.seed,
+        learned=learned,
+        plan=None if settings.plan is None else read_plan(settings.plan),
+        codec=settings.codec,
+    )
 
 
-def _kept_nbytes(ground: Ground, memory: str, name: str) -> int:
+def _kept_nbytes(study: Study, memory: str, name: str) -> int:
     """What a system holds of the experts."""
-    assert ground.layers is not None
-    geometry = Geometry(ground.layers, 1)
+    assert study.layers is not None
+    geometry = Geometry(study.layers, 1)
     return geometry.nbytes if get_system(name).keeps_everything else Memory(memory).budget(geometry).memory_nbytes
 
 
@@ -344,3 +366,52 @@ def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
             {"memory": memory, "system": name, "rounds": rounds} for (memory, name), rounds in runs.played.items()
         ],
     }
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+FORMAT = "expertly-compare"
+FORMAT_VERSION = 1
+
+REPORT, RESULTS, COMMAND, TRACE = "report.html", "results.json", "command.txt", "trace"
+
+
+def prepare(folder: Path, command: str, force: bool = False) -> None:
+    """Make the folder, or clear an earlier comparison away, for which `force` is needed where it has results. It is
+    marked as one under way, so that one which was interrupted can be replaced.
+
+    Raises ConfigError where it is there and holds anything else, or cannot be written.
+    """
+    with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"out={str(folder)!r}: not a folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            if not _holds_comparison(folder):
+                raise ConfigError(
+                    f"out={str(folder)!r}: not empty, and no earlier comparison; accepted: a new or an empty folder"
+                )
+            if not force and any((folder / name).exists() for name in (REPORT, RESULTS)):
+                raise ConfigError(f"out={str(folder)!r}: holds an earlier comparison; --force replaces it")
+            for name in (REPORT, RESULTS, COMMAND):
+                (folder / name).unlink(missing_ok=True)
+            if (folder / TRACE).is_dir() and not (folder / TRACE).is_symlink():
+                shutil.rmtree(folder / TRACE)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / COMMAND, (command + "\n").encode())
+
+
+def write_all(folder: Path, results: Mapping[str, Any], page: str) -> None:
+    """Each file is there whole or not at all. Raises ConfigError where it cannot be written."""
+    with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
+        write_atomic(folder / COMMAND, (results["command"] + "\n").encode())
+        text = json.dumps(finite(results), ensure_ascii=False, indent=1, allow_nan=False)
+        write_atomic(folder / RESULTS, (text + "\n").encode("utf-8", "replace"))
+        write_atomic(folder / REPORT, page.encode("utf-8", "replace"))
+
+
+def _holds_comparison(folder: Path) -> bool:
+    """All of it is what a comparison leaves, whole or interrupted."""
+    names = {path.name for path in folder.iterdir()}
+    known = {REPORT, RESULTS, COMMAND, TRACE}
+    return COMMAND in names and all(name in known or name.startswith(".") for name in names)

@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 from expertly.core.units import format_nbytes, format_seconds, format_share
-from expertly.lab.compare.engine_runs import ComparedRuns
-from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
+from expertly.lab.compare.engine import ComparedRuns
+from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.presets import BOUNDS
 from expertly.sim.metrics import percentile
 
 TIMES = ("ttft_s", "tpot_s", "latency_s")
@@ -61,17 +62,8 @@ def _row(
     if figures is not None and baseline is not None and name != settings.baseline:
         figures["tpot_to_baseline"] = _quotient(figures["tpot_s"], simulated_figures(baseline)["tpot_s"])
     loaded = None if runs is None else runs.loaded.get((memory, name))
-    facts = found or loaded or {}
-    return {
-        "memory": memory,
-        "memory_bytes": facts.get("memory_bytes"),
-        "system": name,
-        "segments": facts.get("segments"),
-        "is_bound": False,
-        "has_failed": runs is not None and runs.has_failed(memory, name),  # on the engine, under this budget
-        "engine": engine,
-        "simulated": figures,
-    }
+    has_failed = runs is not None and runs.has_failed(memory, name)
+    return _facts(memory, name, found or loaded, has_failed) | {"engine": engine, "simulated": figures}
 
 
 def _bound_row(memory: str, name: str, simulated: Mapping[tuple[str, str, int], dict[str, Any]]) -> dict[str, Any]:
@@ -79,16 +71,17 @@ def _bound_row(memory: str, name: str, simulated: Mapping[tuple[str, str, int], 
     found = [row for key, row in simulated.items() if key[:2] == (memory, name)]
     by = "tpot_s" if name in ("oracle", "resident") else "bytes_loaded"
     best = min(found, key=lambda row: (row[by] is None, row[by] or 0, row["segments"]), default=None)
-    return {
-        "memory": memory,
-        "memory_bytes": None if best is None else best["memory_bytes"],
-        "system": name,
-        "segments": None if best is None else best["segments"],
-        "is_bound": True,
-        "has_failed": False,
-        "engine": None,
-        "simulated": None if best is None else simulated_figures(best),
-    }
+    figures = None if best is None else simulated_figures(best)
+    return _facts(memory, name, best, is_bound=True) | {"engine": None, "simulated": figures}
+
+
+def _facts(
+    memory: str, name: str, ran: Mapping[str, Any] | None, has_failed: bool = False, is_bound: bool = False
+) -> dict[str, Any]:
+    """`has_failed`: on the engine, under this budget."""
+    size, segments = (None if ran is None else ran.get(key) for key in ("memory_bytes", "segments"))
+    about = {"memory": memory, "memory_bytes": size, "system": name, "segments": segments}
+    return about | {"is_bound": is_bound, "has_failed": has_failed}
 
 
 def engine_figures(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:

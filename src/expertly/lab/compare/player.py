@@ -13,12 +13,9 @@ import expertly
 from expertly.api import handle
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ModelUseError
-from expertly.engine.device import kind_of
 from expertly.engine.learned import find_weights
 from expertly.engine.process import peak_rss_nbytes
-from expertly.hardware.measure import store_costs
-from expertly.lab.fit_decoding import fit_decoding
-from expertly.lab.model_profile import Measurement
+from expertly.lab.model_profile import Measurement, compressed_costs
 from expertly.lab.playing import RecordedRequest, answer, chooser, feed, learn
 from expertly.lab.prompts import AskedPrompt, Prompt, asked, has_template
 from expertly.lab.recording import record
@@ -121,10 +118,6 @@ class Player:
     def profile(self) -> tuple[Link, MeasuredCompute, CodecCosts | None]:
         """What was measured. Of a compressed store the link is the disk alone: decoding is added by who simulates."""
         assert self._measurement is not None
-        measured, store = self._measurement.profile(), handle(self._model).store
-        if store.codec == "none":
-            return measured.link, measured.compute, None
-        disk, costs = store_costs(store)
-        if kind_of(self._model.device).runs_on_host:
-            costs = fit_decoding(measured.layers, disk, costs, measured.compute, store.geometry(1))
-        return disk, measured.compute, costs
+        measured = self._measurement.profile()
+        found = compressed_costs(self._model, measured)
+        return (measured.link, measured.compute, None) if found is None else (found[0], measured.compute, found[1])

@@ -9,13 +9,10 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import parse_memory
-from expertly.scheduler.presets import get_system, runnable_systems
+from expertly.scheduler.presets import BOUNDS, get_system, runnable_systems
 
 BASELINE = "lru"
 """What the others are measured by, where it runs beside them; else the first one."""
-
-BOUNDS = ("belady", "belady-global", "oracle", "resident")
-"""Simulated beside every comparison: what no system can beat, and every expert kept."""
 
 USUAL_SYSTEMS = "lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead"
 DEFAULT_MEMORY = "10%,25%,50%"

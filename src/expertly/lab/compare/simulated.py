@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 
 from expertly.core.errors import ExpertlyError
-from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.messages import Span
-from expertly.lab.compare.engine_runs import RunFailure
-from expertly.lab.compare.settings import BOUNDS, ComparisonSettings
-from expertly.policies.allocation.moepic import SplitPlan
-from expertly.policies.predictor.learned import LearnedWeights
-from expertly.sim.hardware import Hardware
+from expertly.lab.compare.engine import RunFailure
+from expertly.lab.compare.settings import ComparisonSettings
+from expertly.scheduler.presets import BOUNDS
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.sim.workload import RowRange
@@ -179,28 +176,14 @@ class Simulated:
         self.failures.append(RunFailure("simulator", memory, name, cause))
 
 
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What all runs share: the requests, and where they run. `layers` is None where experts have no known size."""
-
-    trace: Trace
-    schedule: Schedule
-    hardware: Hardware
-    layers: tuple[LayerGeometry, ...] | None
-    dense: DenseShape | None
-    learned: LearnedWeights | None = None
-    plan: SplitPlan | None = None
-
-
-def check_budgets(ground: Ground, settings: ComparisonSettings) -> None:
-    """Raises ConfigError (BudgetError) for a budget or a system that cannot be, before anything runs."""
-    study = _study(ground, settings, None, None)
+def check_budgets(study: Study, settings: ComparisonSettings) -> None:
+    """Raises ConfigError (BudgetError) for a budget that cannot be, before anything runs."""
     for label in settings.memories:
-        Memory(label).budget(study.geometry, ground.layers is not None)
+        Memory(label).budget(study.geometry, study.layers is not None)
 
 
 def simulate(
-    ground: Ground,
+    study: Study,
     settings: ComparisonSettings,
     iteration: int | None,
     into: Simulated,
@@ -211,8 +194,10 @@ def simulate(
     simulated the others are, each with the bounds of its own. `into` has all that was done, whatever this raises;
     `keep` is called after each budget.
     """
-    timelines = TokenTimelines(iteration if ground.layers is not None else None, settings.timeline_memory)
-    study = _study(ground, settings, timelines, progress)
+    timelines = TokenTimelines(iteration, settings.timeline_memory)
+    study.chrome = None if study.layers is None else timelines
+    if progress is not None:
+        study.progress = lambda what, done, total: progress(f"simulator, {what}", done, total)
     try:
         for memory in map(Memory, settings.memories):
             try:
@@ -222,7 +207,7 @@ def simulate(
             keep()
     finally:
         into.timelines = _shown(timelines, into.rows, settings)
-        into.notes = _notes(ground, study)
+        into.notes = _notes(study)
 
 
 def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simulated) -> None:
@@ -231,26 +216,6 @@ def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simu
             into.add(study.results([name], [memory]))
         except ExpertlyError as error:
             into.failed(name, memory.label, str(error))
-
-
-def _study(
-    ground: Ground, settings: ComparisonSettings, timelines: TokenTimelines | None, progress: Progress | None
-) -> Study:
-    tell = None if progress is None else lambda what, done, total: progress(f"simulator, {what}", done, total)
-    return Study(
-        ground.trace,
-        ground.schedule,
-        ground.hardware,
-        ground.layers,
-        ground.dense,
-        segments=settings.segments,
-        seed=settings.seed,
-        learned=ground.learned,
-        plan=ground.plan,
-        chrome=timelines if ground.layers is not None else None,
-        progress=tell,
-        codec=settings.codec,
-    )
 
 
 def _shown(
@@ -274,12 +239,12 @@ def _shown(
     return sorted(found, key=lambda one: order.index(one["system"]))
 
 
-def _notes(ground: Ground, study: Study) -> list[str]:
+def _notes(study: Study) -> list[str]:
     """What one must know to read simulated numbers."""
-    trace, notes = ground.trace, []
-    if ground.layers is None:
+    trace, notes = study.trace, []
+    if study.layers is None:
         notes.append("the trace does not know its experts' sizes: rates only; give --geometry for bytes and times")
-    elif ground.dense is None and ground.hardware.compute is None:
+    elif study.dense is None and study.hardware.compute is None:
         notes.append("the weights outside the experts are unknown: their time is only the profile's fixed part")
     if not trace.is_complete:
         notes.append("the recording was cut off; what there is of it is simulated")

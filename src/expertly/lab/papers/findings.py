@@ -130,6 +130,21 @@ class Experiment:
         return ", ".join(filter(None, [label, *named])) or "not in the paper"
 
 
+def experiment(
+    name: str, *, also: tuple[str, ...] = (), **options: Any
+) -> Callable[[Callable[[Lab], Finding]], Experiment]:
+    """Makes an Experiment of the function below it, whose docstring is the title and what the paper shows. `name`:
+    paper and figure, "fmoe:4"; `also`: further figures; `options`: of Experiment.
+    """
+    paper, _, figure = name.partition(":")
+
+    def make(run: Callable[[Lab], Finding]) -> Experiment:
+        title, _, shows = (run.__doc__ or "").partition("\n")
+        return Experiment(paper, (figure, *also), title, " ".join(shows.split()), run, **options)
+
+    return make
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """Of one experiment: its findings, and why there is none on other traces."""
@@ -259,22 +274,22 @@ def monotonic(claim: str, points: Values, why: Why, *, rises: bool, unit: str = 
     return judged(claim, rule, listed(points, unit), told, unit, why)
 
 
-def compared(
-    claim: str,
-    one: tuple[str, float],
-    other: tuple[str, float],
-    why: Why,
-    *,
-    above: bool,
-    unit: str = "number",
-    by: float = 0.0,
-) -> Check:
-    """`one` is above (below) `other`; by at least `by`, absolute (negative: may be so much on the wrong side)."""
-    values = dict([one, other])
+def above(claim: str, pair: Values, why: Why, *, unit: str = "number", by: float = 0.0) -> Check:
+    """The first of two values is above the second; by at least `by`, absolute (negative: may be so much below)."""
+    return _compared(claim, pair, why, False, unit, by)
+
+
+def below(claim: str, pair: Values, why: Why, *, unit: str = "number", by: float = 0.0) -> Check:
+    """As `above`, the other way round."""
+    return _compared(claim, pair, why, True, unit, by)
+
+
+def _compared(claim: str, pair: Values, why: Why, lowest: bool, unit: str, by: float) -> Check:
+    one, other = pair
     margin = f" by {show(by, unit)} or more" if by > 0 else f", or at most {show(-by, unit)} away" if by < 0 else ""
-    rule = f"{one[0]} {'above' if above else 'below'} {other[0]}{margin}"
-    told = compare((one[0], other[0]), values, lowest=not above, by=by, strict=by == 0)
-    return judged(claim, rule, listed(values, unit), [told], unit, why)
+    rule = f"{one} {'below' if lowest else 'above'} {other}{margin}"
+    told = compare((one, other), pair, lowest=lowest, by=by, strict=by == 0)
+    return judged(claim, rule, listed(pair, unit), [told], unit, why)
 
 
 def between(claim: str, points: Values, why: Why, *, unit: str = "number") -> Check:

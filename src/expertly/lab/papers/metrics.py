@@ -137,8 +137,12 @@ class Metric:
         if values[name] is None or values[other] is None:
             return None
         reason = why or (lambda: self.reason(rows[name], rows[other]))
-        pair = ((name, values[name]), (other, values[other]))
-        return rules.compared(claim, *pair, reason, above=not self.lowest, unit=self.unit, by=by)
+        rule = rules.below if self.lowest else rules.above
+        return rule(claim, {one: values[one] for one in (name, other)}, reason, unit=self.unit, by=by)
+
+    def times(self, base: Row, header: str) -> Metric:
+        """In units of what it is in `base`."""
+        return Metric(header, "x", lambda row: None if self.of(row) is None else self.of(row) / self.of(base))
 
     def told(self, rows: Mapping[str, Row], name: str) -> bool | Told:
         """Of `everywhere`: whether `name` has the best value, compared with the best of the others."""

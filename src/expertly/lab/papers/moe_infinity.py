@@ -16,7 +16,7 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Experiment, Finding, FindingTable, Floats, show
+from expertly.lab.papers.findings import Cell, Finding, FindingTable, Floats, experiment, show
 from expertly.lab.papers.metrics import (
     HITS,
     RIGHT,
@@ -64,7 +64,13 @@ def _counts(lab: Lab) -> Floats:
     return np.stack(found)
 
 
+@experiment("moe-infinity:2", most=4)
 def skew(lab: Lab) -> Finding:
+    """Use of experts by one request, and by many
+
+    In two sample requests a few experts of the last layer are used much more than the others; over 1000 merged use
+    is uniform (Mixtral-8x7B and DeepSeek-V2-Lite).
+    """
     counts = lab.once(("counts",), lambda: _counts(lab))
     bits, num = np.log2(lab.num_experts), -(-lab.num_experts // 4)
 
@@ -82,13 +88,11 @@ def skew(lab: Lab) -> Finding:
     }
     one, together = rows["one request, all layers"], rows["all merged, all layers"]
     checks = [
-        rules.compared(
+        rules.above(
             "a request uses few experts much more than the rest, many merged do less so",
-            ("quarter of a request", one[0]),
-            ("quarter of all merged", together[0]),
+            {"quarter of a request": one[0], "quarter of all merged": together[0]},
             f"these {len(counts)} requests are of {of_categories(lab)}: what all of them use together is nearly what "
             "each uses",
-            above=True,
             unit="share",
             by=0.05,
         ),
@@ -118,7 +122,13 @@ LARGEST = (0.06, 0.48)
 ROUNDS, STARTS = 25, 4
 
 
+@experiment("moe-infinity:4", also=("3", "table-2"))
 def groups(lab: Lab) -> Finding:
+    """Groups of requests and transitions between them
+
+    K-means finds 10 to 30 groups of activation matrices in 1000 requests, the largest with 0.06 to 0.48 of them
+    (table 2); P(next group | group) is below 0.12 in most cases (figure 4).
+    """
     counts = lab.once(("counts",), lambda: _counts(lab))
     total = counts.sum(axis=2, keepdims=True)
     points = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0).reshape(len(counts), -1)
@@ -244,7 +254,14 @@ def _short(lab: Lab) -> Runs:
     return lab.once(("short answers",), make)
 
 
+@experiment("moe-infinity:7", also=("table-1",), most=3)
 def mean_and_tail(lab: Lab) -> Finding:
+    """Mean and tail TPOT, 32 tokens out
+
+    DeepSeek-V2-Lite on an A5000, mean (tail): MoE-Infinity 155 (169) ms, vLLM 485 (493), DeepSpeed 737 (803),
+    Mixtral-Offloading 1250 (1530), Ollama 2590 (2599); for Mixtral-8x7B 836 ms, 1.4x faster than BrainStorm and
+    Mixtral-Offloading.
+    """
     runs = _short(lab)
     tables, checks = [], []
     for memory in ("25%", "70%"):
@@ -257,7 +274,13 @@ def mean_and_tail(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs), tables, checks, notes)
 
 
+@experiment("moe-infinity:8", most=3)
 def context(lab: Lab) -> Finding:
+    """TPOT while the context takes the experts' memory
+
+    From 2^12 to 2^17 tokens of context the buffer for experts shrinks from above 3 GB (to 2^15) to 2 and 1 GB;
+    MoE-Infinity then gets slower (by 137 ms), less than vLLM and Mixtral-Offloading; DeepSpeed is slow and stable.
+    """
     runs = _short(lab)
     found = {label: runs.rows(LONG, memory) for label, memory in CONTEXTS.items()}
     first, last = (found[list(CONTEXTS)[at]] for at in (0, -1))
@@ -289,15 +312,13 @@ def context(lab: Lab) -> Finding:
                 if fastest(rows).system != "moe-infinity"
             ),
         ),
-        rules.compared(
+        rules.below(
             "DeepSpeed, which loads by index, grows less",
-            ("deepspeed-index", growth["deepspeed-index"]),
-            ("moe-infinity", growth["moe-infinity"]),
+            {"deepspeed-index": growth["deepspeed-index"], "moe-infinity": growth["moe-infinity"]},
             lambda: (
                 "it keeps what was used last, too, in a cache over all layers: its hits fall "
                 f"{hits_fall('deepspeed-index')}, MoE-Infinity's {hits_fall('moe-infinity')}"
             ),
-            above=False,
             unit="x",
         ),
     ]
@@ -308,7 +329,12 @@ def context(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs), [FindingTable.of("TPOT by context", columns, cells)], checks, notes)
 
 
+@experiment("moe-infinity:9", most=1)
 def capacity(lab: Lab) -> Finding:
+    """Latency by capacity of the collection
+
+    Latency falls from capacity 1 to 120, where all models have their lowest (NLLB, Switch, Mixtral).
+    """
     runs = lab.runs(HARDWARE)
     found = {num: runs.row(f"moe-infinity:capacity={num}") for num in CAPACITIES}
     rows = {str(num): row for num, row in found.items()}
@@ -318,38 +344,6 @@ def capacity(lab: Lab) -> Finding:
     ]
     table = table_of("By capacity of the collection", found, TPOT, HITS, RIGHT, key="matrices")
     return lab.finding(lab.setting(runs, "25%"), [table], checks)
-
-
-# -- 4.6, 4.7: what is prefetched and what goes ----------------------------------------------------------------------
-
-SETTINGS = {"matches": (1, 2, 4, 8, 16), "distance": (1, 2, 3, 4), "width": (1, 2, 3, 4, 6)}
-NEAR = 0.02
-
-
-def eviction(lab: Lab) -> Finding:
-    runs = lab.runs(HARDWARE)
-    rows = runs.rows({"its own": "moe-infinity"} | {name: f"moe-infinity:eviction={name}" for name in ("lru", "lfu")})
-    checks = [
-        HITS.best("algorithm 1 hits more than LRU and LFU", rows, "its own"),
-        TPOT.best("and is faster", rows, "its own"),
-    ]
-    table = table_of("The same prediction, what goes varied", rows, HITS, TPOT, key="what goes")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
-
-
-def settings(lab: Lab) -> Finding:
-    runs = lab.runs(HARDWARE)
-    base = runs.row("moe-infinity")
-    tables, cases, better = [], {}, []
-    for key, values in SETTINGS.items():
-        rows = {str(value): runs.row(f"moe-infinity:{key}={value}") for value in values}
-        tables.append(table_of(f"By {key}", rows, HITS, RIGHT, TPOT, key=key))
-        best = min(rows.values(), key=lambda row: row.tpot_s)
-        cases[f"{key} (best: {best.system.partition('=')[2]})"] = base.tpot_s <= best.tpot_s * (1 + NEAR)
-        better += [of_time(base, best)] * (base.tpot_s > best.tpot_s * (1 + NEAR))
-    claim = "the preset is near the best of each setting"
-    check = rules.everywhere(claim, cases, f"TPOT within {NEAR:.0%} of the lowest", lambda: "; ".join(better))
-    return lab.finding(lab.setting(runs, "25%"), tables, [check])
 
 
 # -- table 3: how many requests a change of workload costs -----------------------------------------------------------
@@ -372,7 +366,14 @@ def requests_back(misses: Sequence[float]) -> int | None:
     return None if behind[-1] == len(means) - 1 else behind[-1] + 1
 
 
+@experiment("moe-infinity:table-3")
 def recovery(lab: Lab) -> Finding:
+    """Requests until a change of workload is over
+
+    Requests until latency is low again, least-mean-most: within MMLU 0-14-43 (NLLB), 0-9-49 (Mixtral), 28-43-45
+    (Arctic); MMLU to BIGBench 0-6-17, 0-27-42, 2-28-41: about 50 at most within a data set, about 30 in the mean
+    between two.
+    """
     own = [request for request in lab.trace.requests if request.num_rows]
     counted = Counter(request.category for request in own).most_common(2)
     if len(counted) < 2:
@@ -412,13 +413,11 @@ def recovery(lab: Lab) -> Finding:
             f"{float(np.std(np.concatenate(ours))):.1%} (standard deviation), so that means beyond {POINTS:.0%} are "
             "found at the end, too",
         ),
-        rules.compared(
+        rules.above(
             "a change costs hits at first",
-            ("the first request misses", float(np.mean([one[0] for one in ours]))),
-            ("nothing", 0.0),
+            {"the first request misses": float(np.mean([one[0] for one in ours])), "nothing": 0.0},
             "the other category's matrices serve this one as well as its own: over all requests "
             f"{float(np.mean(np.concatenate(ours))):+.1%} are missed",
-            above=True,
             unit="share",
         ),
     ]
@@ -487,29 +486,31 @@ def _query_s(capacity: int, dice: np.random.Generator, num_tokens: int = 48) -> 
     return statistics.median(times) / 1e9
 
 
+@experiment("moe-infinity:B.1", most=1, is_timed=True)
 def query(lab: Lab) -> Finding:
+    """What a query costs
+
+    21 us a query of 1K matrices, 226 us of 10K, at most one a layer: less than 1 % of the latency, typically above
+    120 ms a token.
+    """
     capacities = (120, 1000) if lab.quick else (120, 1000, 10000)
     found = {num: _query_s(num, np.random.default_rng(lab.seed)) for num in capacities}
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     checks = [
-        rules.compared(
+        rules.below(
             f"a query of {num} matrices takes no longer than the paper's",
-            ("here", found[num]),
-            ("the paper", bound),
+            {"here": found[num], "the paper": bound},
             f"measured on {machine}; another run is in `bench/results/matrices.json`",
-            above=False,
             unit="us",
         )
         for num, bound in BOUNDS_S.items()
         if num in found
     ]
     checks.append(
-        rules.compared(
+        rules.below(
             "all queries of a token take less than 1 % of it",
-            (f"{LAYERS} layers", max(found.values()) * LAYERS),
-            (f"1 % of {TOKEN_S * 1e3:.0f} ms", TOKEN_S / 100),
+            {f"{LAYERS} layers": max(found.values()) * LAYERS, f"1 % of {TOKEN_S * 1e3:.0f} ms": TOKEN_S / 100},
             "the paper queries at most once a layer, and counts one query; here all layers of a token are counted",
-            above=False,
             unit="ms",
         )
     )
@@ -520,85 +521,44 @@ def query(lab: Lab) -> Finding:
     return Finding("made up", setting, (table,), tuple(checks), measured_on=machine)
 
 
-EXPERIMENTS = (
-    Experiment(
-        "moe-infinity",
-        ("2",),
-        "Use of experts by one request, and by many",
-        "In two sample requests a few experts of the last layer are used much more than the others; over 1000 merged "
-        "use is uniform (Mixtral-8x7B and DeepSeek-V2-Lite).",
-        skew,
-        most=4,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("4", "3", "table-2"),
-        "Groups of requests and transitions between them",
-        "K-means finds 10 to 30 groups of activation matrices in 1000 requests, the largest with 0.06 to 0.48 of them "
-        "(table 2); P(next group | group) is below 0.12 in most cases (figure 4).",
-        groups,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("7", "table-1"),
-        "Mean and tail TPOT, 32 tokens out",
-        "DeepSeek-V2-Lite on an A5000, mean (tail): MoE-Infinity 155 (169) ms, vLLM 485 (493), DeepSpeed 737 (803), "
-        "Mixtral-Offloading 1250 (1530), Ollama 2590 (2599); for Mixtral-8x7B 836 ms, 1.4x faster than BrainStorm and "
-        "Mixtral-Offloading.",
-        mean_and_tail,
-        most=3,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("8",),
-        "TPOT while the context takes the experts' memory",
-        "From 2^12 to 2^17 tokens of context the buffer for experts shrinks from above 3 GB (to 2^15) to 2 and 1 GB; "
-        "MoE-Infinity then gets slower (by 137 ms), less than vLLM and Mixtral-Offloading; DeepSpeed is slow and "
-        "stable.",
-        context,
-        most=3,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("9",),
-        "Latency by capacity of the collection",
-        "Latency falls from capacity 1 to 120, where all models have their lowest (NLLB, Switch, Mixtral).",
-        capacity,
-        most=1,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("table-3",),
-        "Requests until a change of workload is over",
-        "Requests until latency is low again, least-mean-most: within MMLU 0-14-43 (NLLB), 0-9-49 (Mixtral), 28-43-45 "
-        "(Arctic); MMLU to BIGBench 0-6-17, 0-27-42, 2-28-41: about 50 at most within a data set, about 30 in the mean "
-        "between two.",
-        recovery,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("B.1",),
-        "What a query costs",
-        "21 us a query of 1K matrices, 226 us of 10K, at most one a layer: less than 1 % of the latency, typically "
-        "above 120 ms a token.",
-        query,
-        most=1,
-        is_timed=True,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("4.7",),
-        "What goes: algorithm 1 beside LRU and LFU",
-        "The cache evicts by the predicted activation matrix and the layer (algorithm 1); LRU and LFU, which know "
-        "neither, hit less.",
-        eviction,
-    ),
-    Experiment(
-        "moe-infinity",
-        ("4.6",),
-        "How much is prefetched, which the paper leaves open",
-        "The next layers' experts first; how many of a layer, how far ahead and how many matrices are summed is open.",
-        settings,
-        most=1,
-    ),
-)
+# -- 4.6, 4.7: what is prefetched and what goes ----------------------------------------------------------------------
+
+SETTINGS = {"matches": (1, 2, 4, 8, 16), "distance": (1, 2, 3, 4), "width": (1, 2, 3, 4, 6)}
+NEAR = 0.02
+
+
+@experiment("moe-infinity:4.7")
+def eviction(lab: Lab) -> Finding:
+    """What goes: algorithm 1 beside LRU and LFU
+
+    The cache evicts by the predicted activation matrix and the layer (algorithm 1); LRU and LFU, which know
+    neither, hit less.
+    """
+    runs = lab.runs(HARDWARE)
+    rows = runs.rows({"its own": "moe-infinity"} | {name: f"moe-infinity:eviction={name}" for name in ("lru", "lfu")})
+    checks = [
+        HITS.best("algorithm 1 hits more than LRU and LFU", rows, "its own"),
+        TPOT.best("and is faster", rows, "its own"),
+    ]
+    table = table_of("The same prediction, what goes varied", rows, HITS, TPOT, key="what goes")
+    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+
+
+@experiment("moe-infinity:4.6", most=1)
+def settings(lab: Lab) -> Finding:
+    """How much is prefetched, which the paper leaves open
+
+    The next layers' experts first; how many of a layer, how far ahead and how many matrices are summed is open.
+    """
+    runs = lab.runs(HARDWARE)
+    base = runs.row("moe-infinity")
+    tables, cases, better = [], {}, []
+    for key, values in SETTINGS.items():
+        rows = {str(value): runs.row(f"moe-infinity:{key}={value}") for value in values}
+        tables.append(table_of(f"By {key}", rows, HITS, RIGHT, TPOT, key=key))
+        best = min(rows.values(), key=lambda row: row.tpot_s)
+        cases[f"{key} (best: {best.system.partition('=')[2]})"] = base.tpot_s <= best.tpot_s * (1 + NEAR)
+        better += [of_time(base, best)] * (base.tpot_s > best.tpot_s * (1 + NEAR))
+    claim = "the preset is near the best of each setting"
+    check = rules.everywhere(claim, cases, f"TPOT within {NEAR:.0%} of the lowest", lambda: "; ".join(better))
+    return lab.finding(lab.setting(runs, "25%"), tables, [check])

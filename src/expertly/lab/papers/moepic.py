@@ -10,7 +10,7 @@ import numpy as np
 
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Check, Experiment, Finding, FindingTable, MeanOfRequests, show
+from expertly.lab.papers.findings import Cell, Check, Finding, FindingTable, MeanOfRequests, experiment, show
 from expertly.lab.papers.metrics import (
     HITS,
     KEPT,
@@ -93,7 +93,13 @@ LONGER = 5
 """Times the tokens of other experiments: in fewer the order of policies is chance, and these runs take no time."""
 
 
+@experiment("moepic:table-1", most=4)
 def caches(lab: Lab) -> Finding:
+    """Hit rates of LCP beside LFU, LRU and random
+
+    Qwen1.5-MoE on MMLU, caching 10, 20, 30, 40, 50 of 60: LCP 25.6 to 90.1 %, 0.74 to 1.62 points above LFU, 1.1 to
+    6.5 above LRU, 6.9 to 12.5 above random.
+    """
     num_tokens = LONGER * lab.num_tokens
     runs = lab.runs_of(make_schedule(lab.trace, Selection(num_tokens=num_tokens)), HARDWARE)
     found = {}
@@ -147,22 +153,28 @@ SLOWER = 1.5
 MACHINES = ("rtx3090", "a6000", "a100")
 
 
+@experiment("moepic:2", also=("2a", "2b", "2c", "2d"))
 def preliminary(lab: Lab) -> Finding:
+    """What caches hit and what computing hides
+
+    Caching 20 of 60 experts hits 33.02 to 43.74 %; a hit rate of 40 % means 3.81x the latency of all in VRAM; 2.07
+    to 3.39 of 4 experts are foretold; 34.55 to 49.45 % of loading can be hidden (RTX 3090, A6000, A100).
+    """
     runs = _runs(lab)
     rows = {memory: runs.row("lfu", memory) for memory in ("10%", "25%", "33.3%", "50%", "75%")}
     resident = runs.row("resident", "100%")
     near = min(rows, key=lambda memory: abs(rows[memory].hit_rate - 0.4))
-    of_resident = Metric("of all resident", "x", lambda row: row.tpot_s / resident.tpot_s)
     nbytes = Metric("memory", "GiB", lambda row: row["memory_bytes"])
-    tables = [table_of("2a, 2b: `lfu`", rows, nbytes, HITS, TPOT, of_resident, key="kept")]
+    tables = [table_of("2a, 2b: `lfu`", rows, nbytes, HITS, TPOT, TPOT.times(resident, "of all resident"), key="kept")]
     checks = [
         HITS.monotonic("2a: hit rates rise with the cache", rows, rises=True),
-        rules.compared(
+        rules.above(
             f"2b: at a hit rate near 40 % a token takes at least {SLOWER} times as long as with all resident",
-            (f"at {near} ({rows[near].hit_rate:.1%} hits)", rows[near].tpot_s / resident.tpot_s),
-            (f"{SLOWER} times", SLOWER),
+            {
+                f"at {near} ({rows[near].hit_rate:.1%} hits)": rows[near].tpot_s / resident.tpot_s,
+                f"{SLOWER} times": SLOWER,
+            },
             f"loading an expert takes only {_load_of_compute(lab, HARDWARE):.1f} times what computing it does",
-            above=True,
             unit="x",
         ),
     ]
@@ -175,12 +187,10 @@ def preliminary(lab: Lab) -> Finding:
         parts = [("least", min(right)), ("mean", mean), ("most", max(right))]
         tables.append(FindingTable.of(title, {"": "", "right": "share"}, parts))
         checks.append(
-            rules.compared(
+            rules.above(
                 "2c: of K experts a layer at least half are foretold on average (2.07 to 3.39 of 4)",
-                ("right", mean),
-                ("half", 0.5),
+                {"right": mean, "half": 0.5},
                 f"by layer {show(min(right), 'share')} to {show(max(right), 'share')}",
-                above=True,
                 unit="share",
             )
         )
@@ -223,7 +233,13 @@ HALVES = "moepic:eviction=lfu:allocation=split:theta=0.5:segments=2"
 UNEVEN = 1.1
 
 
+@experiment("moepic:4a", stand_in=True)
 def layers(lab: Lab) -> Finding:
+    """Latency of each layer with equal budgets
+
+    With halves of 30 of 60 experts kept in every layer (LFU), layers 3, 10 and 21 take significantly longer than
+    others; hit rates differ by up to 5.55 points.
+    """
     runs = _runs(lab)
     row = runs.row(HALVES)
     times = {f"layer {layer}": float(spent) for layer, spent in enumerate(row.layers_s)}
@@ -235,15 +251,13 @@ def layers(lab: Lab) -> Finding:
         known = [layer[key] for layer in row["layers"] or [] if layer.get(key) is not None]
         return f"{show(min(known, default=None), 'share')} to {show(max(known, default=None), 'share')}"
 
-    check = rules.compared(
+    check = rules.above(
         "some layers take significantly longer than others, with equal budgets",
-        (slowest, times[slowest] / median),
-        ("the median layer", 1.0),
+        {slowest: times[slowest] / median, "the median layer": 1.0},
         lambda: (
             f"layers of this routing are alike: they hit {spread('hit_rate')}, and of what is named for them "
             f"{spread('prediction_accuracy')} is right"
         ),
-        above=True,
         by=UNEVEN - 1,
         unit="x",
     )
@@ -252,7 +266,13 @@ def layers(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs, "25%"), [table], [check], [f"fastest: {fastest}"])
 
 
+@experiment("moepic:4b", also=("4",), most=1, stand_in=True)
 def ratio(lab: Lab) -> Finding:
+    """TPOT by split ratio
+
+    With 288 experts' worth of memory the optimum is at theta = 0.4, 37.97 to 48.67 % below caching alone (theta =
+    1) and prefetching alone (theta = 0).
+    """
     is_made_up = lab.subject.name == STAND_IN
     memory = "75%" if is_made_up else "50%"
     runs = lab.runs("h100-pcie", sizes="mixtral-8x7b") if is_made_up else _runs(lab)
@@ -292,7 +312,13 @@ def ratio(lab: Lab) -> Finding:
 LEAST_COSINE = 0.7
 
 
+@experiment("moepic:6", needs=("router_inputs",), most=1)
 def similarity(lab: Lab) -> Finding:
+    """Similarity of router inputs of adjacent layers
+
+    Cosine similarities of adjacent layers' activations are high in all layers of both models (ProMoE, section 4,
+    prints 91.7 % for DeepSeek-V2-Lite).
+    """
     num, num_layers = min(lab.trace.num_rows, 4 * lab.num_tokens), len(lab.subject.layers)
     sums = np.zeros(num_layers - 1)
     for first in range(0, num, 512):
@@ -302,13 +328,11 @@ def similarity(lab: Lab) -> Finding:
         sums += (dots / (norms[:, :-1] * norms[:, 1:])).sum(axis=0)
     found = sums / num
     mean, later = float(found.mean()), float(np.sort(found)[len(found) // 4 :].mean())
-    check = rules.compared(
+    check = rules.above(
         f"adjacent layers' inputs are alike: a mean cosine of {LEAST_COSINE} and more",
-        ("mean", mean),
-        (f"{LEAST_COSINE}", LEAST_COSINE),
+        {"mean": mean, f"{LEAST_COSINE}": LEAST_COSINE},
         f"a model of {num_layers} layers changes more from layer to layer than one of 24 or 32; the first do most: "
         f"without the quarter of least similarity it is {later:.2f}",
-        above=True,
     )
     cells = [*((f"{layer} and {layer + 1}", float(value)) for layer, value in enumerate(found)), ("mean", mean)]
     table = FindingTable.of("Mean cosine", {"layers": "", "similarity": "number"}, cells)
@@ -327,7 +351,13 @@ TARGETS = (0.25, 0.5, 0.75)
 """Of the way from all resident to LRU with least memory."""
 
 
+@experiment("moepic:7", most=1, stand_in=True)
 def latency(lab: Lab) -> Finding:
+    """TTFT and TPOT by memory
+
+    At every budget MoEpic has the lowest TTFT (1.21x to 1.80x faster) and TPOT (37.51 to 65.73 % less), beside
+    Mixtral-Offloading, AdapMoE, MoE-Infinity and Pre-gated MoE, which is slowest.
+    """
     runs = _runs(lab)
     budgets = OF_MIXTRAL if lab.subject.name == STAND_IN else BUDGETS
     found = {memory: runs.rows(SYSTEMS, memory) for memory in budgets}
@@ -359,7 +389,13 @@ def latency(lab: Lab) -> Finding:
     return lab.finding(lab.setting(runs), [grid(one.header, found, one, "memory") for one in metrics], checks)
 
 
+@experiment("moepic:8", most=1, stand_in=True)
 def memory(lab: Lab) -> Finding:
+    """Memory for equal TPOT
+
+    For the same TPOT MoEpic needs 37.45 to 50.04 % less VRAM than Mixtral-Offloading, AdapMoE and MoE-Infinity (80
+    to 160 ms Qwen1.5-MoE, 100 to 220 ms Mixtral-8x7B).
+    """
     runs = lab.runs(HARDWARE, times=2 / 3 if lab.subject.name == STAND_IN else lab.share)
     geometry = runs.study.geometry
     ring = -(-100 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes // geometry.nbytes)
@@ -412,7 +448,13 @@ PAPER_TIMES = {
 }
 
 
+@experiment("moepic:table-3", most=1, stand_in=True)
 def ablation(lab: Lab) -> Finding:
+    """Without each of its parts
+
+    Mixtral-8x7B, TTFT and TPOT: without SP 1.05x and 1.32x, without LCP 1.09x and 1.19x, without CCA 1.21x and
+    1.46x, which matters most.
+    """
     runs, has_prompts = _runs(lab), lab.subject.has_prompts
     rows = runs.rows(WITHOUT, _budget(lab))
     whole = rows["nothing"]
@@ -437,12 +479,13 @@ def ablation(lab: Lab) -> Finding:
     )
     if has_prompts:
         checks.append(
-            rules.compared(
+            rules.below(
                 "prompts depend on the parts less than decode does",
-                ("most in prompts", max(one for one in prompts.values() if one is not None)),
-                ("most in decode", max(parts.values())),
+                {
+                    "most in prompts": max(one for one in prompts.values() if one is not None),
+                    "most in decode": max(parts.values()),
+                },
                 lambda: of_prompts(whole, max(rows.values(), key=lambda row: row["ttft_s"])),
-                above=False,
                 unit="x",
             )
         )
@@ -465,7 +508,13 @@ MOST = 0.0625
 """Relative: the paper's 8 ms of about 130."""
 
 
+@experiment("moepic:9", most=1, stand_in=True)
 def sensitivity(lab: Lab) -> Finding:
+    """Sensitivity to rho, omega and zeta
+
+    TPOT varies by at most 8 ms over five settings of rho and omega; with zeta = 0.05 it is 12.12 % longer than with
+    0.01 (Mixtral-8x7B).
+    """
     runs = _runs(lab)
     priorities = runs.rows(PRIORITIES, _budget(lab))
     zetas = runs.rows({f"zeta {zeta}": f"moepic:zeta={zeta}" for zeta in ZETAS}, _budget(lab))
@@ -500,7 +549,13 @@ TAUS = {"never": 10**9, "32": 32, "128": 128}
 MOST_SLOWER = 1.2
 
 
+@experiment("moepic:3.4", needs=("prompts",), most=1)
 def rearrange(lab: Lab) -> Finding:
+    """Arranging anew while two kinds of prompts follow each other
+
+    The configurator runs every tau tokens (5000) on what was seen since; what a change of workload and moving
+    experts cost is not shown.
+    """
     own = [request for request in lab.trace.requests if request.num_rows]
     domains = [name for name, _ in Counter(request.category for request in own).most_common(2)]
     spans: list[RowRange] = []
@@ -537,103 +592,3 @@ def rearrange(lab: Lab) -> Finding:
     }
     title = "Of the TPOTs with the first configuration kept"
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of(title, columns, cells)], [check])
-
-
-EXPERIMENTS = (
-    Experiment(
-        "moepic",
-        ("table-1",),
-        "Hit rates of LCP beside LFU, LRU and random",
-        "Qwen1.5-MoE on MMLU, caching 10, 20, 30, 40, 50 of 60: LCP 25.6 to 90.1 %, 0.74 to 1.62 points above LFU, 1.1 "
-        "to 6.5 above LRU, 6.9 to 12.5 above random.",
-        caches,
-        most=4,
-    ),
-    Experiment(
-        "moepic",
-        ("2", "2a", "2b", "2c", "2d"),
-        "What caches hit and what computing hides",
-        "Caching 20 of 60 experts hits 33.02 to 43.74 %; a hit rate of 40 % means 3.81x the latency of all in VRAM; "
-        "2.07 to 3.39 of 4 experts are foretold; 34.55 to 49.45 % of loading can be hidden (RTX 3090, A6000, A100).",
-        preliminary,
-    ),
-    Experiment(
-        "moepic",
-        ("4a",),
-        "Latency of each layer with equal budgets",
-        "With halves of 30 of 60 experts kept in every layer (LFU), layers 3, 10 and 21 take significantly longer than "
-        "others; hit rates differ by up to 5.55 points.",
-        layers,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("4b", "4"),
-        "TPOT by split ratio",
-        "With 288 experts' worth of memory the optimum is at theta = 0.4, 37.97 to 48.67 % below caching alone (theta "
-        "= 1) and prefetching alone (theta = 0).",
-        ratio,
-        most=1,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("6",),
-        "Similarity of router inputs of adjacent layers",
-        "Cosine similarities of adjacent layers' activations are high in all layers of both models (ProMoE, section 4, "
-        "prints 91.7 % for DeepSeek-V2-Lite).",
-        similarity,
-        needs=("router_inputs",),
-        most=1,
-    ),
-    Experiment(
-        "moepic",
-        ("7",),
-        "TTFT and TPOT by memory",
-        "At every budget MoEpic has the lowest TTFT (1.21x to 1.80x faster) and TPOT (37.51 to 65.73 % less), beside "
-        "Mixtral-Offloading, AdapMoE, MoE-Infinity and Pre-gated MoE, which is slowest.",
-        latency,
-        most=1,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("8",),
-        "Memory for equal TPOT",
-        "For the same TPOT MoEpic needs 37.45 to 50.04 % less VRAM than Mixtral-Offloading, AdapMoE and MoE-Infinity "
-        "(80 to 160 ms Qwen1.5-MoE, 100 to 220 ms Mixtral-8x7B).",
-        memory,
-        most=1,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("table-3",),
-        "Without each of its parts",
-        "Mixtral-8x7B, TTFT and TPOT: without SP 1.05x and 1.32x, without LCP 1.09x and 1.19x, without CCA 1.21x and "
-        "1.46x, which matters most.",
-        ablation,
-        most=1,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("9",),
-        "Sensitivity to rho, omega and zeta",
-        "TPOT varies by at most 8 ms over five settings of rho and omega; with zeta = 0.05 it is 12.12 % longer than "
-        "with 0.01 (Mixtral-8x7B).",
-        sensitivity,
-        most=1,
-        stand_in=True,
-    ),
-    Experiment(
-        "moepic",
-        ("3.4",),
-        "Arranging anew while two kinds of prompts follow each other",
-        "The configurator runs every tau tokens (5000) on what was seen since; what a change of workload and moving "
-        "experts cost is not shown.",
-        rearrange,
-        needs=("prompts",),
-        most=1,
-    ),
-)

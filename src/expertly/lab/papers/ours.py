@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Experiment, Finding, FindingTable
+from expertly.lab.papers.findings import Cell, Finding, FindingTable, experiment
 from expertly.lab.papers.metrics import of_time
 from expertly.lab.papers.runs import SPLIT, CannotRun, Lab
 from expertly.sim.schedule import Selection, make_schedule
@@ -25,7 +25,12 @@ MACHINES = ("rtx3090", "a100", "laptop-nvme")
 NEAR = 1.05
 
 
+@experiment("expertly:filter")
 def prefetch_filter(lab: Lab) -> Finding:
+    """Prefetching behind the filter, beside all of it and none
+
+    No paper filters its prefetches by how often they were right.
+    """
     cells: list[tuple[Cell, ...]] = []
     cases, slower = {}, []
     for machine in MACHINES:
@@ -53,8 +58,12 @@ LEARN = (0, 8, 24)
 REQUESTS, TOKENS = 8, 48
 
 
+@experiment("expertly:saved", needs=("token", "prompts"), most=1)
 def saved_reuse(lab: Lab) -> Finding:
-    """Counts of the engine: bytes hardly depend on the machine."""
+    """What is kept between runs
+
+    No paper says what its learned state is worth to the next process.
+    """
     if lab.trace.manifest.model != "demo":
         raise CannotRun("its tokens are fed to the demo model, and it is of another one")
     schedule = make_schedule(lab.trace, Selection(split=SPLIT, seed=lab.seed))
@@ -70,12 +79,10 @@ def saved_reuse(lab: Lab) -> Finding:
                 _loaded(earlier[:learn], "expertly", file)
             found[learn] = _loaded(later, "expertly", file)
     rows = {"lru": plain, **{f"expertly, {learn} requests before": one for learn, one in found.items()}}
-    check = rules.compared(
+    check = rules.below(
         "what earlier processes learned saves loads in the next",
-        (f"{learns[-1]} requests before", found[learns[-1]][0]),
-        ("none", found[0][0]),
+        {f"{learns[-1]} requests before": found[learns[-1]][0], "none": found[0][0]},
         f"{num} requests are enough to learn what {learns[-1]} before them taught",
-        above=False,
         unit="MB",
     )
     cells = [(name, nbytes, nbytes / plain[0], hits) for name, (nbytes, hits) in rows.items()]
@@ -108,23 +115,3 @@ def _loaded(requests: Sequence[tuple[list[int], int]], system: str, maps: str) -
     finally:
         api.unload(model)
     return decode["bytes_loaded"] / max(1, decode["iterations"]), decode["hit_rate"]
-
-
-EXPERIMENTS = (
-    Experiment(
-        "expertly",
-        ("filter",),
-        "Prefetching behind the filter, beside all of it and none",
-        "No paper filters its prefetches by how often they were right.",
-        prefetch_filter,
-    ),
-    Experiment(
-        "expertly",
-        ("saved",),
-        "What is kept between runs",
-        "No paper says what its learned state is worth to the next process.",
-        saved_reuse,
-        needs=("token", "prompts"),
-        most=1,
-    ),
-)

@@ -11,7 +11,7 @@ from expertly.core.geometry import Geometry
 from expertly.lab.accuracy import Accuracy, accuracies, is_below, means
 from expertly.lab.dataset import Dataset
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Check, Experiment, Finding, FindingTable, show
+from expertly.lab.papers.findings import Cell, Check, Finding, FindingTable, experiment, show
 from expertly.lab.papers.metrics import (
     HITS,
     TPOT,
@@ -32,7 +32,6 @@ from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import first_rows
 from expertly.sim.study import Memory
 from expertly.sim.training import popularity
-from expertly.sim.workload import RowRange
 
 HARDWARE = "rtx4090"
 LRU = "lru:order=id:preemption=late"
@@ -46,7 +45,13 @@ EVEN = 0.5
 """Of all demands, at most, that the most popular quarter serves where use counts as even."""
 
 
+@experiment("promoe:3", also=("4", "5"))
 def baseline(lab: Lab) -> Finding:
+    """LRU: latency, blocking share and access by popularity
+
+    With half of the experts kept 60.4 % of decode and 82.7 % of prefill are blocked (DS-1, transformers), 79.0 and
+    94.2 % (QW-2, llama.cpp); latency falls with the cache rate; modern models use experts nearly evenly (figure 5).
+    """
     runs = lab.runs(HARDWARE)
     found = {rate: runs.row(LRU, rate) for rate in RATES}
     half = found["50%"]
@@ -54,33 +59,27 @@ def baseline(lab: Lab) -> Finding:
     cdf = _served(lab, runs)
     checks: list[Check | None] = [
         TPOT.monotonic("TPOT falls with the cache rate", found, rises=False),
-        rules.compared(
+        rules.above(
             "with half of the experts kept waiting is a large part of decode still",
-            ("blocked in decode", blocked),
-            ("a quarter", 0.25),
+            {"blocked in decode": blocked, "a quarter": 0.25},
             f"{half.hit_rate:.1%} are hits at 50 %: these tokens share more experts than the paper's",
-            above=True,
             unit="share",
         ),
     ]
     if in_prompts is not None:
         checks.append(
-            rules.compared(
+            rules.above(
                 "and a larger part of prompts",
-                ("blocked in prompts", in_prompts),
-                ("in decode", blocked),
+                {"blocked in prompts": in_prompts, "in decode": blocked},
                 lambda: f"{of_prompts(half)}; in decode {of_steps(half)}",
-                above=True,
                 unit="share",
             )
         )
     checks.append(
-        rules.compared(
+        rules.below(
             "5: use of experts is even",
-            ("the most popular quarter serves", cdf[0.25]),
-            ("half of all", EVEN),
+            {"the most popular quarter serves": cdf[0.25], "half of all": EVEN},
             f"the requests are of {of_categories(lab)}; the popular half serves {show(cdf[0.5], 'share')}",
-            above=False,
             unit="share",
         )
     )
@@ -108,20 +107,20 @@ def _served(lab: Lab, runs: Runs) -> dict[float, float]:
 LEARNED_AT = (2, 4, 8)
 
 
+@experiment("promoe:8", also=("9",), needs=("router_inputs", "lookahead", "weights"), most=1)
 def accuracy(lab: Lab) -> Finding:
+    """Accuracy of predictors by layer and distance
+
+    Token id 54 % on average; skip prediction 90.5 % at k = 1, 54.5 % at k = 8, then worse than the token id (DS-2);
+    the learned predictor stays highest at k = 2, 4, 8, in QW-2's layers 16 and 27, too.
+    """
     schedule = lab.schedule(2)
     training = first_rows(schedule.training, 6 * lab.num_tokens)
-    spans: list[RowRange] = [*training, *schedule.test]
     weights = lab.subject.weights
     assert weights is not None, "an experiment's needs are met"
-    rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_rows) for span in spans])
+    data = Dataset(lab.trace, [*training, *schedule.test])
+    found, num_judged = accuracies(lab.trace, data, training, schedule.test, weights)
     num = sum(span.num_rows for span in training)
-    test = np.arange(num, len(rows))
-    is_prefill = np.concatenate(
-        [lab.trace.rows("is_prefill", s.first_row, s.first_row + s.num_rows) for s in schedule.test]
-    )
-    judged = test[~is_prefill] if not is_prefill.all() else test
-    found = accuracies(lab.trace, Dataset(lab.trace, spans), rows, weights, np.arange(num), judged)
     mean = means(found)
     at = {(one.layer, one.distance): one for one in found}
 
@@ -158,12 +157,10 @@ def accuracy(lab: Lab) -> Finding:
             rises=False,
             unit="share",
         ),
-        rules.compared(
+        rules.below(
             "from k = 8 on skip prediction is about as good as the token id, or worse",
-            ("skip at the largest k", mean[max(mean)]["lookahead"]),
-            ("token id", mean[max(mean)]["token_id"]),
+            {"skip at the largest k": mean[max(mean)]["lookahead"], "token id": mean[max(mean)]["token_id"]},
             first_layer,
-            above=False,
             unit="share",
             by=-0.02,
         ),
@@ -188,7 +185,7 @@ def accuracy(lab: Lab) -> Finding:
         FindingTable.of("Mean over layers: right, of the K named", columns, cells),
         FindingTable.of("By layer", columns_of, by_layer),
     ]
-    setting = f"{len(judged)} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
+    setting = f"{num_judged} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
     return lab.finding(setting, tables, checks, notes)
 
 
@@ -200,12 +197,15 @@ def fastest(rows: dict[str, Row], where: str = "") -> list[Check | None]:
     return [metric.best(f"ProMoE has the lowest {metric.header}{where}", rows, "promoe") for metric in (TTFT, TPOT)]
 
 
+@experiment("promoe:11", also=("12",))
 def overall(lab: Lab) -> Finding:
+    """Beside static and LRU caches
+
+    Prefill 1.52x and 2.32x faster than static and LRU, decode 1.52x and 1.33x (transformers); 1.36x and 2.12x,
+    1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode.
+    """
     runs = lab.runs(HARDWARE)
     rows = runs.rows(SYSTEMS, "50%")
-    ours, has_prompts = rows["promoe"], lab.subject.has_prompts
-    faster_ttft = Metric("ProMoE is faster", "x", lambda row: row["ttft_s"] / ours["ttft_s"] if has_prompts else None)
-    faster_tpot = Metric("ProMoE is faster, decode", "x", lambda row: row.tpot_s / ours.tpot_s)
     checks = [
         *fastest(rows),
         TPOT.better(
@@ -223,7 +223,9 @@ def overall(lab: Lab) -> Finding:
             lambda: of_prompts(rows["lru"], rows["static"]),
         ),
     ]
-    table = table_of("At half of the experts", rows, TTFT, faster_ttft, TPOT, faster_tpot)
+    ours = rows["promoe"]
+    faster, faster_decode = TTFT.times(ours, "ProMoE is faster"), TPOT.times(ours, "ProMoE is faster, decode")
+    table = table_of("At half of the experts", rows, TTFT, faster, TPOT, faster_decode)
     return lab.finding(lab.setting(runs, "50%"), [table], checks)
 
 
@@ -247,7 +249,13 @@ def _reads(runs: Runs, system: str, memory: str) -> float | None:
     return (prompts.loaded_nbytes - prompts.prefetched_nbytes) / absent if absent else None
 
 
+@experiment("promoe:13", also=("14",))
 def techniques(lab: Lab) -> Finding:
+    """Technique by technique
+
+    In prefill prefetching alone brings little or costs, early preemption 1.27x and reordered inference 2.29x; in
+    decode each technique brings something, 1.37x in all (transformers; llama.cpp alike).
+    """
     runs = lab.runs(HARDWARE)
     rows = runs.rows(TECHNIQUES)
     base, whole, prefetch, chunked = (
@@ -272,35 +280,36 @@ def techniques(lab: Lab) -> Finding:
     ]
     if has_prompts:
         checks += [
-            rules.compared(
+            rules.below(
                 "prefetching alone brings a prompt little, or costs",
-                ("LRU", base["ttft_s"]),
-                ("+ prefetch", prefetch["ttft_s"] * 1.05),
+                {"LRU": base["ttft_s"], "+ prefetch": prefetch["ttft_s"] * 1.05},
                 lambda: of_prompts(base, prefetch),
-                above=False,
                 unit="ms",
             ),
-            rules.compared(
+            rules.below(
                 "early preemption and reordering bring prompts most of it",
-                ("with both", whole["ttft_s"]),
-                ("without", chunked["ttft_s"] * 0.95),
+                {"with both": whole["ttft_s"], "without": chunked["ttft_s"] * 0.95},
                 lambda: of_prompts(whole, chunked),
-                above=False,
                 unit="ms",
             ),
-            rules.compared(
+            rules.below(
                 "reordering ends the thrash: nothing is read twice",
-                ("read, of absent", reads["+ reordered"] or 0.0),
-                ("LRU by id", reads["LRU, by id, late"] or 0.0),
+                {"read, of absent": reads["+ reordered"] or 0.0, "LRU by id": reads["LRU, by id, late"] or 0.0},
                 lambda: of_prompts(whole, base),
-                above=False,
             ),
         ]
     table = FindingTable.of("One technique after the other", columns, cells)
     return lab.finding(lab.setting(runs, "25%"), [table], checks)
 
 
+@experiment("promoe:15", also=("16", "17"))
 def rates(lab: Lab) -> Finding:
+    """By cache rate, and what is waited for
+
+    At all cache rates ProMoE is fastest: in prefill 1.72x and 1.75x before LRU, 1.22x and 1.43x before static
+    (DS-1, QW-2), in decode 1.58x and 1.34x; loading on the critical path falls to 25.61 and 11.18 % of decode (LRU
+    45.52 and 36.31 %).
+    """
     runs = lab.runs(HARDWARE)
     found = {rate: runs.rows(SYSTEMS, rate) for rate in RATES}
     tables = []
@@ -331,7 +340,14 @@ SIZES = (1, 2, 4)
 BITS = (16, 8, 4)
 
 
+@experiment("promoe:18", also=("19", "20", "21", "22"), most=1)
 def batches(lab: Lab) -> Finding:
+    """Throughput and latency by batch size
+
+    Prefill throughput grows linearly with the batch, decode's hardly: experts used grow with it. ProMoE is 2.19x
+    and 1.19x before LRU and static in prefill, 1.22x and 1.59x in decode (llama.cpp); over LRU the gain grows from
+    1.16x to 1.34x from batch 1 to 4.
+    """
     found = {size: batched(lab, HARDWARE, size).rows(SYSTEMS, "50%") for size in SIZES}
     gain = {size: rows["lru"].tpot_s / rows["promoe"].tpot_s for size, rows in found.items()}
     columns = {"batch": "", **{f"{name}, decode": "number" for name in SYSTEMS}, "ProMoE of LRU": "x"}
@@ -344,15 +360,13 @@ def batches(lab: Lab) -> Finding:
     if lab.subject.has_prompts:
         tables.append(grid("Time of a batch's prompts", found, TTFT, "batch"))
         checks.append(
-            rules.compared(
+            rules.below(
                 "four prompts together take much less than four times one",
-                ("4 together", four["ttft_s"]),
-                ("twice one", 2 * one["ttft_s"]),
+                {"4 together": four["ttft_s"], "twice one": 2 * one["ttft_s"]},
                 lambda: (
                     f"one prompt needs {show(prompts_need(lab, HARDWARE, 1), 'share')} of a layer's experts, "
                     f"four together {show(prompts_need(lab, HARDWARE, 4), 'share')}"
                 ),
-                above=False,
                 unit="ms",
             )
         )
@@ -366,12 +380,10 @@ def batches(lab: Lab) -> Finding:
             unit="x",
             slack=0.02,
         ),
-        rules.compared(
+        rules.above(
             "a decode pass takes nearly as many times longer as there are requests",
-            ("4 of 1", four.tpot_s / one.tpot_s),
-            ("1.5 times", 1.5),
+            {"4 of 1": four.tpot_s / one.tpot_s, "1.5 times": 1.5},
             f"with half of the experts kept {four.hit_rate:.1%} are hits at batch 4: requests share experts",
-            above=True,
             unit="x",
         ),
     ]
@@ -379,7 +391,13 @@ def batches(lab: Lab) -> Finding:
     return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
 
 
+@experiment("promoe:23", also=("24", "25"), most=1)
 def bits(lab: Lab) -> Finding:
+    """By bits per weight
+
+    From 16 to 4 bits at the same cache rate ProMoE stays 2.049x (1.21x) before LRU and 1.29x (1.742x) before static
+    in prefill (decode) of DS-1, stable over bits; in transformers prefetching is hidden completely as bits fall.
+    """
     machine, schedule = Hardware.read(HARDWARE), lab.schedule()
     found = {}
     for num in BITS:
@@ -399,71 +417,3 @@ def bits(lab: Lab) -> Finding:
         "says of it; what unpacking takes is not counted"
     ]
     return lab.finding(lab.setting(runs, "50%"), [FindingTable.of("By bits a weight", columns, cells)], checks, notes)
-
-
-EXPERIMENTS = (
-    Experiment(
-        "promoe",
-        ("3", "4", "5"),
-        "LRU: latency, blocking share and access by popularity",
-        "With half of the experts kept 60.4 % of decode and 82.7 % of prefill are blocked (DS-1, transformers), 79.0 "
-        "and 94.2 % (QW-2, llama.cpp); latency falls with the cache rate; modern models use experts nearly evenly "
-        "(figure 5).",
-        baseline,
-    ),
-    Experiment(
-        "promoe",
-        ("8", "9"),
-        "Accuracy of predictors by layer and distance",
-        "Token id 54 % on average; skip prediction 90.5 % at k = 1, 54.5 % at k = 8, then worse than the token id "
-        "(DS-2); the learned predictor stays highest at k = 2, 4, 8, in QW-2's layers 16 and 27, too.",
-        accuracy,
-        needs=("router_inputs", "lookahead", "weights"),
-        most=1,
-    ),
-    Experiment(
-        "promoe",
-        ("11", "12"),
-        "Beside static and LRU caches",
-        "Prefill 1.52x and 2.32x faster than static and LRU, decode 1.52x and 1.33x (transformers); 1.36x and 2.12x, "
-        "1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode.",
-        overall,
-    ),
-    Experiment(
-        "promoe",
-        ("13", "14"),
-        "Technique by technique",
-        "In prefill prefetching alone brings little or costs, early preemption 1.27x and reordered inference 2.29x; in "
-        "decode each technique brings something, 1.37x in all (transformers; llama.cpp alike).",
-        techniques,
-    ),
-    Experiment(
-        "promoe",
-        ("15", "16", "17"),
-        "By cache rate, and what is waited for",
-        "At all cache rates ProMoE is fastest: in prefill 1.72x and 1.75x before LRU, 1.22x and 1.43x before static "
-        "(DS-1, QW-2), in decode 1.58x and 1.34x; loading on the critical path falls to 25.61 and 11.18 % of decode "
-        "(LRU 45.52 and 36.31 %).",
-        rates,
-    ),
-    Experiment(
-        "promoe",
-        ("18", "19", "20", "21", "22"),
-        "Throughput and latency by batch size",
-        "Prefill throughput grows linearly with the batch, decode's hardly: experts used grow with it. ProMoE is 2.19x "
-        "and 1.19x before LRU and static in prefill, 1.22x and 1.59x in decode (llama.cpp); over LRU the gain grows "
-        "from 1.16x to 1.34x from batch 1 to 4.",
-        batches,
-        most=1,
-    ),
-    Experiment(
-        "promoe",
-        ("23", "24", "25"),
-        "By bits per weight",
-        "From 16 to 4 bits at the same cache rate ProMoE stays 2.049x (1.21x) before LRU and 1.29x (1.742x) before "
-        "static in prefill (decode) of DS-1, stable over bits; in transformers prefetching is hidden completely as "
-        "bits fall.",
-        bits,
-        most=1,
-    ),
-)

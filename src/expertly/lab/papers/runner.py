@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ PAPERS = {
     "expertly": "Ours: what no paper shows",
 }
 EXPERIMENTS: dict[str, Experiment] = {
-    one.name: one for paper in (fmoe, moe_infinity, promoe, moepic, ours) for one in paper.EXPERIMENTS
+    one.name: one
+    for paper in (fmoe, moe_infinity, promoe, moepic, ours)
+    for one in vars(paper).values()
+    if isinstance(one, Experiment)
 }
 ALL = "all"
 COMMANDS = {
@@ -137,7 +140,7 @@ class Session:
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
             found = {key: given["settings"][key] for key in self.settings}
-            results = [Result.of_dict(one) for one in (_without(one, *_ABOUT) for one in given["results"])]
+            results = [Result.of_dict(one) for one in given["results"]]
         except OSError as error:
             raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
         except (ValueError, KeyError, TypeError):
@@ -174,15 +177,8 @@ class Session:
         return lines + ["`--quick`: few tokens, so that small differences mean little."] * self._quick
 
 
-_ABOUT = ("paper", "figures", "title", "shows")
-
-
 def _about(one: Experiment) -> dict[str, Any]:
     return {"paper": one.paper, "figures": list(one.figures), "title": one.title, "shows": one.shows}
-
-
-def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in names}
 
 
 def _digest(path: Path | None) -> str | None:

@@ -19,16 +19,17 @@ from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_
 from expertly.engine.learned import find_weights
 from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
-from expertly.lab.tune.calibration import Calibration, calibrate, representatives
-from expertly.lab.tune.candidates import Candidate, Space
-from expertly.lab.tune.deadline import Clock, Deadline
-from expertly.lab.tune.measuring import measure_hardware
-from expertly.lab.tune.player import EnginePlayer, Load
-from expertly.lab.tune.search import SearchResult, finalists, search
-from expertly.lab.tune.simulation import Simulation
-from expertly.lab.tune.verdict import Verdict, decide
-from expertly.lab.tune.verification import CandidatePlayer, Progress
-from expertly.lab.tune.workload import TunedWorkload, record_workload
+from expertly.lab.tune.engine import EnginePlayer, Load, TunedWorkload, measure_hardware, record_workload
+from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, Simulation, Space, finalists, search
+from expertly.lab.tune.verdict import (
+    Calibration,
+    CandidatePlayer,
+    Progress,
+    Verdict,
+    calibrate,
+    decide,
+    representatives,
+)
 from expertly.model.packing import pack_cached
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system

@@ -1,17 +1,260 @@
-"""Which of the best few is taken, by what was measured: all of them in a heat, and the best of it against what nothing
-may be slower than once more, so that luck in the heat is no reason to be taken.
+"""Which candidate is taken, by what was measured on the engine.
+
+What predicting and choosing take of the processor is nothing that the simulator knows: it is measured of each kind
+first (Calibration). Then the best few run the same requests in turn, so that what else the machine does slows all of
+them (Turns), and the best of them runs once more against what nothing may be slower than, so that luck is no reason to
+be taken (decide).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import comb
+from typing import Protocol
 
+from expertly.core.errors import ExpertlyError
 from expertly.engine.choice import Gain
-from expertly.lab.playing import RecordedRequest
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.verification import MIN_TURNS, CandidatePlayer, Progress, Turns, is_faster, take_turns
+from expertly.lab.playing import Played, RecordedRequest
+from expertly.lab.tune.search import Candidate, Deadline
+
+# -- what the simulator leaves out -----------------------------------------------------------------------------------
+
+
+QUIET = 0.25
+"""Of the steps of a request those that take least, in which nothing else ran: the longest of them counts."""
+
+Kind = tuple[str, str]
+"""Of a part, "prediction" or "eviction": which it is."""
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Seconds of a decode step beyond the simulated ones, by what predicts and what evicts, relative to the base."""
+
+    base: Candidate
+    overheads_s: dict[Kind, float] = field(default_factory=dict)
+    failed: dict[Candidate, str] = field(default_factory=dict)
+
+    def overhead_s(self, candidate: Candidate) -> float:
+        """Of a step; what was not measured counts as nothing, and what is measured at last shows it."""
+        return sum(self.overheads_s.get(kind, 0.0) for kind in kinds_of(candidate))
+
+    def unmeasured(self, candidate: Candidate) -> list[Kind]:
+        """What it is of that nobody knows the overhead of: there was no time, it failed, or no preset is of it."""
+        known = kinds_of(self.base)
+        return [kind for kind in kinds_of(candidate) if kind not in known and kind not in self.overheads_s]
+
+
+def kinds_of(candidate: Candidate) -> list[Kind]:
+    system = candidate.system
+    if system.keeps_everything:
+        return [("eviction", "none")]
+    gated = "" if system.gate == "none" else f", gate {system.gate}"  # which may spare some of the predicting
+    return [("eviction", system.eviction), ("prediction", system.prediction + gated)]
+
+
+def representatives(scored: Collection[tuple[Candidate, float]], base: Candidate, base_s: float) -> list[Candidate]:
+    """Of each kind that the base is not of, the one that was simulated to be fastest, if that is faster than the base,
+    as nothing that is left out makes it so: evictions by systems that do not predict, where there are any. The fastest
+    come first: where there is no time for all, it is for those that would be taken for the best.
+    """
+    found: dict[Kind, Candidate] = {}
+    known = set(kinds_of(base))
+    in_order = sorted(scored, key=lambda pair: (pair[0].system.prediction != "none", pair[1], pair[0].complexity))
+    for candidate, seconds in in_order:
+        new = [kind for kind in kinds_of(candidate) if kind not in known and kind not in found]
+        if new and seconds < base_s:
+            found |= dict.fromkeys(new, candidate)
+    chosen = set(found.values())
+    return [one for one, _ in sorted(scored, key=lambda pair: (pair[1], pair[0].complexity)) if one in chosen]
+
+
+def calibrate(
+    player: CandidatePlayer,
+    base: Candidate,
+    candidates: Sequence[Candidate],
+    simulated_step_s: Callable[[Candidate], float | None],
+    request: RecordedRequest,
+    deadline: Deadline,
+) -> Calibration:
+    """Each is played between two times of the base, the slower of which counts, so that noise is no overhead. What
+    fails is left out, as is what there is no time for: that has no overhead then, which is never less than nothing. Of
+    a candidate of two kinds, the prediction has what the eviction does not explain, whichever was played first. A
+    request without a step tells nothing.
+    """
+    calibration = Calibration(base)
+    base_s = simulated_step_s(base)
+    if len(request.tokens) == request.num_prompt:
+        return calibration
+    beyond_s: dict[Candidate, float] = {}
+    before_s = _quiet_step_s(player.play(base, request))
+    for candidate in candidates:
+        if deadline.is_over or base_s is None:
+            break
+        try:
+            played = player.play(candidate, request)
+        except ExpertlyError as error:
+            calibration.failed[candidate] = str(error)
+            continue
+        simulated = simulated_step_s(candidate)
+        if simulated is None:
+            continue
+        after_s = _quiet_step_s(player.play(base, request))
+        measured, before_s = _quiet_step_s(played) - max(before_s, after_s), after_s
+        beyond_s[candidate] = measured - (simulated - base_s)
+    for candidate in sorted(beyond_s, key=lambda one: one.system.prediction != "none"):
+        unknown = calibration.unmeasured(candidate)
+        if unknown:
+            explained_s = calibration.overhead_s(candidate)
+            calibration.overheads_s[unknown[-1]] = max(0.0, beyond_s[candidate] - explained_s)
+    return calibration
+
+
+def _quiet_step_s(played: Played) -> float:
+    steps = sorted(played.steps_s)
+    return steps[int(QUIET * (len(steps) - 1))]
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """`low` is at most the true median, and `high` at least it, in CONFIDENCE of all cases each; with fewer than five
+    values they are the least and the largest, which is less sure.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Of independent values, by their order: how many of n lie above the median is a fair coin thrown n times."""
+    ordered = sorted(values)
+    count = len(ordered)
+    below = 0.0
+    place = count - 1
+    for number in range(count):
+        below += comb(count, number) / 2**count
+        if below >= CONFIDENCE:
+            place = number
+            break
+    return Interval(statistics.median(ordered), ordered[count - 1 - place], ordered[place])
+
+
+MIN_TURNS = 5
+"""Fewer do not say which of two is faster."""
+
+MAX_TURNS = 40
+
+Progress = Callable[[str, int, int], None]
+
+
+class CandidatePlayer(Protocol):
+    """Runs requests with candidates, which it loads as they are asked for; their caches are filled by then."""
+
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played: ...
+
+
+@dataclass(slots=True)
+class Turns:
+    """What every candidate took for the requests of all turns so far."""
+
+    requests: Sequence[RecordedRequest]
+    played: dict[Candidate, list[Played]] = field(default_factory=lambda: defaultdict(list))
+    failed: dict[Candidate, str] = field(default_factory=dict)
+    """Those that could not be run, and why."""
+
+    @property
+    def count(self) -> int:
+        return min((len(played) for played in self.played.values()), default=0)
+
+    def gain(self, candidate: Candidate, over: Candidate) -> Gain:
+        """Medians over the turns of each request, summed over the requests; and how the turns' ratios are spread. Where
+        no answer has a second token neither is the slower in decode.
+        """
+        pairs = list(zip(self.played[candidate], self.played[over], strict=False))
+        ratios = median_interval([one.seconds / other.seconds for one, other in pairs])
+        tpot, of_over = self.tpot_s(candidate), self.tpot_s(over)
+        return Gain(
+            over.label,
+            sum(self._typical(candidate, lambda one: one.seconds)) / sum(self._typical(over, lambda one: one.seconds)),
+            ratios.low,
+            ratios.high,
+            tpot / of_over if tpot is not None and of_over is not None else 1.0,
+            len(pairs),
+        )
+
+    def tpot_s(self, candidate: Candidate) -> float | None:
+        """Of a typical request; None where no answer has a second token."""
+        of_requests = self._typical(candidate, lambda one: one.tpot_s)
+        return statistics.mean(of_requests) if of_requests else None
+
+    def ttft_s(self, candidate: Candidate) -> float:
+        return statistics.mean(self._typical(candidate, lambda one: one.ttft_s))
+
+    def _typical(self, candidate: Candidate, of: Callable[[Played], float | None]) -> list[float]:
+        """The median over the turns, of each request of which it is known."""
+        found = ([of(one) for one in played] for played in self._by_request(candidate).values())
+        known = ([value for value in values if value is not None] for values in found)
+        return [statistics.median(values) for values in known if values]
+
+    def _by_request(self, candidate: Candidate) -> Mapping[int, list[Played]]:
+        found: dict[int, list[Played]] = defaultdict(list)
+        for turn, played in enumerate(self.played[candidate][: self.count]):
+            found[turn % len(self.requests)].append(played)
+        return found
+
+
+def take_turns(
+    player: CandidatePlayer,
+    base: Candidate,
+    others: Sequence[Candidate],
+    requests: Sequence[RecordedRequest],
+    deadline: Deadline,
+    progress: Progress | None = None,
+) -> Turns:
+    """Each turn is one request, which all run, in another order each time; a turn that would not end in time is not
+    begun, one is run in any case. What comes before the first counts for nothing: there all are loaded. Of the others,
+    those that cannot be are left out. Raises what running `base` raises.
+    """
+    turns = Turns(requests)
+    player.play(base, requests[-1])
+    running = [base]
+    for candidate in others:
+        try:
+            player.play(candidate, requests[-1])
+        except ExpertlyError as error:
+            turns.failed[candidate] = str(error)
+        else:
+            running.append(candidate)
+    begin, left = deadline.clock(), deadline.left_s
+    for turn in range(MAX_TURNS if len(running) > 1 else 0):
+        spent = deadline.clock() - begin
+        if turn and spent * (turn + 1) / turn > left:
+            break
+        if progress is not None:
+            progress("verifying", turn, MAX_TURNS)
+        shift = turn % len(running)
+        for candidate in (*running[shift:], *running[:shift]):
+            turns.played[candidate].append(player.play(candidate, requests[turn % len(requests)]))
+    return turns
+
+
+def is_faster(gain: Gain) -> bool:
+    """Whether it was measured to be: on the whole, in nearly all turns, and in decode alone."""
+    return gain.num_turns >= MIN_TURNS and gain.ratio < 1 and gain.high < 1 and gain.tpot_ratio <= 1
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------
+
 
 WANTED_PLAYS = 60
 """Requests that are run in all, if that can be done by cutting them short."""

@@ -1,4 +1,4 @@
-"""Who runs when: in turn request by request where memory allows it, and what happens when one fails."""
+"""Who runs when, what happens when one fails, and what is simulated where this machine cannot be measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from expertly.lab.compare import engine_runs, worker
-from expertly.lab.compare.engine_runs import EngineRuns, can_be_together
+from expertly.core.costs import Link
+from expertly.lab.compare import engine
+from expertly.lab.compare.engine import EngineRuns, MachineWorker, Worker, WorkerError, can_be_together
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.worker import Worker, WorkerError
 from expertly.lab.playing import RecordedRequest
 
 REQUESTS = [RecordedRequest((1, 2, 3), 2, number) for number in range(2)]
@@ -59,13 +59,13 @@ class _Actor:
 
 def run(
     monkeypatch: pytest.MonkeyPatch, together: bool, failing: dict[tuple[str, str], str] | None = None
-) -> tuple[Stage, engine_runs.Runs]:
+) -> tuple[Stage, engine.ComparedRuns]:
     stage = Stage(failing or {})
-    monkeypatch.setattr(engine_runs, "Worker", stage.worker)
+    monkeypatch.setattr(engine, "Worker", stage.worker)
     settings = ComparisonSettings(("lru", "lfu", "lcp"), ("25%", "50%"), rounds=2)
-    engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
-    engine.run(lambda _: together)
-    return stage, engine.runs
+    runner = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
+    runner.run(lambda _: together)
+    return stage, runner.runs
 
 
 def plays(stage: Stage) -> list[tuple[str, str]]:
@@ -122,32 +122,32 @@ def test_a_process_that_cannot_be_started_is_said_so(monkeypatch: pytest.MonkeyP
         _Popen = staticmethod(refusing)
 
     made = SimpleNamespace(Pipe=pipe, Process=Refusing)
-    monkeypatch.setattr(worker, "multiprocessing", SimpleNamespace(get_context=lambda _: made))
+    monkeypatch.setattr(engine, "multiprocessing", SimpleNamespace(get_context=lambda _: made))
     one = Worker("tried")
     for _ in range(2):
         with pytest.raises(WorkerError, match="its process could not be started: Resource temporarily unavailable"):
             one.ask("peak_nbytes")
     assert len(ends) == 4 and all(end.closed for end in ends) and not one.is_alive
     settings = ComparisonSettings(("lru",), ("25%",))
-    engine = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
-    engine.run(lambda _: True)
-    (failure,) = engine.runs.failures
+    runner = EngineRuns(settings, {"predictor": "auto", "plan": None}, REQUESTS, None, lambda: None)
+    runner.run(lambda _: True)
+    (failure,) = runner.runs.failures
     assert failure.system == "lru" and "could not be started" in failure.cause
 
 
 def test_an_interrupt_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage({})
-    monkeypatch.setattr(engine_runs, "Worker", stage.worker)
+    monkeypatch.setattr(engine, "Worker", stage.worker)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    engine = EngineRuns(
+    runner = EngineRuns(
         ComparisonSettings(("lru",), ("25%",)), {"predictor": "auto", "plan": None}, REQUESTS, None, between=interrupted
     )
     with pytest.raises(KeyboardInterrupt):
-        engine.run(lambda _: True)
-    assert [len(one) for one in engine.runs.played["25%", "lru"]] == [2] and not stage.holding
+        runner.run(lambda _: True)
+    assert [len(one) for one in runner.runs.played["25%", "lru"]] == [2] and not stage.holding
 
 
 def test_models_are_held_together_where_memory_allows_it() -> None:
@@ -170,3 +170,63 @@ def test_a_worker_says_what_failed_and_how_it_died() -> None:
         assert not worker.is_alive
     finally:
         worker.end()
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+ARGUMENTS = {"model": "m", "segments": 4, "predictor": "auto", "plan": None}
+
+
+class Scripted:
+    """A worker that refuses what it is told to refuse."""
+
+    def __init__(self, *refusing: tuple[str, Any]) -> None:
+        self.refusing = list(refusing)
+        self.asked: list[tuple[str, Any]] = []
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        what = arguments[0]["memory"] if method == "load" else arguments[0] if arguments else None
+        self.asked.append((method, what))
+        if method == "load":
+            assert arguments[0]["segments"] is None, "whole experts"
+        if (method, what) in self.refusing:
+            raise WorkerError(f"no {method}")
+        return (Link(5e8, 7, 3), None, None) if method == "profile" else None
+
+
+def machine(*refusing: tuple[str, Any]) -> tuple[MachineWorker, Scripted]:
+    made = MachineWorker()
+    worker = made.worker = Scripted(*refusing)  # type: ignore[assignment]
+    return made, worker
+
+
+def test_the_first_budget_that_can_be_measured_is() -> None:
+    made, worker = machine(("load", "1%"))
+    made.measure(ARGUMENTS, ("1%", "50%", "70%"))
+    made.measure_again()
+    assert worker.asked == [("load", "1%"), ("load", "50%"), ("measure", True), ("profile", None), ("measure", False)]
+    hardware = made.hardware("cuda:0")
+    assert hardware is not None and hardware.link == Link(5e8, 7, 3) and hardware.name == "cuda:0"
+    assert made.memory == "50%" and made.problem is None
+
+
+@pytest.mark.parametrize("refusing", [("measure", True), ("profile", None)])
+def test_where_it_cannot_be_measured_there_is_nothing_to_simulate(refusing: tuple[str, Any]) -> None:
+    made, _ = machine(refusing)
+    made.measure(ARGUMENTS, ("50%",))
+    made.measure_again()
+    assert made.hardware("cpu") is None
+    assert made.problem == f"no {refusing[0]}"
+
+
+@pytest.mark.parametrize("refusing", [("measure", False), ("profile", None)])
+def test_what_was_measured_before_it_failed_is_simulated(refusing: tuple[str, Any]) -> None:
+    """It is the machine all the same; who reads of it is told."""
+    made, worker = machine()
+    made.measure(ARGUMENTS, ("50%",))
+    worker.refusing.append(refusing)
+    made.measure_again()
+    hardware = made.hardware("cpu")
+    assert hardware is not None and hardware.link == Link(5e8, 7, 3)
+    assert made.problem == f"no {refusing[0]}"

@@ -1,4 +1,4 @@
-"""Candidates on the engine: each learns from the training part, and they share the memory that is there."""
+"""What tuning asks of the engine: times of model and machine, and candidates that share the memory that is there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from expertly import api
 from expertly.engine import cpu
 from expertly.engine.learned import reuse_models
 from expertly.lab.prompts import Prompt
-from expertly.lab.tune.candidates import Candidate
-from expertly.lab.tune.deadline import Deadline
-from expertly.lab.tune.player import EnginePlayer
-from expertly.lab.tune.workload import TunedWorkload, record_workload
+from expertly.lab.tune.engine import EnginePlayer, TunedWorkload, measure_hardware, record_workload
+from expertly.lab.tune.search import Candidate, Deadline
 from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
 from tests.families import make_checkpoint
 
 TEXTS = ("Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,")
@@ -96,3 +95,37 @@ def test_where_it_is_there_they_stay(player: EnginePlayer, workload: TunedWorklo
     for one in (lru, lfu, lru):
         player.play(one, workload.requests[0])
     assert list(player._models) == [lfu, lru]
+
+
+# -- the machine as the simulator wants it, where all, hardly any or some experts stay -------------------------------
+
+
+def measured(model: Path, memory: str, codec: str = "none", other: str = "50%") -> tuple[Hardware, str]:
+    def load(memory: str):
+        return expertly.load(str(model), memory=memory, codec=codec, device="cpu")[0]
+
+    loaded = load(memory)
+    store = api.handle(loaded).store
+    try:
+        return measure_hardware(loaded, lambda: load(other), {codec: store}, 0.1, lambda: Hardware.read("laptop-nvme"))
+    finally:
+        expertly.unload(loaded)
+
+
+@pytest.mark.parametrize("memory", ["50%", "100%"])
+def test_the_model_s_own_times_are_what_counts(model: Path, memory: str) -> None:
+    hardware, about = measured(model, memory)
+    assert hardware.compute is not None and hardware.compute.expert_ns[0] > 0
+    assert 0 < hardware.link.nbytes_per_s < float("inf") and "measured here" in about
+
+
+def test_a_compressed_store_has_the_rate_of_its_disk(model: Path) -> None:
+    hardware, _ = measured(model, "50%", codec="planes")
+    assert hardware.codec is not None and 0 < hardware.codec.ratio < 2
+    assert 0 < hardware.link.nbytes_per_s < float("inf")
+
+
+def test_where_they_cannot_be_measured_the_machine_is(model: Path) -> None:
+    hardware, about = measured(model, "100%", other="100%")
+    assert hardware.compute is None and "cannot be measured: memory=" in about
+    assert hardware.link == Hardware.read("laptop-nvme").link

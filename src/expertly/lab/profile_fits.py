@@ -1,8 +1,9 @@
-"""What loading costs a layer in real passes: fitted to how long layers with no, one, two ... absent experts took.
+"""What loading, decoding and computing in parts cost in real passes: fitted to how long layers with no, one, two ...
+absent experts took.
 
-Measured alone, a link is faster and computing is faster than when both go on at once: reader threads and copies share
-cores and memory with the arithmetic. So both are taken from passes in which they do. Also what computing an expert in
-parts costs, from how long two ways to cut it take.
+Measured alone, a link, a decoder and the arithmetic are each faster than when all go on at once: reader threads and
+copies share cores and memory with the arithmetic, and threads wait for the interpreter lock and to be woken. So all are
+taken from passes in which they do.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.costs import LayerTime, Link
+from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
+from expertly.sim.hardware import Hardware
+from expertly.sim.link import Clock, VirtualLink
 
 
 def fit_link(shots: Sequence[tuple[int, int, int]]) -> Link:
@@ -203,3 +208,67 @@ def cuts(intermediate_size: int) -> tuple[int, int]:
             return few, many
     smallest = next((p for p in range(5, intermediate_size + 1) if intermediate_size % p == 0), 1)
     return smallest, smallest
+
+
+# -- decoding beside computing ---------------------------------------------------------------------------------------
+
+
+_LEAST_SHARE = 0.2
+"""Of the rate that was measured alone: no less is believed."""
+
+_RATE_POINTS = 17
+_RATE_ROUNDS = 3
+
+
+def fit_decoding(
+    layers: Sequence[LayerTime], disk: Link, costs: CodecCosts, compute: MeasuredCompute, geometry: Geometry
+) -> CodecCosts:
+    """`costs` with the rate under which layers take what they took; never more than it says. Without layers that had
+    something to load, as it is.
+    """
+    loading = [one for one in layers if one.num_absent]
+    if not loading:
+        return costs
+    resident = [one.total_ns for one in layers if not one.num_absent]
+    around_ns = max(0, resident[0] - compute.layer.top_k * compute.expert_ns[0]) if resident else 0
+
+    def error(rate: float) -> float:
+        codec = replace(costs, decode_nbytes_per_s=rate)
+        simulated = [around_ns + _decoded_ns(one.num_absent, disk, codec, compute, geometry) for one in loading]
+        return sum(one.num_samples * (ns / one.total_ns - 1) ** 2 for ns, one in zip(simulated, loading, strict=True))
+
+    least, most = _LEAST_SHARE * costs.decode_nbytes_per_s, costs.decode_nbytes_per_s
+    best = most
+    for _ in range(_RATE_ROUNDS):
+        rates = [*np.geomspace(least, most, _RATE_POINTS).tolist(), best]
+        best = min(rates, key=error)
+        step = (most / least) ** (1 / (_RATE_POINTS - 1))
+        least, most = max(least, best / step), min(most, best * step)
+    return replace(costs, decode_nbytes_per_s=best)
+
+
+def _decoded_ns(num_absent: int, disk: Link, codec: CodecCosts, compute: MeasuredCompute, geometry: Geometry) -> int:
+    """As `_layer_ns`, on the simulator's link, whose readers decode on the processors that compute."""
+    clock = Clock()
+    link = VirtualLink(
+        clock,
+        Hardware.read("infinite").with_disk(disk),
+        geometry,
+        lambda layer, num_segments: compute.load_ns,
+        submit_ns=compute.submit_ns,
+        codec=codec,
+    )
+    num_segments = geometry.segments_per_expert
+    link.submit([Span(0, expert, 0, num_segments, expert * num_segments) for expert in range(num_absent)])
+    left, here = num_absent, compute.layer.top_k - num_absent
+    while left or here:
+        arrived = link.poll() if left else None
+        if arrived is None and not here:
+            arrived = link.wait()
+        if arrived is None:
+            here -= 1
+        else:
+            left -= 1
+        link.computing(clock.now_ns, clock.now_ns + compute.expert_ns[0])
+        clock.now_ns += compute.expert_ns[0]
+    return clock.now_ns

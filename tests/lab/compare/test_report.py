@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from expertly.lab.compare.page import page
+from expertly.lab.compare.report import page
 from expertly.lab.compare.settings import ComparisonSettings
 from tests.lab.compare.html import read
 

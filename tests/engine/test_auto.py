@@ -60,10 +60,33 @@ def loaded(model: Path, memory: str = "25%", **others: Any) -> dict[str, Any]:
         expertly.unload(run)
 
 
-def test_without_a_choice_it_is_the_default_and_says_so(model: Path, store: PackedStore) -> None:
-    stats = loaded(model)
-    assert stats["system"] == BASE_SYSTEM
-    assert "nothing has been tuned" in stats["system_reason"] and "expertly tune" in stats["system_reason"]
+ELSEWHERE = replace(HERE, kind="cuda", device="a card")
+OTHER_CPU = replace(HERE, cpu="another one", num_cpus=64)
+TWO = (("lfu", 0.25, {}), ("lcp", 0.75, {}))
+ALL_AND_FEW = (("resident", 1.0, {}), ("lfu", 0.1, {}))
+
+CASES: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
+    "nothing was chosen": ((), "25%", BASE_SYSTEM, ("nothing has been tuned", "expertly tune")),
+    "the memory": (TWO, "25%", "lfu", ("25.0% of the experts", "0.80x the time of lru")),
+    "the nearest memory": (TWO, "30%", "lfu", ("25.0% of the experts", "the nearest to")),
+    "the other is nearer": (TWO, "60%", "lcp", ("the nearest to",)),
+    "too little for all": (ALL_AND_FEW, "90%", "lfu", ()),
+    "enough for all": (ALL_AND_FEW, "100%", "resident", ()),
+    "it cannot run": ((("promoe", 0.25, {}),), "25%", BASE_SYSTEM, ("cannot run",)),
+    "another kind of device": ((("lfu", 0.25, {"machine": ELSEWHERE}),), "25%", BASE_SYSTEM, ("kind cpu",)),
+    "another processor": ((("lfu", 0.25, {"machine": OTHER_CPU}),), "25%", "lfu", ("num_cpus 64 there",)),
+}
+"""Choices, the memory, and the system that runs with what is said of it."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_choice_for_the_nearest_memory_runs_here(model: Path, store: PackedStore, case: str) -> None:
+    choices, memory, system, said = CASES[case]
+    save(store, *(choice(store, name, share, **changes) for name, share, changes in choices))
+    stats = loaded(model, memory)
+    assert stats["system"] == system
+    assert all(one in stats["system_reason"] for one in said), stats["system_reason"]
+    assert "the nearest" not in stats["system_reason"] or memory != "25%"
 
 
 def test_unless_it_is_said_auto_is_asked_for(model: Path, store: PackedStore) -> None:
@@ -79,66 +102,24 @@ def test_without_a_choice_the_size_of_experts_decides(
     model: Path, store: PackedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = store.experts_nbytes / sum(layer.num_experts for layer in store.manifest.layers) / (1 << 20)
-    said = f"the default for experts of {mib:.3g} MiB"
-    tiny = loaded(model)
     monkeypatch.setattr(systems, "LEAST_NBYTES", 1)
     large = loaded(model)
-    assert (tiny["system"], large["system"]) == ("lru", "expertly")
-    assert said in tiny["system_reason"] and said in large["system_reason"]
+    assert large["system"] == "expertly" and f"the default for experts of {mib:.3g} MiB" in large["system_reason"]
 
 
-def test_the_nearest_memory_decides(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "lfu", 0.25), choice(store, "lcp", 0.75))
-    near, far = loaded(model, "30%"), loaded(model, "60%")
-    assert (near["system"], far["system"]) == ("lfu", "lcp")
-    assert "25.0% of the experts" in near["system_reason"] and "the nearest to" in near["system_reason"]
-    assert "0.80x the time of lru" in near["system_reason"]
-    assert "the nearest" not in loaded(model, "25%")["system_reason"]
-
-
-def test_all_of_the_choice_is_used(model: Path, store: PackedStore) -> None:
-    geometry = store.geometry(4)
-    save(store, choice(store, "moepic", 0.5, segments=4, plan=uniform_plan(geometry, [32])))
+def test_all_of_the_choice_is_used_but_what_is_given(model: Path, store: PackedStore) -> None:
+    plan = uniform_plan(store.geometry(4), [32])
+    save(store, choice(store, "moepic", 0.5, segments=4, plan=plan), choice(store, "lfu", 0.25, segments=2))
     stats = loaded(model, "50%")
     assert (stats["system"], stats["segments"]) == ("moepic", 4)
-    assert [one["kept_experts"] for one in stats["allocation"]["split"]]
-    assert "plan" not in stats["system_reason"]
+    assert [one["kept_experts"] for one in stats["allocation"]["split"]] and "plan" not in stats["system_reason"]
+    assert (loaded(model)["segments"], loaded(model, segments=4)["segments"]) == (2, 4)
 
 
 def test_a_plan_that_does_not_fit_is_left_out_and_named(model: Path, store: PackedStore) -> None:
     save(store, choice(store, "moepic", 1.0, segments=4, plan=uniform_plan(store.geometry(4), [96])))
     stats = loaded(model, "25%")
     assert stats["system"] == "moepic" and "plan does not fit" in stats["system_reason"]
-
-
-def test_what_is_given_stands(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "lfu", 0.25, segments=2))
-    assert loaded(model)["segments"] == 2
-    assert loaded(model, segments=4)["segments"] == 4
-
-
-def test_resident_is_not_for_less_memory(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "resident", 1.0), choice(store, "lfu", 0.1))
-    assert loaded(model, "90%")["system"] == "lfu"
-    assert loaded(model, "100%")["system"] == "resident"
-
-
-def test_what_cannot_run_is_not_used(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "promoe", 0.25))
-    stats = loaded(model)
-    assert stats["system"] == BASE_SYSTEM and "cannot run" in stats["system_reason"]
-
-
-def test_another_kind_of_device_is_another_machine(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "lfu", 0.25, machine=replace(HERE, kind="cuda", device="a card")))
-    stats = loaded(model)
-    assert stats["system"] == BASE_SYSTEM and "kind cpu" in stats["system_reason"]
-
-
-def test_another_processor_is_named(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "lfu", 0.25, machine=replace(HERE, cpu="another one", num_cpus=64)))
-    stats = loaded(model)
-    assert stats["system"] == "lfu" and "num_cpus 64 there" in stats["system_reason"]
 
 
 def test_memory_that_brought_nothing_is_not_taken(model: Path, store: PackedStore) -> None:

@@ -1,0 +1,336 @@
+"""The same requests through the engine under every system, on this machine's clock: request by request in turn.
+
+A child process holds one model; this side of the conversation imports nothing that takes long, as the child reads it
+before it can ignore interrupts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from expertly.core.costs import CodecCosts, Link, MeasuredCompute
+from expertly.core.errors import ExpertlyError
+from expertly.core.resources import cpu_name
+from expertly.lab.compare.settings import ComparisonSettings
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
+
+if TYPE_CHECKING:
+    from expertly.lab.playing import RecordedRequest
+    from expertly.sim.schedule import Selection
+
+# -- a child process that holds one model ----------------------------------------------------------------------------
+
+
+Profile = tuple[Link, MeasuredCompute, CodecCosts | None]
+
+
+_ENDING_S = 10.0
+
+
+class WorkerError(ExpertlyError):
+    """What a worker was asked for failed, or the worker did; the message says how."""
+
+
+class Worker:
+    """One child. What it raises is raised here as WorkerError; after `end`, or when it died, it can be started anew."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def start(self) -> None:
+        """Begin to start it, if it is not there; what is asked first waits for it. Raises WorkerError."""
+        if self.is_alive:
+            return
+        self.end()
+        context = multiprocessing.get_context("spawn")
+        with ExitStack() as stack:
+            try:
+                ours, theirs = context.Pipe()
+                stack.callback(ours.close)
+                with theirs:
+                    process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+                    process.start()
+            except OSError as error:
+                raise WorkerError(f"its process could not be started: {error.strerror or error}") from error
+            stack.pop_all()
+        self._process, self._connection = process, ours
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the child's Player gives."""
+        self.start()
+        assert self._connection is not None
+        try:
+            self._connection.send((method, arguments))
+            is_done, answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(_ENDING_S)
+            code = self._process.exitcode
+            self.end()
+            raise WorkerError(f"its process ended ({_ending(code)}) when asked to {method}") from None
+        if not is_done:
+            raise WorkerError(answer)
+        return answer
+
+    def hang_up(self) -> None:
+        """Let the child end, when it has done what it does. Several end at the same time that way."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def end(self) -> None:
+        """End the child and free what it holds. Idempotent."""
+        self.hang_up()
+        process, self._process = self._process, None
+        if process is not None:
+            process.join(_ENDING_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def serve(connection: Connection) -> None:
+    """The child: does what it is asked until its parent hangs up. An interrupt is its parent's to deal with."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what libraries print is no result of the command
+    from expertly.lab.compare.player import Player
+
+    player = Player()
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, getattr(player, method)(*arguments))
+        except ExpertlyError as error:
+            answer = (False, str(error))
+        except Exception as error:  # handed to who waits for it
+            answer = (False, f"{type(error).__name__}: {error}")
+        try:
+            connection.send(answer)
+        except ConnectionError:
+            break
+    player.unload()
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "it does not answer"
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}; the system may have run out of memory" if name == "SIGKILL" else name
+
+
+def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[str, Any]:
+    """Those of `expertly.load` for one system: what is of use to others alone is left out."""
+    system = get_system(name)
+    given = arguments | {"memory": None if system.keeps_everything else memory, "system": name}
+    if not system.takes_weights:
+        given["predictor"] = "auto"
+    if not system.takes_plan:
+        given["plan"] = None
+    return given
+
+
+class MachineWorker:
+    """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why. What was
+    measured before it failed is kept.
+    """
+
+    def __init__(self) -> None:
+        self.worker = Worker("machine")
+        self.problem: str | None = None
+        self.memory: str | None = None  # what the experts had of it while they were measured
+        self._profile: Profile | None = None
+
+    def measure(self, arguments: dict[str, Any], memories: Sequence[str]) -> None:
+        """All costs of a model, with the first of these budgets that leaves enough in memory to measure."""
+        for memory in memories:
+            try:
+                loading = load_arguments(arguments | {"segments": None}, memory, "lru")
+                self.worker.ask("load", loading)
+                self.worker.ask("measure", True)
+                self._profile = self.worker.ask("profile")
+            except WorkerError as error:
+                self.problem = str(error)
+            else:
+                self.problem, self.memory = None, memory
+                break
+
+    def measure_again(self) -> None:
+        """What a decode step depends on, to follow a machine that is now faster and now slower."""
+        if self.memory is not None and self.problem is None:
+            try:
+                self.worker.ask("measure", False)
+            except WorkerError as error:
+                self.problem = str(error)
+
+    def hardware(self, device: str) -> Hardware | None:
+        """The medians of what was measured, as a machine to simulate; None where there is nothing."""
+        if self.problem is None and self._profile is not None:
+            try:
+                self._profile = self.worker.ask("profile")
+            except WorkerError as error:
+                self.problem = str(error)
+        if self._profile is None:
+            return None
+        link, compute, codec = self._profile
+        name = cpu_name() if device == "cpu" else device
+        return replace(Hardware.read("infinite").with_model(link, compute), codec=codec, name=name)
+
+
+# -- the systems in turn ---------------------------------------------------------------------------------------------
+
+
+MOST_OF_FREE = 0.8
+"""Of the memory that is free, what models that are held at the same time may take."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """A system that did not come through, and why."""
+
+    where: str  # "engine" or "simulator"
+    memory: str
+    system: str
+    cause: str
+    is_skipped: bool = False  # there is nothing that it could run on: it was not tried
+
+
+@dataclass(slots=True)
+class ComparedRuns:
+    """What was measured so far: `played[memory, system][round][request]`, see Player.play."""
+
+    played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
+    loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    failures: list[RunFailure] = field(default_factory=list)
+    together: dict[str, bool] = field(default_factory=dict)  # by budget: whether all models were held at once
+
+    def has_failed(self, memory: str, name: str) -> bool:
+        return any((one.memory, one.system) == (memory, name) for one in self.failures)
+
+    def num_measured(self, memory: str, name: str) -> int:
+        """Requests, each round's."""
+        return sum(map(len, self.played.get((memory, name), [])))
+
+
+@dataclass(slots=True)
+class EngineRuns:
+    """Plays. Every round begins with models that have just been loaded, so that each begins with empty caches.
+
+    Where the memory allows it every system has a process of its own that holds its model, and they take turns request
+    by request; else one process after the other holds a model and they take turns round by round. One computes at a
+    time.
+    """
+
+    settings: ComparisonSettings
+    arguments: dict[str, Any]  # of `expertly.load`, without memory and system
+    requests: Sequence[RecordedRequest]
+    lesson: tuple[str, Selection] | None  # the trace whose training part predictors learn from
+    between: Callable[[], None]  # called when nothing runs, about once a round
+    progress: Progress | None = None
+    tell: Callable[[str], None] | None = None  # in words, where nobody sees the progress
+    runs: ComparedRuns = field(init=False, default_factory=ComparedRuns)
+    _workers: dict[str, Worker] = field(init=False)
+    _num_done: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._workers = {name: Worker(name) for name in self.settings.systems}
+
+    def run(self, fits_together: Callable[[str], bool]) -> None:
+        """All of it; what fails is noted and left out. `runs` holds what there is, whatever this raises."""
+        settings = self.settings
+        try:
+            for memory in settings.memories:
+                together = self.runs.together[memory] = fits_together(memory)
+                names = list(settings.systems)
+                for number in range(settings.rounds):
+                    if self.tell is not None:
+                        self.tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
+                    names = [name for name in names if not self.runs.has_failed(memory, name)]
+                    shift = number % len(names) if names else 0
+                    in_turn = [*names[shift:], *names[:shift]]
+                    if together:
+                        self._round_together(memory, in_turn)
+                    else:
+                        self._round_apart(memory, in_turn)
+                    self.between()
+        finally:
+            for worker in self._workers.values():
+                worker.hang_up()
+            for worker in self._workers.values():
+                worker.end()
+
+    def _round_together(self, memory: str, names: list[str]) -> None:
+        for name in names:
+            with suppress(WorkerError):  # what is asked of it then says so
+                self._workers[name].start()
+        ready = [name for name in names if self._load(memory, name)]
+        for turn, request in enumerate(self.requests):
+            for index in range(len(ready)):
+                name = ready[(turn + index) % len(ready)]
+                if not self.runs.has_failed(memory, name):
+                    self._play(memory, name, request)
+        for name in ready:
+            if not self.runs.has_failed(memory, name):
+                self._asked(memory, name, "unload")
+
+    def _round_apart(self, memory: str, names: list[str]) -> None:
+        for name in names:
+            if self._load(memory, name):
+                for request in self.requests:
+                    if not self.runs.has_failed(memory, name):
+                        self._play(memory, name, request)
+            self._workers[name].end()
+
+    def _load(self, memory: str, name: str) -> bool:
+        facts = self._asked(memory, name, "load", load_arguments(self.arguments, memory, name))
+        if facts is None:
+            return False
+        self.runs.loaded[memory, name] = facts
+        if self.lesson is not None:
+            self._asked(memory, name, "learn", *self.lesson)
+        self.runs.played.setdefault((memory, name), []).append([])
+        return not self.runs.has_failed(memory, name)
+
+    def _play(self, memory: str, name: str, request: RecordedRequest) -> None:
+        played = self._asked(memory, name, "play", request)
+        if played is not None:
+            self.runs.played[memory, name][-1].append(played)
+        self._num_done += 1
+        if self.progress is not None:
+            settings = self.settings
+            total = len(settings.memories) * settings.rounds * len(settings.systems) * len(self.requests)
+            self.progress(f"engine, {memory}", self._num_done, total)
+
+    def _asked(self, memory: str, name: str, method: str, *arguments: Any) -> Any:
+        """The answer, or None where it failed, which is noted."""
+        try:
+            return self._workers[name].ask(method, *arguments)
+        except WorkerError as error:
+            self.runs.failures.append(RunFailure("engine", memory, name, str(error)))
+            self._workers[name].end()
+            return None
+
+
+def can_be_together(each_nbytes: Sequence[int], free_nbytes: int, device: str) -> bool:
+    """Whether processes that take so much each may hold a model at the same time."""
+    return device == "cpu" and sum(each_nbytes) <= MOST_OF_FREE * free_nbytes
