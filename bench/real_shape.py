@@ -1,22 +1,21 @@
 """A real model's shape and a real model's routing: gpt-oss-20b, whose experts' bytes are random, through the engine.
 
     python bench/real_shape.py [--shares 50%,25%] [--systems lru,expertly] [--requests 4] [--tokens 48] [--out FILE]
-                               [--routing FOLDER] [--dtype bfloat16] [--no-cgroup]
+                               [--routing FOLDER] [--dtype bfloat16]
 
 A checkpoint of exactly its geometry (bench/models/gpt-oss-20b: 24 layers x 32 experts of 13.2 MB in MXFP4) is made once
 in $EXPERTLY_BENCH_DIR and packed. What its routers choose is replaced, token by token, by what the released model chose
-(the recorded routing in --routing: sequences that do not repeat themselves, the first tokens of each as the prompt), so
+(the recorded routing in --routing, default $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences that do not repeat themselves, the first tokens of each as the prompt), so
 that hit rates, bytes and speed are those of the real model, while the text is nonsense. Without that folder experts are
-drawn at random by their recorded popularity's like (Zipf), and the rows say "synthetic".
+drawn at random, some more often than others (Zipf), and the rows say "synthetic".
 
-Each run is a process in a memory cgroup of dense part + experts' share + 1 GiB. Systems take turns, request by request;
-the first request only fills caches. `floor`: the larger of the time that computing takes when all experts are resident
+Each system runs in a process of its own, in a memory cgroup of dense part + experts' share + 1 GiB; the first request
+only fills caches. `floor`: the larger of the time that computing takes when all experts are resident
 and of the bytes that Belady's replacement loads, at the disk's rate; both measured in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import GIB, ROOT, child, child_arguments, drop_page_cache, memory_cgroup, print_report
+from common import GIB, ROOT, child, drop_page_cache, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
 
 MODEL = ROOT / "bench" / "models" / "gpt-oss-20b"
-ROUTING = ROOT.parent / "shared" / "data" / "routing" / "gpt_oss_20b"
+DATA = Path(os.environ.get("EXPERTLY_TEST_DATA", ROOT.parent / "shared" / "data"))
+ROUTING = DATA / "routing" / "gpt_oss_20b"
 PROMPT_TOKENS = 16
 BESIDE_NBYTES = GIB
 
@@ -188,17 +188,17 @@ def belady_nbytes(requests: list[np.ndarray], capacity: int, expert_nbytes: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shares", default="50%,25%")
-    parser.add_argument("--systems", default="lru,expertly")
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--routing", type=Path, default=ROUTING)
-    parser.add_argument("--dtype", help="convert experts instead of keeping their bytes")
-    parser.add_argument("--no-cgroup", action="store_true")
-    parser.add_argument("--out")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        shares="50%,25%",
+        systems="lru,expertly",
+        requests=4,
+        tokens=48,
+        threads=2,
+        routing=str(ROUTING),
+        dtype=None,
+        out=None,
+    )
     from expertly.engine.transfer import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.store.packed import PackedStore
@@ -208,12 +208,12 @@ def main() -> None:
     folder = source.with_name(f"{source.name}-{args.dtype or 'mxfp4'}-store")
     packed = pack_model(source, folder, args.dtype)
     store = PackedStore.open(folder)
-    requests, origin = recorded(args.routing, args.requests + 1, args.tokens)
+    requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens)
     layer = store.manifest.layers[0]
     rows: list[dict[str, Any]] = [] if packed is None else [packed]
     path, read_nbytes = store.layer_extent(0)[0], layer.expert_nbytes // 4096 * 4096
     disk = measure_disk(path, read_nbytes, NUM_READERS, 3.0).nbytes_per_s
-    common = {"store": str(folder), "routing": str(args.routing)}
+    common = {"store": str(folder), "routing": args.routing}
     common |= {"requests": args.requests, "tokens": args.tokens, "threads": args.threads}
     resident = child("real_shape.py", common | {"memory": "100%", "system": "resident"}, timeout=3600)
     floor_compute = statistics.median(resident["steps"])
@@ -224,11 +224,8 @@ def main() -> None:
         floor = max(floor_compute, loads / disk)
         for system in args.systems.split(","):
             settings = common | {"memory": memory, "system": system}
-            if args.no_cgroup:
-                found = child("real_shape.py", settings, timeout=3600)
-            else:
-                with memory_cgroup(store.dense_nbytes + memory + BESIDE_NBYTES) as group:
-                    found = child("real_shape.py", settings, group, timeout=3600)
+            with memory_cgroup(store.dense_nbytes + memory + BESIDE_NBYTES) as group:
+                found = child("real_shape.py", settings, group, timeout=3600)
             taken = statistics.fmean(found["steps"])
             rows.append(
                 {
@@ -250,8 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    arguments = child_arguments()
-    if arguments is None:
-        main()
-    else:
-        print(json.dumps(play(arguments)))
+    run(main, play)
