@@ -5,13 +5,13 @@
 
 A checkpoint of exactly its geometry (bench/models/gpt-oss-20b: 24 layers x 32 experts of 13.2 MB in MXFP4) is made once
 in $EXPERTLY_BENCH_DIR and packed. What its routers choose is replaced, token by token, by what the released model chose
-(the recorded routing in --routing, default $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences that do not repeat themselves, the first tokens of each as the prompt), so
-that hit rates, bytes and speed are those of the real model, while the text is nonsense. Without that folder experts are
-drawn at random, some more often than others (Zipf), and the rows say "synthetic".
+(--routing, default $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences that do not repeat themselves, the first tokens of
+each as the prompt), so that hit rates, bytes and speed are those of the real model, while the text is nonsense. Without
+that folder experts are drawn at random, some more often than others (Zipf), and the rows say "synthetic".
 
 Each system runs in a process of its own, in a memory cgroup of dense part + experts' share + 1 GiB; the first request
-only fills caches. `floor`: the larger of the time that computing takes when all experts are resident
-and of the bytes that Belady's replacement loads, at the disk's rate; both measured in the same run.
+only fills caches. `floor`: the larger of the time that computing takes when all experts are resident and of the bytes
+that Belady's replacement loads, at the disk's rate; both measured in the same run.
 """
 
 from __future__ import annotations
