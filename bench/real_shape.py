@@ -5,7 +5,7 @@
 
 A checkpoint of exactly its geometry (bench/models/gpt-oss-20b: 24 layers x 32 experts of 13.2 MB in MXFP4) is made once
 in $EXPERTLY_BENCH_DIR and packed. What its routers choose is replaced, token by token, by what the released model chose
-(--routing, default $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences that do not repeat themselves, the first tokens of
+(--routing, default $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences without repetitions, the first tokens of
 each as the prompt), so that hit rates, bytes and speed are those of the real model, while the text is nonsense. Without
 that folder experts are drawn at random, some more often than others (Zipf), and the rows say "synthetic".
 
