@@ -68,8 +68,8 @@ class LayerGeometry:
     @classmethod
     def from_dict(cls, raw: object) -> LayerGeometry:
         """The inverse, of any parsed JSON. Raises ConfigError naming the field and what is accepted."""
-        if not isinstance(raw, dict) or set(raw) not in (_FIELDS - _OF_FORMAT, _FIELDS):
-            raise ConfigError(f"{raw!r:.80}: must be an object of {', '.join(sorted(_FIELDS - _OF_FORMAT))}")
+        if not isinstance(raw, dict) or set(raw) not in ({*SIZE_FIELDS}, {*SIZE_FIELDS, *_OF_FORMAT}):
+            raise ConfigError(f"{raw!r:.80}: must be an object of {', '.join(SIZE_FIELDS)}")
         for name, value in raw.items():
             if name != "format" and (type(value) is not int or not 0 <= value < 1 << 40):
                 raise ConfigError(f"{name}={value!r:.80}: must be a whole number")
@@ -78,8 +78,9 @@ class LayerGeometry:
         return cls(**raw)
 
 
-_FIELDS = {field.name for field in fields(LayerGeometry)}
-_OF_FORMAT = {"format", "block_size", "block_nbytes"}
+_OF_FORMAT = ("format", "block_size", "block_nbytes")
+SIZE_FIELDS = tuple(field.name for field in fields(LayerGeometry) if field.name not in _OF_FORMAT)
+"""What is said of every layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import SIZE_FIELDS, Geometry, LayerGeometry
 from expertly.policies.allocation.uniform import class_sums
 
 _FORMAT = "expertly-split-plan"
@@ -112,14 +112,15 @@ class SplitPlan:
         shapes, splits = [], []
         for number, one in enumerate(plan["layers"]):
             at = f"layers[{number}]"
-            if not isinstance(one, dict):
-                raise _error(at, one, "an object")
-            sizes = {name: value for name, value in one.items() if name not in _SPLIT_FIELDS}
+            sizes = SIZE_FIELDS if not isinstance(one, dict) or "format" not in one else _GEOMETRY_FIELDS
+            layer = _object(at, one, (*sizes, *_SPLIT_FIELDS))
+            for name in (*SIZE_FIELDS, *_SPLIT_FIELDS):
+                _whole(f"{at}.{name}", layer[name], 0, _MAX_COUNT)
             try:
-                shapes.append(LayerGeometry.from_dict(sizes))
+                shapes.append(LayerGeometry.from_dict({name: layer[name] for name in sizes}))
             except ConfigError as error:
                 raise ConfigError(f"plan field {at}: {error}") from None
-            splits.append(LayerSplit(*(_whole(f"{at}.{name}", one.get(name), 0, _MAX_COUNT) for name in _SPLIT_FIELDS)))
+            splits.append(LayerSplit(*(layer[name] for name in _SPLIT_FIELDS)))
         try:
             geometry = Geometry(tuple(shapes), segments)
         except ConfigError as error:
