@@ -54,7 +54,7 @@ def weights(layer: LayerGeometry, dtype: torch.dtype) -> torch.Tensor:
     rows = layer_rows(torch.frombuffer(region, dtype=torch.uint8), Geometry((layer,)), 0, dtype)
     generator = torch.Generator().manual_seed(0)
     if layer.format:
-        return rows.random_(0, 127, generator=generator)  # whatever a byte says, scales included, it is a number
+        return rows.random_(112, 127, generator=generator)  # scales are bytes of these rows, and usual ones then
     for start in range(0, len(rows), layer.intermediate_size):
         part = rows[start : start + layer.intermediate_size]
         part.copy_(torch.randn(part.shape, generator=generator) * 0.02)
