@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 
 
-def layer(experts: int = 4, width: int = 8, **changes: int) -> LayerGeometry:
+def layer(experts: int = 4, width: int = 8, **changes: Any) -> LayerGeometry:
     fields = {"num_experts": experts, "top_k": 2, "hidden_size": 16, "intermediate_size": width}
     return LayerGeometry(**(fields | {"num_matrices": 3, "itemsize": 2} | changes))
 
@@ -51,6 +53,30 @@ def test_segments_that_do_not_divide_are_named_with_those_that_do() -> None:
 def test_impossible_fields_are_named(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         layer(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "x", "block_size": 4},  # of no bytes
+        {"format": "x", "block_size": 4, "block_nbytes": -8},
+        {"block_size": 4},  # of no format
+        {"block_nbytes": 8},
+    ],
+)
+def test_blocks_have_bytes_where_there_is_a_format(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="blocks have bytes where there is a format"):
+        layer(**fields)
+    with pytest.raises(ConfigError):
+        LayerGeometry.from_dict(layer().as_dict() | {"format": "", "block_size": 1, "block_nbytes": 0} | fields)
+
+
+def test_blocks_are_what_an_expert_can_be_cut_between() -> None:
+    one = layer(width=24, format="x", block_size=4, block_nbytes=100)
+    assert one.num_blocks == 6 and one.expert_nbytes == 600 and LayerGeometry.from_dict(one.as_dict()) == one
+    assert Geometry((one,), 3).blocks_per_segment(0) == 2
+    with pytest.raises(ConfigError, match=r"segments=4: .* 24, in blocks of 4 \(x\); accepted up to 64: 1, 2, 3, 6$"):
+        Geometry((one,), 4)
 
 
 def test_a_model_without_experts_is_refused() -> None:

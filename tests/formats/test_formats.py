@@ -15,9 +15,11 @@ import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats import FORMATS, TiledFormat, check_format
+from expertly.lab.model_profile import measure_model
+from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
 from expertly.native.kernels import VARIABLE, Kernels, libraries
-from expertly.sim.hardware import read_geometry
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
@@ -218,6 +220,26 @@ def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> 
     set_config(source, intermediate_size=48)
     with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
         pack(source, tmp_path / "store")
+
+
+@pytest.mark.parametrize("num_blocks", [1, 6])
+def test_a_model_whose_blocks_do_not_make_four_parts_is_measured(num_blocks: int, tmp_path: Path) -> None:
+    """As those of gpt-oss do not, though its neurons do."""
+    pack(make_mxfp4_checkpoint(tmp_path / "source", intermediate=32 * num_blocks), tmp_path / "store")
+    with loaded(tmp_path / "store", memory="60%", system="lru") as model:
+        measured = measure_model(model, seconds=0.2, tokens=(1, 4, 64))
+    assert measured.compute.layer.format == "mxfp4" and min(measured.compute.expert_ns) > 0
+    measured_on = Hardware.read("infinite").with_model(measured.link, measured.compute)
+    measured_on.write(tmp_path / "here.toml")
+    assert Hardware.read(str(tmp_path / "here.toml")) == measured_on
+
+
+def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
+    layer = FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
+    for layers, expected in (((layer,), {1, 2}), ((layer.unquantised(),), {1, 2, 4, 8})):
+        space = Space(layers, 1 << 30)
+        found = {one.system.segments for one in space.variations(space.named("lru"))}
+        assert found == expected
 
 
 def test_the_shipped_geometry_is_the_formats() -> None:

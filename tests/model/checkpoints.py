@@ -44,9 +44,9 @@ def make_fused_checkpoint(family: str, folder: Path) -> Path:
     return write_checkpoint(folder, {name: tensor.clone() for name, tensor in state.items()}, source)
 
 
-def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, intermediate: int = 128) -> Path:
     """gpt_oss as released: experts in blocks of 32 four-bit numbers with a scale each."""
-    hidden, intermediate = 64, 128
+    hidden = 64
     family = Family(
         "gpt_oss",
         3,

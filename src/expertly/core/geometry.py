@@ -33,6 +33,12 @@ class LayerGeometry:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"geometry field {name}={getattr(self, name)}: must be at least 1")
+        is_blocked = self.block_size > 1 or self.block_nbytes > 0
+        if (self.block_nbytes < 1) if self.format else is_blocked:
+            raise ConfigError(
+                f"geometry fields format={self.format!r:.80}, block_size={self.block_size}, block_nbytes="
+                f"{self.block_nbytes}: blocks have bytes where there is a format, and only there"
+            )
         if self.intermediate_size % self.block_size:
             raise ConfigError(
                 f"geometry field block_size={self.block_size}: must divide intermediate_size={self.intermediate_size}"
@@ -48,10 +54,13 @@ class LayerGeometry:
         return self.num_matrices * self.hidden_size * self.itemsize
 
     @property
+    def num_blocks(self) -> int:
+        """Of an expert: it can be cut between these alone."""
+        return self.intermediate_size // self.block_size
+
+    @property
     def expert_nbytes(self) -> int:
-        if self.format:
-            return self.intermediate_size // self.block_size * self.block_nbytes
-        return self.intermediate_size * self.neuron_nbytes
+        return self.num_blocks * (self.block_nbytes if self.format else self.neuron_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +123,8 @@ class Geometry:
         classes: dict[int, int] = {}
         size_classes = []
         for number, layer in enumerate(self.layers):
-            num_blocks = layer.intermediate_size // layer.block_size
-            if num_segments < 1 or num_blocks % num_segments:
-                divisors = [p for p in range(1, 65) if num_blocks % p == 0]
+            if num_segments < 1 or layer.num_blocks % num_segments:
+                divisors = [p for p in range(1, 65) if layer.num_blocks % p == 0]
                 of_format = f", in blocks of {layer.block_size} ({layer.format})" if layer.format else ""
                 raise ConfigError(
                     f"segments={num_segments}: must divide the experts' intermediate size "
@@ -180,7 +188,7 @@ def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:
     """`wanted` where the experts of all layers can be cut into so many segments; else the number up to 5 nearest 3 that
     they can be cut into, the lower of two (ProMoE, section 5, cuts experts in 3; the rest is our choice).
     """
-    width = gcd(*(layer.intermediate_size // layer.block_size for layer in layers))
+    width = gcd(*(layer.num_blocks for layer in layers))
     if not width % wanted:
         return wanted
     return min((num for num in range(1, 6) if not width % num), key=lambda num: (abs(num - 3), num))

@@ -311,7 +311,7 @@ class Measurement:
         """Whole experts and two ways to cut them, through the arithmetic alone."""
         hidden, in_parts = self._hidden(num_tokens), self._of_tokens[num_tokens].in_parts
         out = torch.empty_like(hidden)
-        few, many = cuts(self._layer.intermediate_size)
+        few, many = cuts(self._layer.num_blocks)
         experts = self._slot_views(many)
         with self._threads(num_tokens):
             for num_parts in (1, few, many) * (8 if num_tokens <= MAX_BATCH else 2):

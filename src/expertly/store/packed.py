@@ -47,8 +47,7 @@ def expert_files(codec: str, layer: int) -> tuple[str, ...]:
 def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
     """The tensor of that file."""
     if layer.format:
-        num_blocks = layer.intermediate_size // layer.block_size
-        return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, num_blocks, layer.block_nbytes))
+        return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, layer.num_blocks, layer.block_nbytes))
     shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
     return TensorSpec(EXPERTS_KEY, STORE_DTYPES[dtype], shape)
 

@@ -155,7 +155,7 @@ class Space:
         """Every other value of every part and option of it, what matters most first."""
         for key, values in NUMBERS.items():
             for number in values:
-                fits = key != "segments" or not any(layer.intermediate_size % number for layer in self.layers)
+                fits = key != "segments" or not any(layer.num_blocks % number for layer in self.layers)
                 if fits and number != getattr(system, key):
                     yield key, str(number)
         for key in dict.fromkeys(("prediction", "eviction", *ACCEPTED)):
