@@ -53,7 +53,7 @@ def index_name(layer: int) -> str:
 
 
 def frames_per_expert(layer: LayerGeometry) -> int:
-    """F: the most equal frames of whole blocks (neurons, without a format), up to 16, of at least 16 KiB each; else 1."""
+    """F: the most equal frames of whole blocks (or neurons), up to 16, of at least 16 KiB each; else 1."""
     counts = (n for n in range(MAX_FRAMES, 1, -1) if not layer.num_blocks % n)
     return next((n for n in counts if layer.expert_nbytes // n >= MIN_FRAME_NBYTES), 1)
 
