@@ -2,7 +2,6 @@
 
 - Experts: the function registered in ALL_EXPERTS_FUNCTIONS hands the router's choice to the module's `Runtime`.
 - Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it ended.
-- Dense layers: an nn.Linear multiplies few tokens by the compiled kernels.
 
 Modules are changed by giving them a subclass of their class under the same name, so that deep copies are changed too
 and hooks that a user sets stay what they are. Nothing global changes: other models in the process run as before.
@@ -23,13 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
-from expertly.native.kernels import Kernels
 
 if TYPE_CHECKING:
     from expertly.model.structure import ExpertsSite
@@ -394,71 +391,3 @@ def _integers(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     values.setflags(write=False)
     return values
-
-
-# -- dense layers ------------------------------------------------------------------------------------------------------
-
-GAINING = (torch.bfloat16, torch.float16)
-"""Whose products torch makes at half the speed of the memory, or less."""
-
-_PLAIN = (nn.Parameter, torch.Tensor)
-"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
-
-
-def use_kernels(model: nn.Module, kernels: Kernels) -> int:
-    """Multiply few tokens with the dense weights of a loaded model by the compiled kernels; how many modules changed.
-
-    They differ from torch's products in the order of summation alone.
-    """
-    modules: list[Any] = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and module.weight.dtype in GAINING and kernels.takes(module.weight.dtype)
-    ]
-    for module in modules:
-        module.__class__ = FewTokensLinear
-        module._expertly_kernels = kernels
-    return len(modules)
-
-
-class FewTokensLinear(nn.Linear):
-    """An nn.Linear whose product is the compiled one for a few tokens."""
-
-    _expertly_kernels: Kernels
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
-        quantized them, or train them. One call for all: it runs several times a layer and token.
-        """
-        weight, bias, kernels, width = self.weight, self.bias, self._expertly_kernels, input.shape[-1]
-        num_tokens = input.numel() // width if width else 0
-        can_train = torch.is_grad_enabled()
-        if (
-            not 1 <= num_tokens <= kernels.max_tokens
-            or input.dtype not in kernels.dtypes
-            or not input.is_cpu
-            or width != weight.shape[1]
-            or (can_train and input.requires_grad)
-            or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-        ):
-            return linear(input, weight, bias)
-        for one in (weight,) if bias is None else (weight, bias):
-            if (
-                type(one) not in _PLAIN
-                or one.dtype != input.dtype
-                or not one.is_cpu
-                or one.stride(-1) != 1
-                or (can_train and one.requires_grad)
-            ):
-                return linear(input, weight, bias)
-        x = input.reshape(num_tokens, width)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty(1, num_tokens, weight.shape[0])
-        task = (weight.data_ptr(), 0, num_tokens, 0)
-        kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
-        return out.view(*input.shape[:-1], weight.shape[0])
-
-
-FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"

@@ -115,7 +115,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 2; }
+int expertly_products_version(void) { return 3; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -297,4 +297,75 @@ int expertly_tiles_decode(int level, int format, int dtype, int num_threads, con
     };
     run(set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
     return 0;
+}
+
+/* -- attention and norms --------------------------------------------------------------------------------------------- */
+
+/* What a caller says of an attention, in this order. */
+typedef struct {
+    int64_t num_batches, num_heads, num_kv_heads, num_tokens, num_keys, key_width, value_width;
+    const char *q, *k, *v, *mask, *sinks; /* mask and sinks: or NULL */
+    char *out;
+    int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[3];
+    int64_t mask_dtype, sinks_dtype, is_causal;
+} attention_call;
+
+/* out[B, n, heads, value width], contiguous; values of a token lie side by side in all tensors. */
+int expertly_attention(int level, int dtype, int num_threads, const attention_call *call, double scale,
+                       double softcap) {
+    const instruction_set *set = set_at(level);
+    const int64_t num_batches = call->num_batches, heads = call->num_heads, kv_heads = call->num_kv_heads;
+    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
+    if (num_batches < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads || call->num_tokens < 1) return -1;
+    if (call->num_keys < 1 || call->key_width < 1 || call->value_width < 1) return -1;
+    const int64_t rows = heads / kv_heads * call->num_tokens, block = set->block;
+    const int64_t padded_key = (call->key_width + block - 1) / block * block;
+    const int64_t padded_value = (call->value_width + block - 1) / block * block;
+    const int64_t num_chunks = (call->num_keys + KEYS_CHUNK - 1) / KEYS_CHUNK, jobs = num_batches * kv_heads;
+    const int64_t q_floats = jobs * rows * padded_key, partial_width = 2 + padded_value;
+    float *memory = allocate(q_floats + jobs * num_chunks * rows * partial_width + heads);
+    int64_t *left = malloc((size_t)jobs * sizeof(int64_t));
+    if (memory == NULL || left == NULL) {
+        free(memory);
+        free(left);
+        return -1;
+    }
+    for (int64_t row = 0; row < jobs * rows; row++) {
+        const int64_t batch = row / (kv_heads * rows), head = row % (kv_heads * rows) / call->num_tokens;
+        const int64_t token = row % call->num_tokens;
+        const char *q = call->q + batch * call->q_strides[0] + head * call->q_strides[1] + token * call->q_strides[2];
+        float *to = memory + row * padded_key;
+        set->prepare(dtype, q, call->key_width, to);
+        for (int64_t j = 0; j < padded_key; j++) to[j] *= (float)scale;
+    }
+    for (int64_t i = 0; i < jobs; i++) left[i] = num_chunks;
+    float *sinks = memory + q_floats + jobs * num_chunks * rows * partial_width;
+    if (call->sinks != NULL) set->widen((int)call->sinks_dtype, call->sinks, heads, sinks);
+    attention job = {
+        .dtype = dtype, .mask_dtype = (int32_t)(call->mask == NULL ? NO_MASK : call->mask_dtype),
+        .is_causal = (int32_t)call->is_causal, .num_kv_heads = kv_heads, .num_rows = rows,
+        .num_tokens = call->num_tokens, .num_keys = call->num_keys, .key_width = call->key_width,
+        .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
+        .k = call->k, .v = call->v, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
+        .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
+        .out = call->out, .num_chunks = num_chunks, .end = jobs * num_chunks,
+    };
+    memcpy(job.k_strides, call->k_strides, sizeof job.k_strides);
+    memcpy(job.v_strides, call->v_strides, sizeof job.v_strides);
+    memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
+    const int64_t itemsize = dtype == FLOAT32 ? 4 : 2;
+    run(set->attention, &job, num_threads, job.end,
+        jobs * call->num_keys * (call->key_width + call->value_width) * itemsize);
+    free(memory);
+    free(left);
+    return 0;
+}
+
+/* out[num, width]: rows of x over the root of their mean square and `epsilon`; weight [width], or NULL. */
+int expertly_norm(int level, int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
+                  const char *weight, double epsilon, char *out) {
+    const instruction_set *set = set_at(level);
+    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
+    if (style < 0 || style >= NUM_STYLES || num < 0 || width < 1) return -1;
+    return set->norm(dtype, style, num, width, x, x_nbytes, weight, (float)epsilon, out);
 }

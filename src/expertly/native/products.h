@@ -94,6 +94,32 @@ typedef struct {
     int64_t next, end; /* blocks */
 } tile_decode;
 
+/* -- attention and norms (attention_body.h) ----------------------------------------------------------------------------- */
+
+enum { BOOLEAN = 3, NO_MASK = 4 };               /* kinds of mask beside those of the dtypes, which are added */
+enum { KEYS_CHUNK = 256 };                       /* keys that a thread takes at a time */
+enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then weighed; weighed; weighed by 1 + weight */
+
+/* out[b, t, h] = sum over s of softmax(q[b, h, t] . k[b, h / group, s]) v[b, h / group, s]. Rows of a key head are
+ * those of its query heads, one head's tokens after the other's. Strides are bytes: of batch, head, token.
+ */
+typedef struct {
+    int32_t dtype, mask_dtype, is_causal; /* causal: token t of n sees keys up to num_keys - n + t */
+    int64_t num_kv_heads, num_rows, num_tokens, num_keys;
+    int64_t key_width, padded_key_width, value_width, padded_value_width;
+    const char *k, *v, *mask;
+    int64_t k_strides[3], v_strides[3], mask_strides[3];
+    const float *q;     /* scaled, [B, key heads, rows, padded_key_width] as vectors take it */
+    const float *sinks; /* [heads], a score each that no value has; or NULL */
+    float softcap;      /* scores are bounded by it; 0: not at all */
+    float *partial;     /* [B, key heads, chunks, rows, 2 + padded_value_width]: largest score, sum of weights, values */
+    int64_t partial_width;
+    int64_t *left; /* chunks of each key head that are not done */
+    char *out;     /* [B, n, heads, value_width] */
+    int64_t num_chunks;
+    int64_t next, end;
+} attention;
+
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
@@ -105,6 +131,9 @@ typedef struct {
     void (*tile_dots)(void *);
     void (*tile_sums)(void *);
     void (*tile_decode)(void *);
+    void (*attention)(void *);
+    int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
+                float epsilon, char *out);
 } instruction_set;
 
 INLINE float bfloat16_value(const char *p) {

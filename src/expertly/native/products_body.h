@@ -261,10 +261,12 @@ static void NAME(run_sums)(void *argument) {
 }
 
 #include "tiles_body.h"
+#include "attention_body.h"
 
 static const instruction_set NAME(set) = {
     LABEL,           BLOCK,          HAS_HALF,           NAME(prepare),       NAME(widen),
     NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
+    NAME(run_attention), NAME(norm),
 };
 
 #undef vf

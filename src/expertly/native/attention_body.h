@@ -1,0 +1,209 @@
+/* Attention of a few tokens and root-mean-square norms, for one instruction set: included by products_body.h, whose
+ * macros it uses. Both read the model's tensors as they lie, compute in float32 and round once where the result is put.
+ */
+
+typedef int32_t NAME(mask) __attribute__((vector_size(4 * V)));
+#define mask_of NAME(mask)
+
+INLINE vf NAME(choose)(mask_of where, vf yes, vf no) {
+    return (vf)(((mask_of)yes & where) | ((mask_of)no & ~where));
+}
+
+/* e^x for x <= 0, or NaN; nothing below -87. Cody and Waite's reduction, Cephes' polynomial: 2 units in the last place. */
+INLINE vf NAME(exp)(vf x) {
+    const vf shift = (vf){0} + 12582912.f, least = (vf){0} - 87.f;
+    const vf bounded = NAME(choose)((mask_of)(x < least), least, x);
+    const vf whole = bounded * 1.44269504088896341f + shift, n = whole - shift;
+    const vf r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = (vf){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    const vf power = (vf)(((vu)whole - 0x4b400000u + 127u) << 23);
+    return NAME(choose)((mask_of)(x < least), (vf){0}, p * power);
+}
+
+INLINE float NAME(exp_one)(float x) {
+    const vf result = NAME(exp)((vf){0} + x);
+    return result[0];
+}
+
+/* What is added to the score of row t with key s: 0, or -infinity where it does not see it. */
+INLINE float NAME(seen)(const attention *a, const char *mask, int64_t s) {
+    if (a->mask_dtype == NO_MASK) return 0;
+    if (a->mask_dtype == BOOLEAN) return mask[s] ? 0 : -__builtin_inff();
+    return NAME(value)(a->mask_dtype, mask + s * NAME(itemsize)(a->mask_dtype));
+}
+
+/* Rows `first` to `first + N` of a key head with the keys from `begin` to `end`: their sums, and their largest scores. */
+INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batch, int64_t head, int64_t first,
+                              int64_t begin, int64_t end, float *partial) {
+    const int64_t itemsize = NAME(itemsize)(dtype), num = end - begin;
+    const int64_t key_full = a->key_width / BLOCK * BLOCK, value_full = a->value_width / BLOCK * BLOCK;
+    const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1] + begin * a->k_strides[2];
+    const char *values = a->v + batch * a->v_strides[0] + head * a->v_strides[1] + begin * a->v_strides[2];
+    float scores[4][KEYS_CHUNK];
+    const float *q[4];
+    for (int t = 0; t < N; t++)
+        q[t] = a->q + ((batch * a->num_kv_heads + head) * a->num_rows + first + t) * a->padded_key_width;
+    for (int64_t s = 0; s < num; s++) {
+        const char *p = keys + s * a->k_strides[2];
+        vf even[4], odd[4];
+        for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
+        for (int64_t j = 0; j < key_full; j += BLOCK) NAME(dot_block)(dtype, N, p + j * itemsize, q, j, even, odd);
+        if (key_full < a->key_width) {
+            char tail[BLOCK * 4] = {0};
+            memcpy(tail, p + key_full * itemsize, (size_t)((a->key_width - key_full) * itemsize));
+            NAME(dot_block)(dtype, N, tail, q, key_full, even, odd);
+        }
+        for (int t = 0; t < N; t++) scores[t][s] = NAME(total)(even[t] + odd[t]);
+    }
+    const int64_t padded = (num + V - 1) / V * V;
+    for (int t = 0; t < N; t++) {
+        const int64_t row = first + t, token = row % a->num_tokens, query_head = head * (a->num_rows / a->num_tokens) + row / a->num_tokens;
+        const char *mask = a->mask + batch * a->mask_strides[0] + query_head * a->mask_strides[1] + token * a->mask_strides[2];
+        if (a->softcap > 0)
+            for (int64_t s = 0; s < num; s++) {
+                const float y = NAME(exp_one)(-2 * __builtin_fabsf(scores[t][s]) / a->softcap);
+                scores[t][s] = __builtin_copysignf(a->softcap * (1 - y) / (1 + y), scores[t][s]);
+            }
+        float most = -__builtin_inff();
+        const int64_t last = a->is_causal ? a->num_keys - a->num_tokens + token : a->num_keys;
+        for (int64_t s = 0; s < num; s++) {
+            scores[t][s] += begin + s > last ? -__builtin_inff() : NAME(seen)(a, mask, (begin + s));
+            most = scores[t][s] > most ? scores[t][s] : most;
+        }
+        const vf shift = (vf){0} + (most == -__builtin_inff() ? 0 : most);
+        for (int64_t s = num; s < padded; s++) scores[t][s] = -__builtin_inff();
+        vf sum = {0};
+        for (int64_t s = 0; s < padded; s += V) {
+            const vf weights = NAME(exp)(*(vf *)(scores[t] + s) - shift);
+            *(vf *)(scores[t] + s) = weights;
+            sum += weights;
+        }
+        float *to = partial + (first + t) * a->partial_width;
+        to[0] = most, to[1] = NAME(total)(sum);
+    }
+    for (int64_t j = 0; j < a->padded_value_width; j += BLOCK) {
+        vf even[4], odd[4];
+        for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
+        for (int64_t s = 0; s < num; s++) {
+            const char *p = values + s * a->v_strides[2] + j * itemsize;
+            char tail[BLOCK * 4] = {0};
+            if (j >= value_full) {
+                memcpy(tail, p, (size_t)((a->value_width - value_full) * itemsize));
+                p = tail;
+            }
+            vf w0, w1;
+            NAME(load)(dtype, p, &w0, &w1);
+            for (int t = 0; t < N; t++) even[t] += w0 * scores[t][s], odd[t] += w1 * scores[t][s];
+        }
+        for (int t = 0; t < N; t++) {
+            float *to = partial + (first + t) * a->partial_width + 2 + j;
+            *(vf *)to = even[t], *(vf *)(to + V) = odd[t];
+        }
+    }
+}
+
+/* The chunks of a key head are done: join them, and put the outputs. */
+INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int64_t head) {
+    const int64_t itemsize = NAME(itemsize)(dtype), num_groups = a->num_rows / a->num_tokens;
+    const int64_t stride = a->num_rows * a->partial_width;
+    float *partial = a->partial + (batch * a->num_kv_heads + head) * a->num_chunks * stride;
+    for (int64_t row = 0; row < a->num_rows; row++) {
+        const int64_t query_head = head * num_groups + row / a->num_tokens;
+        float *first = partial + row * a->partial_width;
+        float most = a->sinks == NULL ? -__builtin_inff() : a->sinks[query_head], sum = 0;
+        for (int64_t c = 0; c < a->num_chunks; c++) most = first[c * stride] > most ? first[c * stride] : most;
+        if (most == -__builtin_inff()) most = 0;
+        if (a->sinks != NULL) sum = NAME(exp_one)(a->sinks[query_head] - most);
+        for (int64_t c = 0; c < a->num_chunks; c++) {
+            float *one = first + c * stride;
+            const float factor = NAME(exp_one)(one[0] - most);
+            sum += one[1] * factor;
+            for (int64_t j = 0; j < a->padded_value_width; j += V) {
+                vf values = *(vf *)(one + 2 + j) * factor;
+                if (c) values += *(vf *)(first + 2 + j);
+                *(vf *)(first + 2 + j) = values;
+            }
+        }
+        const int64_t num_heads = a->num_kv_heads * num_groups, token = row % a->num_tokens;
+        char *out = a->out + ((batch * a->num_tokens + token) * num_heads + query_head) * a->value_width * itemsize;
+        const float scale = sum == 0 ? 0 : 1 / sum; /* a row that sees nothing is zero */
+        for (int64_t j = 0; j < a->value_width; j++)
+            NAME(put)(dtype, first[2 + NAME(place)(dtype, j)] * scale, out + j * itemsize);
+    }
+}
+
+INLINE void NAME(attend_typed)(int dtype, attention *a) {
+    for (int64_t c; (c = __atomic_fetch_add(&a->next, 1, __ATOMIC_RELAXED)) < a->end;) {
+        const int64_t number = c / a->num_chunks, batch = number / a->num_kv_heads, head = number % a->num_kv_heads;
+        const int64_t begin = c % a->num_chunks * KEYS_CHUNK;
+        const int64_t end = begin + KEYS_CHUNK < a->num_keys ? begin + KEYS_CHUNK : a->num_keys;
+        float *partial = a->partial + c * a->num_rows * a->partial_width;
+        int64_t row = 0;
+        for (; row + 4 <= a->num_rows; row += 4) NAME(attend_rows)(dtype, 4, a, batch, head, row, begin, end, partial);
+        for (; row < a->num_rows; row++) NAME(attend_rows)(dtype, 1, a, batch, head, row, begin, end, partial);
+        if (__atomic_sub_fetch(a->left + number, 1, __ATOMIC_ACQ_REL) == 0)
+            NAME(join_chunks)(dtype, a, batch, head);
+    }
+}
+
+static void NAME(run_attention)(void *argument) {
+    attention *a = argument;
+    if (a->dtype == BFLOAT16) NAME(attend_typed)(BFLOAT16, a);
+    else if (a->dtype == FLOAT32) NAME(attend_typed)(FLOAT32, a);
+#if HAS_HALF
+    else NAME(attend_typed)(FLOAT16, a);
+#endif
+}
+
+/* Rows [num, width] times 1 / root of their mean square, times `weight` as `style` says. */
+INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
+                             const char *weight, float epsilon, char *out) {
+    const int64_t itemsize = NAME(itemsize)(dtype);
+    for (int64_t row = 0; row < num; row++, x += x_nbytes, out += width * itemsize) {
+        vf sum = {0};
+        float rest = 0;
+        int64_t j = 0;
+        for (; j + V <= width; j += V) {
+            float values[V];
+            for (int i = 0; i < V; i++) values[i] = NAME(value)(dtype, x + (j + i) * itemsize);
+            const vf some = *(vf *)values;
+            sum += some * some;
+        }
+        for (; j < width; j++) {
+            const float value = NAME(value)(dtype, x + j * itemsize);
+            rest += value * value;
+        }
+        const float factor = 1 / __builtin_sqrtf((NAME(total)(sum) + rest) / (float)width + epsilon);
+        for (j = 0; j < width; j++) {
+            float value = NAME(value)(dtype, x + j * itemsize) * factor, w = 1;
+            if (style == ROUNDED) {
+                char rounded[4];
+                NAME(put)(dtype, value, rounded);
+                value = NAME(value)(dtype, rounded);
+            }
+            if (weight != NULL) w = NAME(value)(dtype, weight + j * itemsize);
+            NAME(put)(dtype, value * (style == ONE_MORE ? 1 + w : w), out + j * itemsize);
+        }
+    }
+}
+
+static int NAME(norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
+                      const char *weight, float epsilon, char *out) {
+#define CASE(T, S) \
+    if (dtype == T && style == S) NAME(norm_typed)(T, S, num, width, x, x_nbytes, weight, epsilon, out);
+    CASE(BFLOAT16, ROUNDED) CASE(BFLOAT16, WEIGHED) CASE(BFLOAT16, ONE_MORE)
+    CASE(FLOAT32, ROUNDED) CASE(FLOAT32, WEIGHED) CASE(FLOAT32, ONE_MORE)
+#if HAS_HALF
+    CASE(FLOAT16, ROUNDED) CASE(FLOAT16, WEIGHED) CASE(FLOAT16, ONE_MORE)
+#endif
+#undef CASE
+    return 0;
+}
+
+#undef mask_of
