@@ -32,7 +32,7 @@ from expertly.engine.compute import LayerCompute
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.reading import layer_rows
 from expertly.formats import FORMATS
-from expertly.model.hooks import use_kernels
+from expertly.model.dense import use_kernels
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

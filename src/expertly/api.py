@@ -25,7 +25,8 @@ from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
 from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
 from expertly.engine.runtime import ComputeThreads, Engine, Executor
 from expertly.engine.stats import Stats
-from expertly.model.hooks import between_passes, check_passes, experts_modules, use_kernels
+from expertly.model.dense import use_kernels
+from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.native.kernels import choose_kernels

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import expertly
-from expertly.model.hooks import GAINING, FewTokensLinear, use_kernels
+from expertly.model.dense import GAINING, FewTokensLinear, use_kernels
 from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
 from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts, reference_generate
 from tests.model.conftest import Toys

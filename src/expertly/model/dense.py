@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 from expertly.model.hooks import look_alike
 from expertly.native.kernels import NORM_STYLES, Kernels
@@ -96,3 +97,250 @@ class FewTokensLinear(nn.Linear):
 
 
 FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+_MAX_NORM_NBYTES = 256 << 10
+"""Of an input; beyond, torch has threads."""
+
+
+def _use_norms(model: nn.Module, kernels: Kernels) -> int:
+    """Modules that compute what `Kernels.norm` does: tried with each style, on numbers that show the epsilon, too."""
+    styles: dict[tuple[type, torch.dtype, float, int], str | None] = {}
+    num_changed = 0
+    for module in list(model.modules()):
+        epsilon = _epsilon_of(module)
+        if epsilon is None or module.weight.dtype not in kernels.dtypes or not module.weight.is_cpu:
+            continue
+        kind = type(module), module.weight.dtype, epsilon, len(module.weight)
+        if kind not in styles:
+            styles[kind] = _style_of(module, epsilon, kernels)
+        style = styles[kind]
+        if style is not None:
+            _become_norm(module, epsilon, style, kernels)
+            num_changed += 1
+    return num_changed
+
+
+def _epsilon_of(module: Any) -> float | None:
+    """Of a module that may be a norm: one vector of weights, and one input."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or next(module.children(), None) is not None:
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return None
+    found = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
+    return found[0] if len(found) == 1 else None
+
+
+def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
+    """As which the module computes, to the last bit but for the few numbers that another order of summation rounds
+    otherwise; None where it is none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, width = module.weight, module.weight.shape[0]
+    tried = (torch.randn(width, generator=generator) + 1).to(weight.dtype)
+    x = torch.randn(16, width, generator=generator)
+    x[8:] *= epsilon**0.5  # as large as the epsilon beside them
+    x = x.to(weight.dtype)
+    try:
+        with torch.no_grad():
+            expected = torch.func.functional_call(module, {"weight": tried}, (x,))
+    except Exception:  # whatever it is, it is no norm
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+        return None
+    most = 0.02 if weight.dtype in GAINING else 1.0  # of the numbers may differ by one in the last place
+    for style in NORM_STYLES:
+        got = kernels.norm(x, tried, epsilon, style)
+        is_near = torch.allclose(got.float(), expected.float(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-7)
+        if is_near and (got != expected).float().mean() <= most:
+            return style
+    return None
+
+
+def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> None:
+    original = type(module)
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if (
+            hidden_states.dtype != weight.dtype
+            or not hidden_states.is_cpu
+            or not hidden_states.numel()
+            or hidden_states.nbytes > _MAX_NORM_NBYTES
+            or hidden_states.shape[-1] != weight.shape[0]
+            or type(weight) not in _PLAIN
+            or (torch.is_grad_enabled() and (weight.requires_grad or hidden_states.requires_grad))
+            or torch.compiler.is_compiling()
+        ):
+            return original.forward(self, hidden_states)  # type: ignore[no-any-return]
+        return kernels.norm(hidden_states.contiguous(), weight, epsilon, style)
+
+    module.__class__ = look_alike(original, forward=forward)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+_NAME = "expertly"
+"""Of the attention function that attention modules of loaded models ask transformers for."""
+
+_MAX_QUERIES = 16
+"""Tokens of a sequence; more are a prompt."""
+
+_HEEDED = ("cache", "position_bias", "softcap", "s_aux")
+"""Arguments that transformers' `sdpa` heeds or refuses, beside those that `_attention` names."""
+
+
+def _use_attention(model: nn.Module, kernels: Kernels) -> int:
+    """Modules that ask transformers for the attention function that their config names ask for ours. The config is
+    the model's own, and so are its masks: set_attn_implementation works as ever.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    num_changed = 0
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
+            continue
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            module._expertly_kernels = kernels
+            module._expertly_knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
+            module.config = _NamesAttention(config)
+            num_changed += 1
+    return num_changed
+
+
+def _is_usual(module: Any, kernels: Kernels) -> bool:
+    """Does the eager attention of a module's own file compute what the kernel does, sinks included?"""
+    eager, sinks = _eager_of(module), getattr(module, "sinks", None)
+    groups = getattr(module, "num_key_value_groups", None)
+    dtype = torch.float32 if sinks is None else sinks.dtype
+    if eager is None or not isinstance(groups, int) or dtype not in kernels.dtypes:
+        return False
+    num_heads = 2 * groups if sinks is None else len(sinks)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, tokens, 16, generator=generator).to(dtype)
+        for heads, tokens in ((num_heads, 1), (num_heads // groups, 5), (num_heads // groups, 5))
+    )
+    more = {} if sinks is None else {"s_aux": sinks}
+    try:
+        with torch.no_grad():
+            expected = eager(module, q, k, v, None, scaling=0.3, dropout=0.0, **more)[0]
+    except Exception:  # whatever it is, it is another attention
+        return False
+    got = kernels.attention(q, k, v, 0.3, sinks=sinks)
+    near = 2e-2 if dtype in GAINING else 1e-4
+    return expected.shape == got.shape and torch.allclose(got.float(), expected.float(), rtol=near, atol=near)
+
+
+def _eager_of(module: nn.Module) -> Callable[..., Any] | None:
+    """transformers' slowest attention, which a file of a model has for itself."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _asks_for_attention(kind: type[nn.Module]) -> bool:
+    """Does its forward look the function up, and decide nothing else by the name?"""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or "_attn_implementation" not in code.co_names or "get_interface" not in code.co_names:
+        return False
+    texts = {text for one in code.co_consts for text in (one if isinstance(one, tuple) else (one,))}
+    return not texts & {"eager", "sdpa"}
+
+
+class _NamesAttention:
+    """A config for an attention module, the model's own but for the name of the attention function."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._expertly_config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_expertly_config":
+            raise AttributeError(name)
+        return _NAME if name == "_attn_implementation" else getattr(self._expertly_config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_expertly_config":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._expertly_config, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NamesAttention:
+        return _NamesAttention(copy.deepcopy(self._expertly_config, memo))
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]."""
+    kernels: Kernels = module._expertly_kernels
+    name = module.config._expertly_config._attn_implementation
+    if _is_known(module, name, more) and _is_native(kernels, query, key, value, attention_mask, more):
+        out = kernels.attention(
+            query,
+            key,
+            value,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            attention_mask,
+            is_causal=attention_mask is None and query.shape[2] > 1,
+            softcap=more.get("softcap") or 0.0,
+            sinks=more.get("s_aux"),
+        )
+        return out, None
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_of(module))
+    return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
+
+
+def _is_known(module: Any, name: str, more: dict[str, Any]) -> bool:
+    """Whether what the model asks for is what the kernel computes, with these arguments. Only eager attention gives
+    its weights, so it computes when somebody collects them.
+    """
+    if name == "sdpa":
+        return all(more.get(argument) is None for argument in _HEEDED)
+    if name != "eager" or not module._expertly_knows_eager or more.get("output_attentions"):
+        return False
+    collected = output_capturing._active_collector.get()
+    return collected is None or not any("attentions" in key for key in collected)
+
+
+def _is_native(
+    kernels: Kernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    more: dict[str, Any],
+) -> bool:
+    num_tokens = query.shape[2]
+    if (
+        num_tokens > _MAX_QUERIES
+        or query.dtype not in kernels.dtypes
+        or not query.dtype == key.dtype == value.dtype
+        or not query.is_cpu
+        or not query.stride(3) == key.stride(3) == value.stride(3) == 1
+        or query.shape[1] % key.shape[1]
+        or not query.numel()
+        or not key.shape[2]
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or torch.compiler.is_compiling()
+        or more.get("dropout")
+    ):
+        return False
+    if mask is None:
+        is_prompt = num_tokens == key.shape[2] and more.get("is_causal") is not False
+        return num_tokens == 1 or is_prompt
+    return (
+        mask.dim() == 4
+        and mask.shape[2:] == (num_tokens, key.shape[2])
+        and mask.shape[0] in (1, query.shape[0])
+        and mask.shape[1] in (1, query.shape[1])
+        and (mask.shape[3] == 1 or mask.stride(3) == 1)
+        and (mask.dtype == torch.bool or mask.dtype in kernels.dtypes)
+    )

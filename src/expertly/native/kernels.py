@@ -26,8 +26,14 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 2
+VERSION = 3
 """Of the interface that is called here; products.c says the same number."""
+
+NORM_STYLES = ("rounded", "weighed", "one more")
+"""How a norm weighs: rounded to its dtype before; in float32; in float32 by 1 + weight."""
+
+_BOOLEAN = 3
+"""A mask's kind beside the dtypes, whose masks are added to the scores."""
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
@@ -48,6 +54,8 @@ class Library:
     tile_dots: Callable[..., int]
     tile_sums: Callable[..., int]
     tile_decode: Callable[..., int]
+    attention: Callable[..., int]
+    norm: Callable[..., int]
 
 
 @cache
@@ -66,6 +74,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
         tile_decode = library.expertly_tiles_decode
+        attention, norm = library.expertly_attention, library.expertly_norm
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
@@ -75,13 +84,15 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     tile_dots.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
     tile_sums.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
     tile_decode.argtypes = (*4 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
+    norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
     made = []
     for level in (2, 1, 0):
         if name_of(level) is not None:
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
             max_tokens = 1 if name == "generic" else MAX_TOKENS
-            calls = dots, sums, tile_dots, tile_sums, tile_decode
+            calls = dots, sums, tile_dots, tile_sums, tile_decode, attention, norm
             made.append(Library(name, level, max_tokens, dtypes, has_threads, *calls))
     return tuple(made), ""
 
@@ -98,6 +109,7 @@ class Kernels:
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products
         self.num_torch = 0  # the same by torch: prompts, mostly
+        self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self
@@ -107,7 +119,8 @@ class Kernels:
         return dtype in self.dtypes
 
     def facts(self) -> dict[str, str | int]:
-        return {"name": self.name, "why": self.why, "native": self.num_native, "torch": self.num_torch}
+        counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}
+        return {"name": self.name, "why": self.why, **counts}
 
     def dots(
         self,
@@ -176,6 +189,73 @@ class Kernels:
         )
         if failed:
             raise MemoryError("a product of an expert")
+
+    # -- the dense part ----------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        mask: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
+
+        `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `is_causal`: a query sees no key
+        behind its own, the last one's being the last. `softcap` bounds scores by a tanh; `sinks` [H] are scores that
+        take their share of the softmax and have no value. Widths lie side by side. Raises MemoryError.
+        """
+        library = self.library
+        assert library is not None
+        num_batches, num_heads, num_tokens, key_width = q.shape
+        _, num_key_heads, num_keys, value_width = v.shape
+        out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
+        itemsize = q.element_size()
+        mask_strides, mask_dtype = (0, 0, 0), _BOOLEAN
+        if mask is not None:
+            size = mask.element_size()
+            mask_strides = tuple(0 if n == 1 else stride * size for n, stride in zip(mask.shape, mask.stride()[:3]))
+            mask_dtype = _BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
+        call = array(
+            "q",
+            (
+                *(num_batches, num_heads, num_key_heads, num_tokens, num_keys, key_width, value_width),
+                *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
+                *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
+                *(stride * itemsize for tensor in (q, k, v) for stride in tensor.stride()[:3]),
+                *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype], is_causal),
+            ),
+        )
+        threads = min(torch.get_num_threads(), self.max_threads)
+        dtype = self.dtypes[q.dtype]
+        self._check(library.attention(library.level, dtype, threads, call.buffer_info()[0], scale, softcap))
+        self.num_attention += 1
+        return out
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
+        """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
+        library = self.library
+        assert library is not None
+        width = x.shape[-1]
+        out = torch.empty_like(x)
+        library.norm(
+            library.level,
+            self.dtypes[x.dtype],
+            NORM_STYLES.index(style),
+            x.numel() // width,
+            width,
+            x.data_ptr(),
+            width * x.element_size(),
+            None if weight is None else weight.data_ptr(),
+            epsilon,
+            out.data_ptr(),
+        )
+        return out
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
 
@@ -277,5 +357,5 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
 
 def kernels_over(devices: Sequence[Kernels]) -> dict[str, str | int]:
     """What is told of a model: its first device's, with the counts of all."""
-    counts = {name: sum(getattr(one, f"num_{name}") for one in devices) for name in ("native", "torch")}
+    counts = {name: sum(getattr(one, f"num_{name}") for one in devices) for name in ("native", "torch", "attention")}
     return {**devices[0].facts(), **counts}
