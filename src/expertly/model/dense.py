@@ -204,10 +204,12 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
             continue
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            module._expertly_kernels = kernels
-            module._expertly_knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
-            module.config = _NamesAttention(config)
-            num_changed += 1
+            knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
+            if knows_eager or config._attn_implementation == "sdpa":
+                module._expertly_kernels, module._expertly_knows_eager = kernels, knows_eager
+                module.config = _NamesAttention(config)
+                num_changed += 1
+    kernels.num_attention = 0  # they were tried
     return num_changed
 
 

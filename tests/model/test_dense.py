@@ -1,0 +1,211 @@
+"""The dense part at a few tokens: attention and norms of the compiled kernels against torch's and transformers'."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+import expertly
+from expertly.model.dense import use_kernels
+from expertly.native.kernels import Kernels, Library, choose_kernels, libraries
+from tests.families import FAMILIES, generate, make_model, make_prompts
+
+AVAILABLE, WHY = libraries()
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WHY}")
+
+SHAPES = [  # sequences, heads, key heads, tokens, keys, widths of keys and of values
+    (1, 8, 2, 1, 1, 32, 32),
+    (1, 8, 2, 1, 300, 64, 64),
+    (2, 4, 4, 3, 257, 80, 48),
+    (1, 6, 2, 16, 600, 192, 128),
+    (3, 5, 5, 1, 13, 20, 7),
+]
+CLOSE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def attention_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As it is written down, in float64."""
+    groups, (num_tokens, num_keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = (one.double().repeat_interleave(groups, 1) for one in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        mask = torch.ones(num_tokens, num_keys).tril(num_keys - num_tokens).bool()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    return (scores.softmax(dim=-1)[..., :num_keys] @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(library: Library, shape: tuple[int, ...]) -> None:
+    batch, heads, key_heads, tokens, keys, key_width, value_width = shape
+    dice = torch.Generator().manual_seed(0)
+    kernels = Kernels(library, "")
+    for dtype in library.dtypes:
+        q = torch.randn(batch, tokens, heads, key_width, generator=dice).to(dtype).transpose(1, 2)
+        k = torch.randn(batch, keys, key_heads, key_width, generator=dice).to(dtype).transpose(1, 2)
+        v = torch.randn(batch, key_heads, keys, value_width, generator=dice).to(dtype)
+        seen = torch.rand(batch, 1, tokens, keys, generator=dice) > 0.3
+        seen[..., 0] = True
+        added = torch.randn(1, heads, tokens, keys, generator=dice).to(dtype)
+        ways: list[dict[str, Any]] = [
+            {},
+            {"is_causal": True},
+            {"softcap": 3.0},
+            {"sinks": torch.randn(heads, generator=dice).to(dtype)},
+            {"mask": seen},
+            {"mask": added},
+        ]
+        for way in ways:
+            got = kernels.attention(q, k, v, key_width**-0.5, **way)
+            expected = attention_of(q, k, v, key_width**-0.5, **way)
+            assert got.shape == expected.shape and got.is_contiguous()
+            assert (got.double() - expected).abs().max() < CLOSE[dtype] * expected.abs().max(), (dtype, way.keys())
+
+
+def test_threads_change_nothing_and_nan_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = choose_kernels()
+    q, k, v = torch.randn(1, 8, 1, 128), torch.randn(1, 4, 2000, 128), torch.randn(1, 4, 2000, 128)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for num in (1, 2):
+            torch.set_num_threads(num)
+            results.append(kernels.attention(q, k, v, 0.1))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+    k[0, 0, 1234, 5] = torch.nan
+    out = kernels.attention(q, k, v, 0.1)
+    assert out[0, 0, :2].isnan().all() and not out[0, 0, 2:].isnan().any(), "the heads of that key head"
+    blind = torch.zeros(1, 1, 1, 2000, dtype=torch.bool)
+    assert (kernels.attention(q, v, v, 0.1, blind) == 0).all(), "a row that sees nothing is zero"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_families_decode_by_the_kernels(family: str) -> None:
+    """Every attention of a decode step that transformers computes through its interface is the kernel's."""
+    reference, kernels = make_model(family).eval(), choose_kernels()
+    model = copy.deepcopy(reference)
+    num_changed = use_kernels(model, kernels)
+    if FAMILIES[family].is_encoder_decoder:
+        assert kernels.num_attention == 0, "attention with a bias of its own stays transformers'"
+        return
+    assert num_changed > 0 and kernels.num_attention == 0
+    ids = torch.tensor([make_prompts(1, 24)[0][:20], make_prompts(1, 24, seed=5)[0][:20]])
+    with torch.no_grad():
+        caches = [one(ids[:, :18], use_cache=True).past_key_values for one in (reference, model)]
+        num_prompt = kernels.num_attention
+        for step in (18, 19):
+            expected, got = (
+                one(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits
+                for one, cache in zip((reference, model), caches, strict=True)
+            )
+            assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    num_layers = sum(hasattr(module, "_expertly_kernels") and hasattr(module, "layer_idx") for module in model.modules())
+    assert num_prompt == 0, "a prompt is transformers'"
+    assert kernels.num_attention == 2 * num_layers > 0
+
+
+def test_what_a_user_sets_is_heeded() -> None:
+    """The attention that the model's config names runs, and weights are there for who asks."""
+    model, kernels = make_model("gpt_oss").eval(), choose_kernels()
+    ids = torch.tensor([[5]])
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions
+        use_kernels(model, kernels)
+        assert len(model(ids, output_attentions=True).attentions) == len(expected) > 0
+        assert kernels.num_attention == 0
+        model(ids)
+        assert kernels.num_attention == len(expected)
+    other = make_model("qwen3_moe").eval()
+    use_kernels(other, kernels)
+    kernels.num_attention = 0
+    other.set_attn_implementation("eager")
+    with torch.no_grad():
+        other(ids)
+    assert kernels.num_attention == 0
+    other.set_attn_implementation("sdpa")
+    logits = other(ids).logits  # with gradients it is torch's
+    assert kernels.num_attention == 0 and logits.requires_grad
+    logits.sum().backward()
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_continuous_batching_is_untouched() -> None:
+    """Its attention has a cache of its own."""
+    model, kernels = make_model("qwen3_moe").eval(), choose_kernels()
+    prompts = make_prompts(2)
+    expected = generate(model, prompts)
+    use_kernels(model, kernels)
+    config = GenerationConfig(max_new_tokens=len(expected[0]), do_sample=False, eos_token_id=-1, use_cuda_graph=False)
+    answers = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    assert [one.generated_tokens for one in answers.values()] == [row[-len(row) :] for row in expected]
+
+
+class Unusual(nn.Module):
+    """Looks like a norm, and is none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, GptOssRMSNorm, Gemma2RMSNorm, Unusual, nn.LayerNorm])
+def test_norms_are_known_by_what_they_compute(kind: Any, dtype: torch.dtype) -> None:
+    kernels = choose_kernels()
+    if dtype not in kernels.dtypes:
+        pytest.skip(f"{kernels.name} does not take {dtype}")
+    width = 96
+    module = nn.Sequential(kind(width)).to(dtype)
+    with torch.no_grad():
+        module[0].weight.copy_(torch.randn(width) + 1)
+    changed = copy.deepcopy(module)
+    is_known = kind not in (Unusual, nn.LayerNorm)
+    assert use_kernels(changed, kernels) == is_known
+    assert (type(changed[0]) is not type(module[0])) == is_known
+    x = torch.randn(2, 3, width).to(dtype)
+    for scale in (1.0, 1e-3, 300.0):
+        with torch.no_grad():
+            expected, got = module(x * scale), changed(x * scale)
+        assert torch.allclose(got.float(), expected.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    assert (got != expected).float().mean() <= (0.02 if dtype != torch.float32 else 1)
+    got = changed(x)
+    assert got.requires_grad and torch.equal(got, module(x)), "what is trained is torch's"
+
+
+def test_stats_say_that_they_ran() -> None:
+    model, _ = expertly.load("demo", memory="25%", system="lru")
+    with torch.no_grad():
+        cache = model(torch.tensor([list(range(40))]), use_cache=True).past_key_values
+        model(torch.tensor([[7]]), past_key_values=cache)
+    told = expertly.stats(model).as_dict()["kernels"]
+    assert told["attention"] == model.config.num_hidden_layers
+    expertly.unload(model)
