@@ -25,7 +25,7 @@ from expertly.model.hooks import look_alike
 from expertly.native.kernels import NORM_STYLES, Kernels
 
 GAINING = (torch.bfloat16, torch.float16)
-"""Whose products torch makes at half the speed of the memory, or less."""
+"""Whose products torch makes at half the speed of the memory, or less; and whose norms and attention are the kernels'."""
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
@@ -36,9 +36,11 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
     They differ from torch's in the order of summation, and attention rounds once where torch's may round its weights.
     """
-    if not kernels.dtypes:
-        return 0
     return _use_products(model, kernels) + _use_norms(model, kernels) + _use_attention(model, kernels)
+
+
+def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
+    return tensor.dtype in GAINING and tensor.dtype in kernels.dtypes and tensor.is_cpu
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def _use_norms(model: nn.Module, kernels: Kernels) -> int:
     num_changed = 0
     for module in list(model.modules()):
         epsilon = _epsilon_of(module)
-        if epsilon is None or module.weight.dtype not in kernels.dtypes or not module.weight.is_cpu:
+        if epsilon is None or not _is_taken(module.weight, kernels):
             continue
         kind = type(module), module.weight.dtype, epsilon, len(module.weight)
         if kind not in styles:
@@ -151,11 +153,10 @@ def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
         return None
-    most = 0.02 if weight.dtype in GAINING else 1.0  # of the numbers may differ by one in the last place
     for style in NORM_STYLES:
         got = kernels.norm(x, tried, epsilon, style)
         is_near = torch.allclose(got.float(), expected.float(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-7)
-        if is_near and (got != expected).float().mean() <= most:
+        if is_near and (got != expected).float().mean() <= 0.02:
             return style
     return None
 
@@ -217,8 +218,8 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     """Does the eager attention of a module's own file compute what the kernel does, sinks included?"""
     eager, sinks = _eager_of(module), getattr(module, "sinks", None)
     groups = getattr(module, "num_key_value_groups", None)
-    dtype = torch.float32 if sinks is None else sinks.dtype
-    if eager is None or not isinstance(groups, int) or dtype not in kernels.dtypes:
+    dtype = torch.bfloat16 if sinks is None else sinks.dtype
+    if eager is None or not isinstance(groups, int) or dtype not in GAINING or dtype not in kernels.dtypes:
         return False
     num_heads = 2 * groups if sinks is None else len(sinks)
     generator = torch.Generator().manual_seed(0)
@@ -233,8 +234,7 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     except Exception:  # whatever it is, it is another attention
         return False
     got = kernels.attention(q, k, v, 0.3, sinks=sinks)
-    near = 2e-2 if dtype in GAINING else 1e-4
-    return expected.shape == got.shape and torch.allclose(got.float(), expected.float(), rtol=near, atol=near)
+    return expected.shape == got.shape and torch.allclose(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any] | None:
@@ -291,7 +291,6 @@ def _attention(
             value,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             attention_mask,
-            is_causal=attention_mask is None and query.shape[2] > 1,
             softcap=more.get("softcap") or 0.0,
             sinks=more.get("s_aux"),
         )
@@ -323,9 +322,8 @@ def _is_native(
     num_tokens = query.shape[2]
     if (
         num_tokens > _MAX_QUERIES
-        or query.dtype not in kernels.dtypes
+        or not _is_taken(query, kernels)
         or not query.dtype == key.dtype == value.dtype
-        or not query.is_cpu
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
         or query.shape[1] % key.shape[1]
         or not query.numel()
@@ -336,10 +334,10 @@ def _is_native(
     ):
         return False
     if mask is None:
-        is_prompt = num_tokens == key.shape[2] and more.get("is_causal") is not False
-        return num_tokens == 1 or is_prompt
+        return num_tokens == 1
     return (
-        mask.dim() == 4
+        (num_tokens == 1 or num_tokens < key.shape[2])  # else it is a prompt
+        and mask.dim() == 4
         and mask.shape[2:] == (num_tokens, key.shape[2])
         and mask.shape[0] in (1, query.shape[0])
         and mask.shape[1] in (1, query.shape[1])

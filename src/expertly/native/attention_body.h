@@ -1,5 +1,6 @@
 /* Attention of a few tokens and root-mean-square norms, for one instruction set: included by products_body.h, whose
- * macros it uses. Both read the model's tensors as they lie, compute in float32 and round once where the result is put.
+ * macros it uses. Both read the model's tensors as they lie, in bfloat16 or float16, compute in float32 and round once
+ * where the result is put.
  */
 
 typedef int32_t NAME(mask) __attribute__((vector_size(4 * V)));
@@ -41,7 +42,7 @@ INLINE float NAME(seen)(const attention *a, const char *mask, int64_t s) {
 /* Rows `first` to `first + N` of a key head with the keys from `begin` to `end`: their sums, and their largest scores. */
 INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batch, int64_t head, int64_t first,
                               int64_t begin, int64_t end, float *partial) {
-    const int64_t itemsize = NAME(itemsize)(dtype), num = end - begin;
+    const int64_t itemsize = 2, num = end - begin;
     const int64_t key_full = a->key_width / BLOCK * BLOCK, value_full = a->value_width / BLOCK * BLOCK;
     const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1] + begin * a->k_strides[2];
     const char *values = a->v + batch * a->v_strides[0] + head * a->v_strides[1] + begin * a->v_strides[2];
@@ -55,7 +56,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t j = 0; j < key_full; j += BLOCK) NAME(dot_block)(dtype, N, p + j * itemsize, q, j, even, odd);
         if (key_full < a->key_width) {
-            char tail[BLOCK * 4] = {0};
+            char tail[BLOCK * 2] = {0};
             memcpy(tail, p + key_full * itemsize, (size_t)((a->key_width - key_full) * itemsize));
             NAME(dot_block)(dtype, N, tail, q, key_full, even, odd);
         }
@@ -63,17 +64,18 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
     }
     const int64_t padded = (num + V - 1) / V * V;
     for (int t = 0; t < N; t++) {
-        const int64_t row = first + t, token = row % a->num_tokens, query_head = head * (a->num_rows / a->num_tokens) + row / a->num_tokens;
-        const char *mask = a->mask + batch * a->mask_strides[0] + query_head * a->mask_strides[1] + token * a->mask_strides[2];
+        const int64_t row = first + t, token = row % a->num_tokens;
+        const int64_t query_head = head * (a->num_rows / a->num_tokens) + row / a->num_tokens;
+        const char *mask = a->mask + batch * a->mask_strides[0] + query_head * a->mask_strides[1];
+        mask += token * a->mask_strides[2];
         if (a->softcap > 0)
             for (int64_t s = 0; s < num; s++) {
                 const float y = NAME(exp_one)(-2 * __builtin_fabsf(scores[t][s]) / a->softcap);
                 scores[t][s] = __builtin_copysignf(a->softcap * (1 - y) / (1 + y), scores[t][s]);
             }
         float most = -__builtin_inff();
-        const int64_t last = a->is_causal ? a->num_keys - a->num_tokens + token : a->num_keys;
         for (int64_t s = 0; s < num; s++) {
-            scores[t][s] += begin + s > last ? -__builtin_inff() : NAME(seen)(a, mask, (begin + s));
+            scores[t][s] += NAME(seen)(a, mask, begin + s);
             most = scores[t][s] > most ? scores[t][s] : most;
         }
         const vf shift = (vf){0} + (most == -__builtin_inff() ? 0 : most);
@@ -92,7 +94,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t s = 0; s < num; s++) {
             const char *p = values + s * a->v_strides[2] + j * itemsize;
-            char tail[BLOCK * 4] = {0};
+            char tail[BLOCK * 2] = {0};
             if (j >= value_full) {
                 memcpy(tail, p, (size_t)((a->value_width - value_full) * itemsize));
                 p = tail;
@@ -110,7 +112,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
 
 /* The chunks of a key head are done: join them, and put the outputs. */
 INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int64_t head) {
-    const int64_t itemsize = NAME(itemsize)(dtype), num_groups = a->num_rows / a->num_tokens;
+    const int64_t itemsize = 2, num_groups = a->num_rows / a->num_tokens;
     const int64_t stride = a->num_rows * a->partial_width;
     float *partial = a->partial + (batch * a->num_kv_heads + head) * a->num_chunks * stride;
     for (int64_t row = 0; row < a->num_rows; row++) {
@@ -155,7 +157,6 @@ INLINE void NAME(attend_typed)(int dtype, attention *a) {
 static void NAME(run_attention)(void *argument) {
     attention *a = argument;
     if (a->dtype == BFLOAT16) NAME(attend_typed)(BFLOAT16, a);
-    else if (a->dtype == FLOAT32) NAME(attend_typed)(FLOAT32, a);
 #if HAS_HALF
     else NAME(attend_typed)(FLOAT16, a);
 #endif
@@ -164,7 +165,7 @@ static void NAME(run_attention)(void *argument) {
 /* Rows [num, width] times 1 / root of their mean square, times `weight` as `style` says. */
 INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
                              const char *weight, float epsilon, char *out) {
-    const int64_t itemsize = NAME(itemsize)(dtype);
+    const int64_t itemsize = 2;
     for (int64_t row = 0; row < num; row++, x += x_nbytes, out += width * itemsize) {
         vf sum = {0};
         float rest = 0;
@@ -183,7 +184,7 @@ INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, c
         for (j = 0; j < width; j++) {
             float value = NAME(value)(dtype, x + j * itemsize) * factor, w = 1;
             if (style == ROUNDED) {
-                char rounded[4];
+                char rounded[2];
                 NAME(put)(dtype, value, rounded);
                 value = NAME(value)(dtype, rounded);
             }
@@ -198,7 +199,6 @@ static int NAME(norm)(int dtype, int style, int64_t num, int64_t width, const ch
 #define CASE(T, S) \
     if (dtype == T && style == S) NAME(norm_typed)(T, S, num, width, x, x_nbytes, weight, epsilon, out);
     CASE(BFLOAT16, ROUNDED) CASE(BFLOAT16, WEIGHED) CASE(BFLOAT16, ONE_MORE)
-    CASE(FLOAT32, ROUNDED) CASE(FLOAT32, WEIGHED) CASE(FLOAT32, ONE_MORE)
 #if HAS_HALF
     CASE(FLOAT16, ROUNDED) CASE(FLOAT16, WEIGHED) CASE(FLOAT16, ONE_MORE)
 #endif

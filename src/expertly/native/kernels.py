@@ -200,15 +200,14 @@ class Kernels:
         scale: float,
         mask: torch.Tensor | None = None,
         *,
-        is_causal: bool = False,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
 
-        `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `is_causal`: a query sees no key
-        behind its own, the last one's being the last. `softcap` bounds scores by a tanh; `sinks` [H] are scores that
-        take their share of the softmax and have no value. Widths lie side by side. Raises MemoryError.
+        In bfloat16 or float16. `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
+        bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
+        lie side by side. Raises MemoryError.
         """
         library = self.library
         assert library is not None
@@ -228,7 +227,7 @@ class Kernels:
                 *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
                 *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
                 *(stride * itemsize for tensor in (q, k, v) for stride in tensor.stride()[:3]),
-                *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype], is_causal),
+                *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
@@ -238,7 +237,7 @@ class Kernels:
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
-        """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
+        """`x` [..., D] in bfloat16 or float16, contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
         library = self.library
         assert library is not None
         width = x.shape[-1]

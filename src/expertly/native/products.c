@@ -307,7 +307,7 @@ typedef struct {
     const char *q, *k, *v, *mask, *sinks; /* mask and sinks: or NULL */
     char *out;
     int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[3];
-    int64_t mask_dtype, sinks_dtype, is_causal;
+    int64_t mask_dtype, sinks_dtype;
 } attention_call;
 
 /* out[B, n, heads, value width], contiguous; values of a token lie side by side in all tensors. */
@@ -315,7 +315,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
                        double softcap) {
     const instruction_set *set = set_at(level);
     const int64_t num_batches = call->num_batches, heads = call->num_heads, kv_heads = call->num_kv_heads;
-    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
+    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
     if (num_batches < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads || call->num_tokens < 1) return -1;
     if (call->num_keys < 1 || call->key_width < 1 || call->value_width < 1) return -1;
     const int64_t rows = heads / kv_heads * call->num_tokens, block = set->block;
@@ -343,7 +343,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     if (call->sinks != NULL) set->widen((int)call->sinks_dtype, call->sinks, heads, sinks);
     attention job = {
         .dtype = dtype, .mask_dtype = (int32_t)(call->mask == NULL ? NO_MASK : call->mask_dtype),
-        .is_causal = (int32_t)call->is_causal, .num_kv_heads = kv_heads, .num_rows = rows,
+        .num_kv_heads = kv_heads, .num_rows = rows,
         .num_tokens = call->num_tokens, .num_keys = call->num_keys, .key_width = call->key_width,
         .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
         .k = call->k, .v = call->v, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
@@ -353,9 +353,8 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     memcpy(job.k_strides, call->k_strides, sizeof job.k_strides);
     memcpy(job.v_strides, call->v_strides, sizeof job.v_strides);
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
-    const int64_t itemsize = dtype == FLOAT32 ? 4 : 2;
     run(set->attention, &job, num_threads, job.end,
-        jobs * call->num_keys * (call->key_width + call->value_width) * itemsize);
+        jobs * call->num_keys * (call->key_width + call->value_width) * 2);
     free(memory);
     free(left);
     return 0;
@@ -365,7 +364,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
 int expertly_norm(int level, int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
                   const char *weight, double epsilon, char *out) {
     const instruction_set *set = set_at(level);
-    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
+    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
     if (style < 0 || style >= NUM_STYLES || num < 0 || width < 1) return -1;
     return set->norm(dtype, style, num, width, x, x_nbytes, weight, (float)epsilon, out);
 }

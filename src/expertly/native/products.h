@@ -122,7 +122,7 @@ enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then weighed
  * those of its query heads, one head's tokens after the other's. Strides are bytes: of batch, head, token.
  */
 typedef struct {
-    int32_t dtype, mask_dtype, is_causal; /* causal: token t of n sees keys up to num_keys - n + t */
+    int32_t dtype, mask_dtype;
     int64_t num_kv_heads, num_rows, num_tokens, num_keys;
     int64_t key_width, padded_key_width, value_width, padded_value_width;
     const char *k, *v, *mask;
