@@ -9,11 +9,21 @@ from __future__ import annotations
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.mxfp4 import MXFP4
-from expertly.formats.tiles import TiledFormat
+from expertly.formats.tiles import RoundingFormat, TiledFormat
 
-__all__ = ["FORMATS", "TiledFormat", "check_format"]
+__all__ = ["FORMATS", "ROUNDED_TO", "RoundingFormat", "TiledFormat", "check_format", "check_rounding"]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
+
+ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
+"""To which weights of a checkpoint that has none can be rounded."""
+
+
+def check_rounding(name: object) -> str:
+    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in ROUNDED_TO:
+        raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
+    return name
 
 
 def check_format(layer: LayerGeometry) -> None:

@@ -97,6 +97,15 @@ class TiledFormat(Protocol):
                 )
 
 
+class RoundingFormat(TiledFormat, Protocol):
+    """A format to which weights of a checkpoint can be rounded."""
+
+    def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
+        """The parts of a matrix [rows, columns] of finite float32 weights: with the scales that are chosen for them,
+        each is the nearest number of the format, of two the one with an even code.
+        """
+
+
 def _inner_tiles(part: Bytes, group: int) -> Bytes:
     """[I / G, tiles, 16, n] from [I, H / G, n]."""
     rows, groups, width = part.shape
