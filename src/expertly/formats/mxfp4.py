@@ -6,8 +6,8 @@ scales: a checkpoint's own bytes in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,8 +30,11 @@ class _Mxfp4(RoundingFormat):
     tile_nbytes = TILE_OUTPUTS * (1 + 16)
     suffixes = ("_blocks", "_scales")
 
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return ("U8", (rows, columns // 32, 16)), ("U8", (rows, columns // 32))
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        return quantization.get("quant_method") == "mxfp4"
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return (("U8",), (rows, columns // 32, 16)), (("U8",), (rows, columns // 32))
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         codes, scales = (tensor.numpy() for tensor in tensors)
@@ -70,7 +73,8 @@ class _Mxfp4(RoundingFormat):
         scales += is_wider
         rounded = torch.where(is_wider.unsqueeze(-1), wider, rounded)
         bits = rounded.view(torch.int32)  # 1, 1.5, 2, 3, 4, 6 lie half an octave apart
-        codes = ((bits >> 22 & 511) - 252).clamp_(min=0) + (rounded.abs() == 0.5) | bits >> 28 & 8
+        magnitudes = ((bits >> 22 & 511) - 252).clamp_(min=0) + (rounded.abs() == 0.5)
+        codes = magnitudes | bits >> 28 & 8
         pairs = codes[..., 0::2] | codes[..., 1::2] << 4
         return pairs.byte().numpy(), scales.byte().unsqueeze(-1).numpy()
 
