@@ -70,7 +70,7 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
         lacking = "the model has no tokenizer" if tokenizer is None else f"{source}, which was packed, is not there"
         raise ConfigError(f"text={str(text)!r}: {lacking}: there is nothing to measure with")
     name, read = ("expertly's own prompts", _own_text()) if text is None else (str(text), _read(text))
-    tokens: list[int] = tokenizer(read)["input_ids"]
+    tokens: list[int] = tokenizer(read, verbose=False)["input_ids"]
     if not tokens:
         raise ConfigError(f"text={name!r}: gives no token; write at least one word")
     checkpoint = Checkpoint.open(source)
