@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import expertly
 from expertly.cli.main import main
 from expertly.engine.rounding import measured
 from expertly.formats import ROUNDED_TO
+from expertly.model.needs import needs_of
 from expertly.model.packing import pack, pack_cached
 from expertly.store.packed import PackedStore
 from tests.cli.asking import Captured, answer, refusal, told
@@ -31,6 +32,7 @@ from tests.families import (
     make_tokenizer,
 )
 from tests.model.checkpoints import change, make_mxfp4_checkpoint
+from tests.serve.conftest import room_for, served
 
 GRIDS = {"mxfp4": (32, [0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])}
 """Inputs that share a scale, and magnitudes of a format; those with even codes first, which ties go to."""
@@ -193,6 +195,12 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
     line, budget = told(capsys, *asked).splitlines()[-2:]
     assert "experts rounded to mxfp4" in line and "rounded to mxfp4" in budget
     assert answer(capsys, *asked)["rounding"] == packed["rounding"]
+    assert asdict(needs_of(store))["rounding"] == packed["rounding"]  # what doctor says
+    model, tokenizer = expertly.load(store, memory="50%", system="lru", device="cpu")
+    with served(model, tokenizer, room_for(context=64, max_running=1), name="tiny") as serving:
+        about: Any = serving.client().models.retrieve("tiny").model_extra
+    expertly.unload(model)
+    assert about["expertly"]["rounding"] == packed["rounding"]
 
 
 @pytest.mark.parametrize(

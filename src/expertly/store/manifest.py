@@ -97,6 +97,11 @@ class Manifest:
         """The format of the experts' weights where they are quantised, else their dtype."""
         return stored_as(self.layers, self.dtype)
 
+    @property
+    def told_as(self) -> str:
+        """The same, and whether they were rounded to it, for people."""
+        return self.stored_as if self.rounding is None else f"{self.stored_as}, rounded"
+
     def write(self, folder: Path) -> None:
         write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
 
