@@ -20,7 +20,7 @@ FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
 
 @cache
 def expert_format(name: str) -> ExpertFormat:
-    """Of a name in FORMATS, or two with a plus: gate's and up's, then down's. Raises ConfigError where there is none."""
+    """Of a name in FORMATS, or two with a plus: gate's and up's, then down's. Raises ConfigError for another."""
     inner, _, down = name.partition("+")
     for one in (inner, down or inner):
         if one not in FORMATS:
