@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import FORMATS, ROUNDED_TO, RoundingFormat, TiledFormat
+from expertly.formats import ROUNDED_TO, ExpertFormat, RoundingFormat, TiledFormat, expert_format
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -278,7 +278,8 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
-        self._format = FORMATS[kept] if kept and all(self._is_quantised(one) for one in self._groups.values()) else None
+        is_kept = kept and all(self._is_quantised(one) for one in self._groups.values())
+        self._format = expert_format(kept) if is_kept else None
         self.geometry = site.geometry
         if self._format is not None:
             try:
@@ -288,7 +289,7 @@ class ExpertsReader:
         self._rounding = ROUNDED_TO.get(rounded_to)
         if self._rounding is not None:
             try:
-                self.geometry = self._rounding.geometry(site.geometry)
+                self.geometry = expert_format(self._rounding.name).geometry(site.geometry)
             except ConfigError as error:
                 raise ConfigError(f"quantize={rounded_to!r}: {site.name}: {error}") from None
         for target, group in self._groups.items():
@@ -341,18 +342,18 @@ class ExpertsReader:
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
 
-    def _kept(self, form: TiledFormat, expert: int) -> Bytes:
+    def _kept(self, form: ExpertFormat, expert: int) -> Bytes:
         """The blocks of one expert, in the format that the checkpoint has it in."""
         site = self._site
         first, second = site.expert_weight_names(expert)
-        fused = self._parts(form, first, expert)
+        fused = self._parts(form.inner, first, expert)
         if not site.has_gate:
             inner = [fused]
         elif site.is_concatenated:
             inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
         else:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
-        return form.pack(inner, self._parts(form, second, expert))
+        return form.pack(inner, self._parts(form.down, second, expert))
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
         """The blocks of one expert, each weight rounded to a number of the format."""
@@ -369,7 +370,7 @@ class ExpertsReader:
                 found.append(form.encode(rows))
             return tuple(np.concatenate(pieces) for pieces in zip(*found, strict=True))
 
-        return form.pack([parts(matrix) for matrix in inner], parts(down.T))
+        return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
     def _is_quantised(self, group: Group) -> bool:
         """Is it to be dequantised, and nothing more than that?"""
@@ -449,7 +450,8 @@ class ExpertsReader:
         if self._format is not None:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            self._format.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+            form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
 
