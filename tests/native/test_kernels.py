@@ -26,7 +26,13 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_is_taken() -> None:
     chosen = choose_kernels()
     assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.takes(torch.bfloat16)
-    assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor", "native": 0, "torch": 0, "attention": 0}
+    assert chosen.facts() == {
+        "name": chosen.name,
+        "why": "the fastest of this processor",
+        "native": 0,
+        "torch": 0,
+        "attention": 0,
+    }
 
 
 @compiled

@@ -26,7 +26,7 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 3
+VERSION = 4
 """Of the interface that is called here; products.c says the same number."""
 
 NORM_STYLES = ("rounded", "weighed", "one more")
@@ -81,9 +81,9 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
     sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_dots.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
-    tile_sums.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_decode.argtypes = (*4 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    tile_dots.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
+    tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
+    tile_decode.argtypes = (*5 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
     attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
     norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
     made = []
@@ -218,7 +218,7 @@ class Kernels:
         mask_strides, mask_dtype = (0, 0, 0), _BOOLEAN
         if mask is not None:
             size = mask.element_size()
-            mask_strides = tuple(0 if n == 1 else stride * size for n, stride in zip(mask.shape, mask.stride()[:3]))
+            mask_strides = tuple(0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
             mask_dtype = _BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
         call = array(
             "q",
@@ -237,7 +237,9 @@ class Kernels:
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
-        """`x` [..., D] in bfloat16 or float16, contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
+        """`x` [..., D], contiguous, in bfloat16 or float16, over the root of its mean square and `epsilon`; weighed as
+        NORM_STYLES says.
+        """
         library = self.library
         assert library is not None
         width = x.shape[-1]
@@ -258,8 +260,9 @@ class Kernels:
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
 
-    def tile_dots(self, kernel: int, tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `dots`, of the inner matrices in blocks of a format, by its `kernel`; a task's address is its first block.
+    def tile_dots(self, formats: tuple[int, int], tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
+        """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's; a task's
+        address is its first block.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. Raises MemoryError.
         """
@@ -269,7 +272,7 @@ class Kernels:
         num_inner, out_rows, num_neurons = out.shape
         self._check(
             library.tile_dots(
-                *self._how(library, kernel, x.dtype),
+                *self._how(library, formats, x.dtype),
                 packed.buffer_info()[0],
                 len(packed) // 4,
                 num_inner,
@@ -285,7 +288,7 @@ class Kernels:
 
     def tile_sums(
         self,
-        kernel: int,
+        formats: tuple[int, int],
         tasks: Sequence[int],
         h: torch.Tensor,
         out: torch.Tensor,
@@ -299,7 +302,7 @@ class Kernels:
         packed = array("q", tasks)
         self._check(
             library.tile_sums(
-                *self._how(library, kernel, h.dtype),
+                *self._how(library, formats, h.dtype),
                 packed.buffer_info()[0],
                 len(packed) // 4,
                 num_inner,
@@ -312,16 +315,16 @@ class Kernels:
             )
         )
 
-    def tile_decode(self, kernel: int, address: int, out: torch.Tensor) -> None:
+    def tile_decode(self, formats: tuple[int, int], address: int, out: torch.Tensor) -> None:
         """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype."""
         library = self.library
         assert library is not None
         num_neurons, num_matrices, hidden = out.shape
-        how = self._how(library, kernel, out.dtype)
+        how = self._how(library, formats, out.dtype)
         self._check(library.tile_decode(*how, address, num_matrices - 1, num_neurons, hidden, out.data_ptr()))
 
-    def _how(self, library: Library, kernel: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-        return library.level, kernel, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
+    def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+        return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
 
     def _check(self, failed: int) -> None:
         if failed:
