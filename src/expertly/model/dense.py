@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,9 @@ from expertly.model.hooks import look_alike
 from expertly.native.kernels import NORM_STYLES, Kernels
 
 GAINING = (torch.bfloat16, torch.float16)
-"""Whose products torch makes at half the speed of the memory, or less; and whose norms and attention are the kernels'."""
+"""Whose products torch makes at half the speed of the memory, or less. Norms and attention are the kernels' in them,
+too; in float32 torch's are as they were.
+"""
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""

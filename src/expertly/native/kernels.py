@@ -218,7 +218,9 @@ class Kernels:
         mask_strides, mask_dtype = (0, 0, 0), _BOOLEAN
         if mask is not None:
             size = mask.element_size()
-            mask_strides = tuple(0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+            mask_strides = tuple(
+                0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+            )
             mask_dtype = _BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
         call = array(
             "q",
