@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.formats.fp8 import FP8
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import TiledFormat
 
 __all__ = ["FORMATS", "TiledFormat", "check_format"]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8)}
 
 
 def check_format(layer: LayerGeometry) -> None:
