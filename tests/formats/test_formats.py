@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats import FORMATS, TiledFormat, check_format
+from expertly.formats import FORMATS, ExpertFormat, check_format, expert_format
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
@@ -60,23 +60,27 @@ def test_every_format_is_tested() -> None:
 
 
 @pytest.fixture(params=FORMATS)
-def form(request: pytest.FixtureRequest) -> TiledFormat:
-    return FORMATS[request.param]
+def form(request: pytest.FixtureRequest) -> ExpertFormat:
+    return expert_format(request.param)
 
 
-def made(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]; sizes are in groups."""
-    width, hidden = width * form.group, min(hidden, MOST_HIDDEN // form.group) * form.group
+    group = form.inner.group
+    width, hidden = width * form.down.group, min(hidden, MOST_HIDDEN // group) * group
     dice = torch.Generator().manual_seed(width)
     shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
-    matrices = [MATRICES[form.name](dice, *shape) for shape in shapes]
-    *inner, down = (form.parts_of(tensors, *shape) for (tensors, _), shape in zip(matrices, shapes, strict=True))
+    forms = [form.inner] * (num_matrices - 1) + [form.down]
+    matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
+    *inner, down = (
+        one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)
+    )
     *weights, last = (weight for _, weight in matrices)
     return torch.from_numpy(form.pack(inner, down)), torch.stack([*weights, last.T], dim=1)
 
 
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> None:
+def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> None:
     blocks, weights = made(form, width, hidden, num_matrices)
     width, _, hidden = weights.shape
     layer = form.geometry(LayerGeometry(8, 2, hidden, width, num_matrices, 2))
@@ -89,7 +93,7 @@ def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden
 @pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
+def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
     """Decoded weights to the bit; products within what sums in float32 may lose. Threads and the other experts of a
     call change nothing.
     """
@@ -100,7 +104,7 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
     address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
     for dtype in kernels.dtypes:
         decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
-        kernels.tile_decode(form.kernel, address, decoded)
+        kernels.tile_decode(form.kernels, address, decoded)
         assert torch.equal(decoded, weights.to(dtype))
         exact = weights.to(dtype).double()
         for n in (1, 2, 3, 4):
@@ -110,9 +114,9 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             down = torch.full((2 * n, hidden), torch.nan, dtype=dtype)
             added = torch.ones(n, hidden)
             second = address + blocks.nbytes // 2
-            kernels.tile_dots(form.kernel, (address, 0, n, n, second, 0, n, 0), x, inner)
-            kernels.tile_sums(form.kernel, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
-            kernels.tile_sums(form.kernel, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
+            kernels.tile_dots(form.kernels, (address, 0, n, n, second, 0, n, 0), x, inner)
+            kernels.tile_sums(form.kernels, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
+            kernels.tile_sums(form.kernels, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
             few = torch.finfo(dtype).eps
             for found, wanted, magnitude in (
                 (inner[:, n:], torch.einsum("nh,imh->mni", x.double(), exact[:, :-1]), hidden),
@@ -125,7 +129,7 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             alone, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
             try:
                 torch.set_num_threads(1)
-                kernels.tile_sums(form.kernel, (address, 0, n, 0), h, alone, num_matrices - 1)
+                kernels.tile_sums(form.kernels, (address, 0, n, 0), h, alone, num_matrices - 1)
             finally:
                 torch.set_num_threads(threads)
             assert torch.equal(alone, down[n:])
@@ -187,7 +191,7 @@ def test_tokens_and_logits_are_those_of_the_dequantised_model(
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    source, form = checkpoints(name, torch.bfloat16), FORMATS[name.split()[0]]
+    source, form = checkpoints(name, torch.bfloat16), expert_format(name.split()[0])
     kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", "bfloat16")
     assert (kept.manifest.stored_as, kept.manifest.dtype) == (form.name, "bfloat16")
     assert converted.manifest.stored_as == "bfloat16"
@@ -205,7 +209,7 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_input_is_named(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    source, form = checkpoints(name, torch.bfloat16), FORMATS[name.split()[0]]
+    source, form = checkpoints(name, torch.bfloat16), expert_format(name.split()[0])
     layer = PackedStore.open(Path(f"{source}-store")).manifest.layers[0]
     size, nbytes, width = layer.block_size, layer.block_nbytes, layer.intermediate_size
     with pytest.raises(
@@ -293,7 +297,7 @@ def test_scales_of_fp8_are_read_as_transformers_reads_them(dtype: torch.dtype) -
 def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> None:
     for name, group in (("mxfp4", 32), ("fp8", 128)):
         with pytest.raises(ConfigError, match=f"intermediate_size=48: {name} needs a multiple of {group}"):
-            FORMATS[name].geometry(LayerGeometry(8, 2, 128, 48, 3, 2))
+            expert_format(name).geometry(LayerGeometry(8, 2, 128, 48, 3, 2))
     source = make_mxfp4_checkpoint(tmp_path / "source")
     set_config(source, intermediate_size=48)
     with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
@@ -313,7 +317,7 @@ def test_a_model_whose_blocks_do_not_make_four_parts_is_measured(num_blocks: int
 
 
 def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
-    layer = FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
+    layer = expert_format("mxfp4").geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
     for layers, expected in (((layer,), {1, 2}), ((layer.unquantised(),), {1, 2, 4, 8})):
         space = Space(layers, 1 << 30)
         found = {one.system.segments for one in space.variations(space.named("lru"))}
@@ -326,12 +330,12 @@ def test_the_shipped_geometry_is_the_formats() -> None:
         assert layer.format == "mxfp4"
 
 
-def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
+def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     """The kernels decode whatever bytes a slot holds as the reference does."""
     if not AVAILABLE:
         pytest.skip(WHY)
     dice = np.random.default_rng(3)
-    width = 2 * form.group
+    width = 2 * form.inner.group
     layer = form.geometry(LayerGeometry(1, 1, width, width, 3, 2))
     blocks = torch.from_numpy(dice.integers(0, 0xF6, (2, layer.block_nbytes), np.uint8))  # without NaN as a weight
     wanted = form.decode(blocks, 3, width)

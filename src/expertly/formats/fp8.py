@@ -1,5 +1,4 @@
-"""FP8 (OCP 8-bit floating point, E4M3) with a scale for each 128 x 128 weights; as DeepSeek-V3, Qwen3-FP8 and MiniMax-M2
-ship.
+"""FP8 (OCP's E4M3) with a scale for each 128 x 128 weights, as DeepSeek-V3, Qwen3-FP8 and MiniMax-M2 ship.
 
 A tile is, for each 4 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then the scale, a
 float32. A byte is a checkpoint's own with its sign moved: exponent (4 bits), sign, mantissa (3), from the top, so that
