@@ -341,5 +341,5 @@ def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     wanted = form.decode(blocks, 3, width)
     for library in AVAILABLE:
         decoded = torch.empty(width, 3, width)
-        Kernels(library, "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
+        Kernels(library, "for a test").tile_decode(form.kernels, blocks.data_ptr(), decoded)
         torch.testing.assert_close(decoded, wanted, rtol=0, atol=0, equal_nan=True)
