@@ -1,8 +1,8 @@
 """The block types of GGUF files that llama.cpp's quantisations are made of, and how they lie in tiles.
 
-A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks, one
-an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits 16 bytes an
-input; what is a number an output (scales, minima) 16 of them. The reference is the package gguf, `gguf/quants.py`.
+A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks,
+one an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits 16
+bytes an input; what is a number an output (scales, minima) 16 of them. The reference is the package gguf (quants.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _GgufBlocks(TiledFormat):
         raise NotImplementedError
 
 
-class _Q8_0(_GgufBlocks):  # noqa: N801 (GGUF's name)
+class _Q8_0(_GgufBlocks):
     """Codes of 8 bits, of 32 inputs, times a scale."""
 
     name, type, kernel = "q8_0", "Q8_0", 1
@@ -72,7 +72,7 @@ class _Q8_0(_GgufBlocks):  # noqa: N801 (GGUF's name)
         return codes.transpose(-1, -2).float() * scales.unsqueeze(-1)
 
 
-class _Q4_0(_GgufBlocks):  # noqa: N801
+class _Q4_0(_GgufBlocks):
     """Codes of 4 bits less 8, of 32 inputs, times a scale."""
 
     name, type, kernel = "q4_0", "Q4_0", 2
@@ -85,7 +85,7 @@ class _Q4_0(_GgufBlocks):  # noqa: N801
         return (_codes(tiles[..., :256]).float() - 8) * _numbers(tiles, 256).unsqueeze(-1)
 
 
-class _Q4_K(_GgufBlocks):  # noqa: N801
+class _Q4_K(_GgufBlocks):
     """Codes of 4 bits, of 256 inputs. 32 each have a scale and a minimum of 6 bits, times those of the block."""
 
     name, type, kernel = "q4_k", "Q4_K", 3
@@ -99,7 +99,7 @@ class _Q4_K(_GgufBlocks):  # noqa: N801
         return _scaled(_codes(tiles[..., :2048]), tiles[..., 2048:])
 
 
-class _Q5_K(_GgufBlocks):  # noqa: N801
+class _Q5_K(_GgufBlocks):
     """As Q4_K, with a fifth bit of each code."""
 
     name, type, kernel = "q5_k", "Q5_K", 4
@@ -116,7 +116,7 @@ class _Q5_K(_GgufBlocks):  # noqa: N801
         return _scaled(_codes(tiles[..., :2048]) | high << 4, tiles[..., 2560:])
 
 
-class _Q6_K(_GgufBlocks):  # noqa: N801
+class _Q6_K(_GgufBlocks):
     """Codes of 6 bits less 32, of 256 inputs. 16 each have a scale of 8 bits, times that of the block."""
 
     name, type, kernel = "q6_k", "Q6_K", 5
@@ -144,7 +144,7 @@ class _Q6_K(_GgufBlocks):  # noqa: N801
 class _GgufMxfp4(_Mxfp4):
     """GGUF's order of MXFP4: a block is its scale, then 16 bytes whose low halves are the first 16 inputs."""
 
-    suffixes = ("",)
+    suffixes: tuple[str, ...] = ("",)
 
     def is_of(self, quantization: Mapping[str, Any]) -> bool:
         return False
@@ -182,7 +182,8 @@ def _nibbles(data: Bytes, width: int) -> Bytes:
 
 def _pairs(codes: Bytes) -> Bytes:
     """Bytes of two codes, the first in the low half."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    paired: Bytes = codes[..., 0::2] | codes[..., 1::2] << 4
+    return paired
 
 
 def _dwords(data: Bytes) -> Bytes:
