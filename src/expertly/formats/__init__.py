@@ -10,13 +10,14 @@ from functools import cache
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.formats.fp8 import FP8
 from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, TiledFormat
 
 __all__ = ["FORMATS", "ExpertFormat", "TiledFormat", "check_format", "expert_format"]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, *GGUF_FORMATS)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
 
 
 @cache

@@ -59,7 +59,7 @@ class _GgufBlocks(TiledFormat):
 class _Q8_0(_GgufBlocks):
     """Codes of 8 bits, of 32 inputs, times a scale."""
 
-    name, type, kernel = "q8_0", "Q8_0", 1
+    name, type, kernel = "q8_0", "Q8_0", 2
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 34, (0,)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
@@ -75,7 +75,7 @@ class _Q8_0(_GgufBlocks):
 class _Q4_0(_GgufBlocks):
     """Codes of 4 bits less 8, of 32 inputs, times a scale."""
 
-    name, type, kernel = "q4_0", "Q4_0", 2
+    name, type, kernel = "q4_0", "Q4_0", 3
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
@@ -88,7 +88,7 @@ class _Q4_0(_GgufBlocks):
 class _Q4_K(_GgufBlocks):
     """Codes of 4 bits, of 256 inputs. 32 each have a scale and a minimum of 6 bits, times those of the block."""
 
-    name, type, kernel = "q4_k", "Q4_K", 3
+    name, type, kernel = "q4_k", "Q4_K", 4
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 144, (0, 2)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
@@ -102,7 +102,7 @@ class _Q4_K(_GgufBlocks):
 class _Q5_K(_GgufBlocks):
     """As Q4_K, with a fifth bit of each code."""
 
-    name, type, kernel = "q5_k", "Q5_K", 4
+    name, type, kernel = "q5_k", "Q5_K", 5
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 176, (0, 2)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
@@ -119,7 +119,7 @@ class _Q5_K(_GgufBlocks):
 class _Q6_K(_GgufBlocks):
     """Codes of 6 bits less 32, of 256 inputs. 16 each have a scale of 8 bits, times that of the block."""
 
-    name, type, kernel = "q6_k", "Q6_K", 5
+    name, type, kernel = "q6_k", "Q6_K", 6
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 210, (208,)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:

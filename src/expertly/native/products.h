@@ -57,6 +57,7 @@ typedef struct {
  */
 #define TILE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
+    X(FP8, fp8, 128, 16 * 128 + 4) \
     X(Q8_0, q8_0, 32, 16 * 34) \
     X(Q4_0, q4_0, 32, 16 * 18) \
     X(Q4_K, q4_k, 256, 16 * 144) \
