@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import NUM_EXPERTS, VOCAB_SIZE
 
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+
 
 def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generator, std: float = 0.15) -> Any:
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
@@ -104,11 +106,10 @@ def make_gguf(
     return path
 
 
-def load_gguf(path: Path, intermediate: int = 512) -> PreTrainedModel:
-    """transformers' model of the file, in float32, with a config that has the experts' width, which it does not read."""
+def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' model of the file, with a config that has the experts' widths, which it does not read."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    config.moe_intermediate_size = intermediate
+    field = gguf.GGUFReader(path).get_field(f"{ARCHITECTURES[config.model_type]}.expert_feed_forward_length")
+    config.moe_intermediate_size = int(field.contents())
     config.shared_expert_intermediate_size = 64
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=torch.float32
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype).eval()

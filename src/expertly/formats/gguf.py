@@ -182,8 +182,7 @@ def _nibbles(data: Bytes, width: int) -> Bytes:
 
 def _pairs(codes: Bytes) -> Bytes:
     """Bytes of two codes, the first in the low half."""
-    paired: Bytes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return paired
+    return codes[..., 0::2] | codes[..., 1::2] * np.uint8(16)
 
 
 def _dwords(data: Bytes) -> Bytes:

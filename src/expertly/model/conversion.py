@@ -337,26 +337,22 @@ class ExpertsReader:
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
         """Of experts that are to be dequantised, and nothing more than that. Raises CheckpointError."""
-        types = {target: self._types(group) for target, group in self._groups.items()}
-        is_stacked = all(one.is_stacked for one in self._groups.values())
-        if not is_stacked or all(found <= IS_FLOAT for found in types.values()):
-            return None
+        folder, groups = self._checkpoint.folder, self._groups
+        types = {target: {self._checkpoint.tensors[name].dtype for name in one.names} for target, one in groups.items()}
+        is_float = [one <= IS_FLOAT for one in types.values()]
         if not self._checkpoint.gguf:
-            is_quantised = all(one.is_dequantized for one in self._groups.values())
-            return (
-                expert_format(kept) if is_quantised and not any(found <= IS_FLOAT for found in types.values()) else None
-            )
+            is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
+            return expert_format(kept) if is_kept else None
+        if all(is_float):
+            return None
         for target, found in types.items():
             if len(found) > 1 or not found <= set(OF_GGUF_TYPE):
                 raise CheckpointError(
-                    f"{self._checkpoint.folder}: {', '.join(self._groups[target].names)}: in {', '.join(sorted(found))}; "
-                    f"accepted: one of {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
+                    f"{folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(found))}; accepted: one of "
+                    f"{', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
                 )
         inner, down = (types[name].pop() for name in self._site.expert_weight_names(0))
         return ExpertFormat(OF_GGUF_TYPE[inner], OF_GGUF_TYPE[down])
-
-    def _types(self, group: Group) -> set[str]:
-        return {self._checkpoint.tensors[name].dtype for name in group.names}
 
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]

@@ -51,9 +51,10 @@ def pack_cached(
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
     `model`: a checkpoint folder, a GGUF file, a packed store (opened as it is), a hub id (downloaded), or None or
-    "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made; where that does
-    not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store says which it
-    was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or the folder.
+    "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made;
+    where that does not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store
+    says which it was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or
+    the folder.
     """
     check_codec(codec)
     folder = local_folder(model) or _streamed(str(model), dtype, codec, cache_dir) or download(str(model))
@@ -134,7 +135,7 @@ def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) 
 
 
 def source_folder(model: str | Path | None) -> Path:
-    """The folder (or GGUF file) of what a user calls a model: that, the demo model, or the hub's of an id, downloaded or
+    """The folder or GGUF file of what a user calls a model: that, the demo model, or the hub's of an id, downloaded or
     from the hub's own cache. Raises CheckpointError saying why none of these worked.
     """
     return local_folder(model) or download(str(model))
