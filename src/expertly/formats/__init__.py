@@ -13,11 +13,30 @@ from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
 from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.mxfp4 import MXFP4
-from expertly.formats.tiles import ExpertFormat, TiledFormat
+from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-__all__ = ["FORMATS", "ExpertFormat", "TiledFormat", "check_format", "expert_format"]
+__all__ = [
+    "FORMATS",
+    "ROUNDED_TO",
+    "ExpertFormat",
+    "RoundingFormat",
+    "TiledFormat",
+    "check_format",
+    "check_rounding",
+    "expert_format",
+]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
+
+ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
+"""To which weights of a checkpoint that has none can be rounded."""
+
+
+def check_rounding(name: object) -> str:
+    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in ROUNDED_TO:
+        raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
+    return name
 
 
 @cache

@@ -75,7 +75,11 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
-    """The weight formats of a GGUF file's experts, joined by +; nothing where they are not quantised."""
+    """The weight formats of a GGUF file's experts, joined by +; nothing where they are not quantised, or the checkpoint
+    is no such file.
+    """
+    if not checkpoint.gguf:
+        return ""
     types = {ref.dtype for name, ref in checkpoint.tensors.items() if name.endswith(_EXPERTS)} - IS_FLOAT
     return "+".join(sorted({OF_GGUF_TYPE[one].name if one in OF_GGUF_TYPE else one.lower() for one in types}))
 
