@@ -199,8 +199,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(
             p.name for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)
         )
-        one = "give the file itself" if others and others[0].endswith(".gguf") else "which cannot be packed"
-        found = f"; found {', '.join(others[:3])}: {one}" if others else ""
+        which = "a file to give itself" if others and others[0].endswith(".gguf") else "which cannot be packed"
+        found = f"; found {', '.join(others[:3])}, {which}" if others else ""
         raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{found}")
     weight_map = read_json_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
