@@ -14,12 +14,12 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError
+from expertly.store.packed import PackedStore
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction, reader_threads
 from tests.engine.predictors import Everything, Slow
-from tests.engine.test_batching import run_batch
-from tests.families import generate, load_reference, logits_of, make_model, make_prompts
+from tests.families import generate, load_reference, logits_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,9 +75,8 @@ def assert_prefetched(model: Any) -> None:
 
 def least_memory(case: Case, segments: int) -> dict[str, int]:
     """One segment."""
-    with loaded(case.store, memory="100%") as model:
-        geometry = handle(model).engine.executor.geometry
-        return {"memory": geometry.layers[0].expert_nbytes // segments, "staging_slots": 1}
+    layer = PackedStore.open(case.store).geometry().layers[0]
+    return {"memory": layer.expert_nbytes // segments, "staging_slots": 1}
 
 
 @pytest.mark.parametrize(("system", "family", "memory", "segments", "matcher"), LOSSLESS)
@@ -167,41 +166,6 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
                 for layer, output in zip(model.model.layers, expected, strict=True):
                     torch.testing.assert_close(layer.mlp(inputs), output, rtol=1e-4, atol=1e-5)
             assert_prefetched(model)
-
-
-def test_beams_assistants_static_caches_and_embeddings(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    reference = load_reference(case.folder)
-    assistant = make_model("qwen3_moe", seed=5)
-    ids = torch.tensor(case.prompts[:1])
-
-    def runs(model: Any) -> list[Any]:
-        embeds = model.get_input_embeddings()(ids).detach()
-        return [
-            generate(model, case.prompts, num_beams=3, num_return_sequences=2, max_new_tokens=6),
-            generate(model, case.prompts, cache_implementation="static"),
-            generate(model, case.prompts[:1], assistant_model=assistant),
-            generate(model, [case.prompts[0][:8] * 3], prompt_lookup_num_tokens=4),
-            model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=6).tolist(),
-            generate(model, case.prompts, use_cache=False),
-        ]
-
-    expected = runs(reference)
-    with loaded(case.store, **SETTINGS, segments=4) as model:
-        assert runs(model) == expected
-        assert_prefetched(model)
-
-
-@pytest.mark.parametrize(("system", "segments"), [("fmoe", 4), ("moe-infinity", 1)])
-def test_continuous_batching(system: str, segments: int, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    reference = load_reference(case.folder)
-    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
-    expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store, system=system, memory="50%", segments=segments, predict="inline") as model:
-        for _ in range(2):
-            assert run_batch(model, prompts) == expected
-        assert_prefetched(model)
 
 
 def test_two_models_and_a_copy(cases: Cases) -> None:
