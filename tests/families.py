@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -345,13 +345,7 @@ def reference_generate(
     folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
 ) -> list[list[int]]:
     """What the unmodified model generates: the expected tokens of a lossless run."""
-    weights = sorted((path.name, path.stat().st_mtime_ns) for path in Path(folder).iterdir())
-    return generate(_reference(str(folder), tuple(weights)), prompts, max_new_tokens, **kwargs)
-
-
-@lru_cache(maxsize=4)
-def _reference(folder: str, weights: tuple[tuple[str, int], ...]) -> PreTrainedModel:
-    return load_reference(folder)
+    return generate(load_reference(folder), prompts, max_new_tokens, **kwargs)
 
 
 def logits_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
