@@ -17,6 +17,8 @@ VOCAB_SIZE = 128
 HIDDEN_SIZE = 32
 INTERMEDIATE_SIZE = 16  # of an expert: P may be 1, 2, 4, 8, 16
 NUM_EXPERTS = 8
+NUM_NEW_TOKENS = 7
+"""That tests generate unless they say: each takes as long as a fifth of loading a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,7 +332,7 @@ def load_reference(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int = NUM_NEW_TOKENS, **kwargs: Any
 ) -> list[list[int]]:
     """New tokens of each prompt, greedy unless `kwargs` says otherwise; prompts are padded on the left."""
     ids, mask = pad_left(prompts)
@@ -342,7 +344,7 @@ def generate(
 
 
 def reference_generate(
-    folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+    folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = NUM_NEW_TOKENS, **kwargs: Any
 ) -> list[list[int]]:
     """What the unmodified model generates: the expected tokens of a lossless run."""
     return generate(load_reference(folder), prompts, max_new_tokens, **kwargs)

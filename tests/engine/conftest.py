@@ -31,7 +31,7 @@ class Case:
 
     @cached_property
     def tokens(self) -> list[list[int]]:
-        """The 12 that follow each prompt."""
+        """Those that follow each prompt."""
         return generate(self.reference, self.prompts)
 
     @cached_property

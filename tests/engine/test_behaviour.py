@@ -17,7 +17,7 @@ from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, loaded
-from tests.families import generate, load_reference, make_checkpoint, make_model, make_prompts
+from tests.families import NUM_NEW_TOKENS, generate, load_reference, make_checkpoint, make_model, make_prompts
 
 Way = Callable[[Any, Case], list[list[int]]]
 
@@ -100,7 +100,7 @@ def test_assisted_decoding_with_an_assistant_of_our_own(cases: Cases) -> None:
         assert_streamed(model)
         assert_streamed(assistant)
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["iterations"] < 11, "the same model drafts what is accepted"
+        assert decode["iterations"] < NUM_NEW_TOKENS - 1, "the same model drafts what is accepted"
 
 
 def test_pipeline(tmp_path: Any) -> None:

@@ -34,7 +34,7 @@ from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads, run_python
-from tests.families import generate
+from tests.families import NUM_NEW_TOKENS, generate
 from tests.scheduler.drive import geometry, one_token
 from tests.store.mounts import tiny_disk
 
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.timeout(120)
 KINDS: dict[str, type[LearnedState]] = {"fmoe": MapStore, "moe-infinity": Matrices, "expertly": ReuseModel}
 """What is kept, by system."""
 
-NUM_TOKENS = (14 + 11) + 2 * 11
-"""Of a case's two prompts and their answers of twelve tokens, the last of which the model does not see."""
+NUM_TOKENS = 14 + 11 + 2 * (NUM_NEW_TOKENS - 1)
+"""Of a case's two prompts and their answers, the last token of which the model does not see."""
 
 BOTH = "expertly:prediction=fmoe:distance=1"
 

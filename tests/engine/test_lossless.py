@@ -17,7 +17,7 @@ from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import get_system, runnable_systems
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
-from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_reference, logits_of
+from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, NUM_NEW_TOKENS, generate, load_reference, logits_of
 from tests.scheduler.drive import WAYS
 from tests.tables import pairs
 
@@ -100,7 +100,7 @@ def test_no_system_changes_a_token_and_each_decides_the_same_again(
     header, replayed = replay_file(path)
     assert replayed.difference is None
     assert (header["system"], header["segments"], header["order"]) == (parts.name, segments, parts.order)
-    assert replayed.num_layers == (2 * 12 + num_fed) * 3
+    assert replayed.num_layers == (2 * NUM_NEW_TOKENS + num_fed) * 3
     assert parts.keeps_everything or replayed.num_calls > 4 * replayed.num_layers, "there were loads"
 
 
