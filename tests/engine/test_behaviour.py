@@ -118,31 +118,6 @@ def test_pipeline(tmp_path: Any) -> None:
     expertly.unload(model)
 
 
-def test_lm_eval_takes_the_model_as_it_is(tmp_path: Any) -> None:
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
-
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    pairs = [("an expert", " is here"), ("an expert", " is not here"), ("", "words")]
-
-    def scores(model: Any, tokenizer: Any) -> list[Any]:
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64)
-        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-        texts = [Instance("generate_until", {}, ("an expert", {"until": ["\n"], "max_gen_toks": 8}), 0)]
-        return [*lm.loglikelihood(asked), *lm.generate_until(texts)]
-
-    expected = scores(load_reference(folder), AutoTokenizer.from_pretrained(folder))
-    model, tokenizer = expertly.load(str(folder), memory="25%", device="cpu")
-    actual = scores(model, tokenizer)
-    assert [one[1] for one in actual[:3]] == [one[1] for one in expected[:3]]
-    assert [one[0] for one in actual[:3]] == pytest.approx([one[0] for one in expected[:3]], rel=1e-4)
-    assert actual[3] == expected[3]
-    assert_streamed(model)
-    expertly.unload(model)
-
-
 # -- order and budget ------------------------------------------------------------------------------------------------
 
 
