@@ -87,7 +87,7 @@ def naive_hit_rate(experts: Experts, capacity: int, policy: str) -> float:
 
 @pytest.mark.parametrize("capacity", [16, 32])
 def test_real_routing_hits_as_a_naive_loop_says(capacity: int, tmp_path: Path) -> None:
-    trace, num_tokens = imported(tmp_path / "trace", "law"), 400
+    trace, num_tokens = imported(tmp_path / "trace", "law"), 250
     study = make_study(trace, Hardware.read("rtx3090"), selection=Selection(num_tokens=num_tokens))
     experts = trace.rows("experts", 0, num_tokens)
     for policy in ("lru", "lfu", "belady"):
