@@ -132,17 +132,6 @@ def test_off_writes_nothing_and_a_file_that_is_named_is_the_only_one(
     assert sorted(os.listdir(store.parent)) == ["my.file", "store"]
 
 
-def test_what_was_learned_before_is_known_at_the_first_token(own: tuple[Case, Path]) -> None:
-    case, store = own
-    for system, searches in (("fmoe", "trajectory_searches"), ("moe-infinity", "searches")):
-        found = []
-        for _ in range(2):
-            with loaded(store, system=system, learned="auto", predict="inline") as model:
-                generate(model, case.prompts[:1], 1)
-                found.append(expertly.stats(model).as_dict()["prediction"]["predictor"][searches])
-        assert found[0] == 0 < found[1], system
-
-
 def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path) -> None:
     """One system may learn two; a file that is named is that of what it predicts by."""
     case, store = own

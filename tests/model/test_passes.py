@@ -82,15 +82,6 @@ def test_other_ways_to_generate(prompts: list[list[int]], settings: dict[str, An
         assert max(len(one.info.is_prefill) for one in seen[1:]) > 1, "several tokens are verified in decode"
 
 
-def test_sampling_and_an_assistant(toys: Toys) -> None:
-    toy, prompts = toys["mixtral"], make_prompts(1)
-    settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2}
-    seen = record(toy, lambda model: generate(model, prompts, 4, **settings))
-    assert [one.info.phase for one in seen] == ["prefill", "decode", "decode", "decode"]
-    actual = generate(toy.model, prompts, 8, assistant_model=toys["qwen3_moe"].model)
-    assert actual == generate(toy.reference, prompts, 8)
-
-
 def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) -> None:
     toy = toys["qwen3_moe"]
     ids, mask = pad_left(make_prompts(2, length=9))

@@ -58,7 +58,7 @@ def test_experts_stay_in_one_span_through_prefill_and_decode(system: str) -> Non
     for share in (0.25, 0.31, 0.4):
         control, dice = scheduler(shape, share, system), random.Random(0)
         loads, experts = 0, 0
-        for _ in range(4):
+        for _ in range(2):
             for chosen, decode in [(range(16), False), *[(None, True)] * 30]:
                 for layer in range(6):
                     ran = run_layer(control, layer, list(chosen or dice.sample(range(16), 4)), decode=decode, dice=dice)
