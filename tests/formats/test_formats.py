@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats import FORMATS, TiledFormat, check_format
+from expertly.formats import FORMATS, ExpertFormat, check_format, expert_format
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
@@ -47,22 +47,25 @@ def test_every_format_is_tested() -> None:
 
 
 @pytest.fixture(params=FORMATS)
-def form(request: pytest.FixtureRequest) -> TiledFormat:
-    return FORMATS[request.param]
+def form(request: pytest.FixtureRequest) -> ExpertFormat:
+    return expert_format(request.param)
 
 
-def made(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]."""
     dice = torch.Generator().manual_seed(width)
     shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
-    matrices = [MATRICES[form.name](dice, *shape) for shape in shapes]
-    *inner, down = (form.parts_of(tensors, *shape) for (tensors, _), shape in zip(matrices, shapes, strict=True))
+    forms = [form.inner] * (num_matrices - 1) + [form.down]
+    matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
+    *inner, down = (
+        one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)
+    )
     *weights, last = (weight for _, weight in matrices)
     return torch.from_numpy(form.pack(inner, down)), torch.stack([*weights, last.T], dim=1)
 
 
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> None:
+def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> None:
     blocks, weights = made(form, width, hidden, num_matrices)
     layer = form.geometry(LayerGeometry(8, 2, hidden, width, num_matrices, 2))
     assert blocks.shape == (width // layer.block_size, layer.block_nbytes) and blocks.nbytes == layer.expert_nbytes
@@ -74,7 +77,7 @@ def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden
 @pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
+def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
     """Decoded weights to the bit; products within what sums in float32 may lose. Threads and the other experts of a
     call change nothing.
     """
@@ -84,7 +87,7 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
     address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
     for dtype in kernels.dtypes:
         decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
-        kernels.tile_decode(form.kernel, address, decoded)
+        kernels.tile_decode(form.kernels, address, decoded)
         assert torch.equal(decoded, weights.to(dtype))
         exact = weights.double()
         for n in (1, 2, 3, 4):
@@ -94,9 +97,9 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             down = torch.full((2 * n, hidden), torch.nan, dtype=dtype)
             added = torch.ones(n, hidden)
             second = address + blocks.nbytes // 2
-            kernels.tile_dots(form.kernel, (address, 0, n, n, second, 0, n, 0), x, inner)
-            kernels.tile_sums(form.kernel, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
-            kernels.tile_sums(form.kernel, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
+            kernels.tile_dots(form.kernels, (address, 0, n, n, second, 0, n, 0), x, inner)
+            kernels.tile_sums(form.kernels, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
+            kernels.tile_sums(form.kernels, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
             few = torch.finfo(dtype).eps
             for found, wanted, magnitude in (
                 (inner[:, n:], torch.einsum("nh,imh->mni", x.double(), exact[:, :-1]), hidden),
@@ -109,7 +112,7 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             alone, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
             try:
                 torch.set_num_threads(1)
-                kernels.tile_sums(form.kernel, (address, 0, n, 0), h, alone, num_matrices - 1)
+                kernels.tile_sums(form.kernels, (address, 0, n, 0), h, alone, num_matrices - 1)
             finally:
                 torch.set_num_threads(threads)
             assert torch.equal(alone, down[n:])
@@ -138,7 +141,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torc
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_tokens_and_logits_are_those_of_the_dequantised_model(
-    form: TiledFormat, segments: int, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    form: ExpertFormat, segments: int, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "native" and not AVAILABLE:
         pytest.skip(WHY)
@@ -157,7 +160,7 @@ def test_tokens_and_logits_are_those_of_the_dequantised_model(
         assert system == "resident" or stats["phases"]["decode"]["bytes_loaded"] > 0
 
 
-def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     source = checkpoints(form.name, torch.bfloat16)
     kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", "bfloat16")
     assert (kept.manifest.stored_as, kept.manifest.dtype) == (form.name, "bfloat16")
@@ -174,7 +177,7 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: TiledFormat, che
         expertly.load(kept.folder, dtype="float32")
 
 
-def test_bad_input_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+def test_bad_input_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     source = checkpoints(form.name, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"segments=8: .*128, in blocks of 32 \(mxfp4\); accepted up to 64: 1, 2, 4$"):
         expertly.load(Path(f"{source}-store"), segments=8)
@@ -215,7 +218,7 @@ def test_a_damaged_checkpoint_is_refused(part: str, spoil: Any, message: str, tm
 
 def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
-        FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 48, 3, 2))
+        expert_format("mxfp4").geometry(LayerGeometry(8, 2, 64, 48, 3, 2))
     source = make_mxfp4_checkpoint(tmp_path / "source")
     set_config(source, intermediate_size=48)
     with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
@@ -235,7 +238,7 @@ def test_a_model_whose_blocks_do_not_make_four_parts_is_measured(num_blocks: int
 
 
 def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
-    layer = FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
+    layer = expert_format("mxfp4").geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
     for layers, expected in (((layer,), {1, 2}), ((layer.unquantised(),), {1, 2, 4, 8})):
         space = Space(layers, 1 << 30)
         found = {one.system.segments for one in space.variations(space.named("lru"))}
@@ -248,7 +251,7 @@ def test_the_shipped_geometry_is_the_formats() -> None:
         assert layer.format == "mxfp4"
 
 
-def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
+def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     """The kernels decode whatever bytes a slot holds as the reference does."""
     if not AVAILABLE:
         pytest.skip(WHY)
@@ -258,5 +261,5 @@ def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
     wanted = form.decode(blocks, 3, 64)
     for library in AVAILABLE:
         decoded = torch.empty(64, 3, 64)
-        Kernels(library, "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
+        Kernels(library, "for a test").tile_decode(form.kernels, blocks.data_ptr(), decoded)
         assert torch.equal(decoded, wanted)
