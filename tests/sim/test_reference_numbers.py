@@ -97,8 +97,8 @@ def test_real_routing_hits_as_a_naive_loop_says(capacity: int, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_translation_in_full(tmp_path: Path) -> None:
-    """8 000 tokens at a quarter of each layer's experts: what was computed elsewhere is what the loop says, in a fraction
-    of the time that a simulation takes (with EXPERTLY_TEST_FULL=1 that, too).
+    """8 000 tokens at a quarter of each layer's experts: what was computed elsewhere is what the loop says, in a
+    fraction of a simulation's time (with EXPERTLY_TEST_FULL=1 that, too).
     """
     trace, num_tokens = imported(tmp_path / "trace", "translation"), 8000
     study = make_study(trace, Hardware.read("rtx3090"), selection=Selection(num_tokens=num_tokens))
