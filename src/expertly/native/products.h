@@ -56,7 +56,8 @@ typedef struct {
  * `kernel` of the formats in Python.
  */
 #define TILE_FORMATS(X) \
-    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2)
+    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
+    X(FP8, fp8, 128, 16 * 128 + 4)
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };
