@@ -16,7 +16,7 @@ from tests.serve.conftest import Serving, assembled_for, room_for, running
 from tests.serve.scripted import scripted
 
 QUIET = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     database=None,
     phases=[Phase.generate],
