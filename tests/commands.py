@@ -29,7 +29,9 @@ PRELOADED = ["expertly.cli.main", "expertly.lab.compare.player", "transformers.g
 class RunningCommand:
     """`expertly ARGUMENTS`, or `python SCRIPT.py ARGUMENTS`; what it prints goes to files."""
 
-    def __init__(self, context: Any, printed: Path, arguments: tuple[str, ...], folder: Path, path: Path | None) -> None:
+    def __init__(
+        self, context: Any, printed: Path, arguments: tuple[str, ...], folder: Path, path: Path | None
+    ) -> None:
         self._files = [printed / "stdout", printed / "stderr"]
         for file in self._files:
             file.touch()
