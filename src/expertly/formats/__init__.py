@@ -6,23 +6,53 @@ the weights back. Formats are found by their names, in `FORMATS`.
 
 from __future__ import annotations
 
+from functools import cache
+
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.formats.fp8 import FP8
 from expertly.formats.mxfp4 import MXFP4
-from expertly.formats.tiles import TiledFormat
+from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-__all__ = ["FORMATS", "TiledFormat", "check_format"]
+__all__ = [
+    "FORMATS",
+    "ROUNDED_TO",
+    "ExpertFormat",
+    "RoundingFormat",
+    "TiledFormat",
+    "check_format",
+    "check_rounding",
+    "expert_format",
+]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8)}
+
+ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
+"""To which weights of a checkpoint that has none can be rounded."""
+
+
+def check_rounding(name: object) -> str:
+    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in ROUNDED_TO:
+        raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
+    return name
+
+
+@cache
+def expert_format(name: str) -> ExpertFormat:
+    """Of a name in FORMATS, or two with a plus: gate's and up's, then down's. Raises ConfigError for another."""
+    inner, _, down = name.partition("+")
+    for one in (inner, down or inner):
+        if one not in FORMATS:
+            raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
+    return ExpertFormat(FORMATS[inner], FORMATS[down or inner])
 
 
 def check_format(layer: LayerGeometry) -> None:
     """Raises ConfigError where the layer's format is unknown, or its blocks are not that format's."""
     if not layer.format:
         return
-    if layer.format not in FORMATS:
-        raise ConfigError(f"format={layer.format!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
-    expected = FORMATS[layer.format].geometry(layer)
+    expected = expert_format(layer.format).geometry(layer)
     if layer != expected:
         raise ConfigError(
             f"block_size={layer.block_size}, block_nbytes={layer.block_nbytes}: must be {expected.block_size} and "

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import FORMATS, TiledFormat
+from expertly.formats import ROUNDED_TO, ExpertFormat, RoundingFormat, TiledFormat, expert_format
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -56,7 +58,24 @@ class Group:
 
     @property
     def is_dequantized(self) -> bool:
-        return any(getattr(operation, "hf_quantizer", None) is not None for operation in self._operations)
+        return any(_is_dequantizing(operation) for operation in self._operations)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Are the rows of an expert those of its tensors, one below the other in the order of `patterns`, once they are
+        dequantised?
+        """
+        places = {"MergeModulelist": 0, "Concatenate": 1}
+        return all(
+            _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
+            for one in self._operations
+        )
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of `sources`, in the order in which transformers joins what they make."""
+        in_order = self.sources if self.converter is None else self.converter.source_patterns
+        return [pattern for pattern in in_order if pattern in self.sources]
 
     @property
     def _operations(self) -> Sequence[Any]:
@@ -67,6 +86,10 @@ class Group:
         shape = re.compile(pattern.removesuffix("$").replace("*", r"(\d+)"))
         found = [shape.search(name) for name in self.sources[pattern]]
         return [int(match.group(match.lastindex or 0)) for match in found if match] if all(found) else []
+
+
+def _is_dequantizing(operation: Any) -> bool:
+    return getattr(operation, "hf_quantizer", None) is not None
 
 
 def _is_rowwise(operation: Any) -> bool:
@@ -219,6 +242,9 @@ class _OneRow:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
+_ROUNDED_AT_ONCE = 1 << 18
+"""Weights: what rounding them takes beside stays in a processor's cache."""
+
 _CHUNK_NBYTES = 8 << 20
 """An expert is put together in parts of this size: it can be hundreds of MiB itself."""
 
@@ -229,10 +255,17 @@ class ExpertsReader:
     """
 
     def __init__(
-        self, site: ExpertsSite, checkpoint: Checkpoint, conversion: Conversion, groups: dict[str, Group], kept: str
+        self,
+        site: ExpertsSite,
+        checkpoint: Checkpoint,
+        conversion: Conversion,
+        groups: dict[str, Group],
+        kept: str,
+        rounded_to: str = "",
     ) -> None:
         """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format in which to keep
-        experts that are in it; "": none. Raises CheckpointError.
+        experts that are in it, `rounded_to`: the one to which all are rounded; "": none. Raises CheckpointError,
+        ConfigError where their sizes are none that can be rounded.
         """
         self._site = site
         self._checkpoint = checkpoint
@@ -245,13 +278,20 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
-        self._format = FORMATS[kept] if kept and all(one.is_dequantized for one in self._groups.values()) else None
+        is_kept = kept and all(self._is_quantised(one) for one in self._groups.values())
+        self._format = expert_format(kept) if is_kept else None
         self.geometry = site.geometry
         if self._format is not None:
             try:
                 self.geometry = self._format.geometry(site.geometry)
             except ConfigError as error:
                 raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
+        self._rounding = ROUNDED_TO.get(rounded_to)
+        if self._rounding is not None:
+            try:
+                self.geometry = expert_format(self._rounding.name).geometry(site.geometry)
+            except ConfigError as error:
+                raise ConfigError(f"quantize={rounded_to!r}: {site.name}: {error}") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._whole: dict[str, torch.Tensor] = {}
@@ -262,8 +302,8 @@ class ExpertsReader:
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, or as they are
-        kept.
+        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, as they are
+        kept, or rounded from what they are in `dtype`.
         """
         geometry = self.geometry
         experts = range(geometry.num_experts) if only is None else only
@@ -274,6 +314,9 @@ class ExpertsReader:
         step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
             for expert in experts:
+                if self._rounding is not None:
+                    yield self._rounded(self._rounding, expert, dtype).reshape(-1)
+                    continue
                 matrices = list(self._matrices(expert))
                 what = f"expert {expert} of {self._site.name}"
                 for start in range(0, geometry.intermediate_size, step):
@@ -299,27 +342,55 @@ class ExpertsReader:
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
 
-    def _kept(self, form: TiledFormat, expert: int) -> Bytes:
+    def _kept(self, form: ExpertFormat, expert: int) -> Bytes:
         """The blocks of one expert, in the format that the checkpoint has it in."""
         site = self._site
         first, second = site.expert_weight_names(expert)
-        fused = self._parts(form, first, expert)
+        fused = self._parts(form.inner, first, expert)
         if not site.has_gate:
             inner = [fused]
         elif site.is_concatenated:
             inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
         else:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
-        return form.pack(inner, self._parts(form, second, expert))
+        return form.pack(inner, self._parts(form.down, second, expert))
+
+    def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
+        """The blocks of one expert, each weight rounded to a number of the format."""
+        *inner, down = self._matrices(expert)
+        what = f"expert {expert} of {self._site.name}"
+
+        def parts(matrix: torch.Tensor) -> tuple[Bytes, ...]:
+            step = max(1, _ROUNDED_AT_ONCE // matrix.shape[1])
+            found = []
+            for start in range(0, matrix.shape[0], step):
+                rows = cast(matrix[start : start + step], dtype, what).float()
+                if not math.isfinite(rows.sum()) and not bool(rows.isfinite().all()):
+                    raise CheckpointError(f"{what} holds NaN or infinity, for which {form.name} has no number")
+                found.append(form.encode(rows))
+            return tuple(np.concatenate(pieces) for pieces in zip(*found, strict=True))
+
+        return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
+
+    def _is_quantised(self, group: Group) -> bool:
+        """Is it to be dequantised, and nothing more than that?"""
+        dtypes = {self._checkpoint.tensors[name].dtype for name in group.names}
+        return group.is_dequantized and group.is_stacked and not dtypes <= set(IS_FLOAT)
 
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
         found = self._read(group, expert)
-        tensors = [only for suffix in form.suffixes for p, (only,) in found.items() if p.endswith(suffix)]
-        try:
-            return form.parts_of(tensors, *self._rows_and_columns(target))
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._site.name}: expert {expert} of {', '.join(group.names)}: {error}") from None
+        rows, columns = self._rows_and_columns(target)
+        matrices = form.matrices(group.patterns, target)
+        parts = []
+        for names in matrices:
+            try:
+                parts.append(form.parts_of([found[name][0] for name in names], rows // len(matrices), columns))
+            except CheckpointError as error:
+                sources = [one for name in names for one in group.sources[name]]
+                of_expert = sources[expert :: len(sources) // len(names)] if group.is_per_expert else sources
+                raise CheckpointError(f"expert {expert} of {', '.join(of_expert)}: {error}") from None
+        return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         """Outputs and inputs of a parameter of one expert."""
@@ -377,9 +448,10 @@ class ExpertsReader:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
         if self._format is not None:
-            refs = {p: self._checkpoint.tensors[names[0]] for p, names in group.sources.items()}
+            refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            self._format.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+            form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
 
