@@ -112,7 +112,8 @@ def _use_norms(model: nn.Module, kernels: Kernels) -> int:
     """Modules that compute what `Kernels.norm` does: tried with each style, on numbers that show the epsilon, too."""
     styles: dict[tuple[type, torch.dtype, float, int], str | None] = {}
     num_changed = 0
-    for module in list(model.modules()):
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         epsilon = _epsilon_of(module)
         if epsilon is None or not _is_taken(module.weight, kernels):
             continue
@@ -201,7 +202,8 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
     """
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     num_changed = 0
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
             continue
         config = getattr(module, "config", None)
@@ -296,7 +298,8 @@ def _attention(
             sinks=more.get("s_aux"),
         )
         return out, None
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_of(module))
+    eager: Any = _eager_of(module)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 6
+VERSION = 7
 """Of the interface that is called here; products.c says the same number."""
 
 NORM_STYLES = ("rounded", "weighed", "one more")
@@ -215,7 +215,8 @@ class Kernels:
         _, num_key_heads, num_keys, value_width = v.shape
         out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
         itemsize = q.element_size()
-        mask_strides, mask_dtype = (0, 0, 0), _BOOLEAN
+        mask_strides: tuple[int, ...] = (0, 0, 0)
+        mask_dtype = _BOOLEAN
         if mask is not None:
             size = mask.element_size()
             mask_strides = tuple(
