@@ -66,6 +66,10 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 enum { MAX_GROUP = 256 };          /* most inputs of a tile */
 enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that a thread sums at a time */
 enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
+/* A larger tile is not asked for as one: more lines than a processor awaits at a time keep it from those that are here.
+ * Its format asks line by line.
+ */
+enum { FETCHED_NBYTES = 1024 };
 
 #define X(F, f, group, nbytes) \
     case F: return group;
