@@ -11,6 +11,7 @@ from functools import cache
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
+from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
@@ -25,7 +26,7 @@ __all__ = [
     "expert_format",
 ]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
 """To which weights of a checkpoint that has none can be rounded."""
