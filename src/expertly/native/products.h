@@ -71,10 +71,6 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 enum { MAX_GROUP = 256 };          /* most inputs of a tile */
 enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that a thread sums at a time */
 enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
-/* A larger tile is not asked for as one: more lines than a processor awaits at a time keep it from those that are here.
- * Its format asks line by line.
- */
-enum { FETCHED_NBYTES = 1024 };
 
 #define X(F, f, group, nbytes) \
     case F: return group;
@@ -90,6 +86,11 @@ INLINE int64_t tile_nbytes(int format) {
     return 0;
 }
 #undef X
+
+/* Whether a format asks memory for the tiles to come line by line between its arithmetic: a large tile asked for at once
+ * is more lines than a processor awaits at a time, which keeps it from those that are here.
+ */
+INLINE int fetches_itself(int format) { return format == FP8; }
 
 /* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
 typedef struct {
