@@ -6,8 +6,8 @@ scales: a checkpoint's own bytes in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,8 +30,11 @@ class _Mxfp4(TiledFormat):
     tile_nbytes = TILE_OUTPUTS * (1 + 16)
     suffixes = ("_blocks", "_scales")
 
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return ("U8", (rows, columns // 32, 16)), ("U8", (rows, columns // 32))
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        return quantization.get("quant_method") == "mxfp4"
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return (("U8",), (rows, columns // 32, 16)), (("U8",), (rows, columns // 32))
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         codes, scales = (tensor.numpy() for tensor in tensors)

@@ -7,9 +7,9 @@ the other, those over all inputs), then those of down, 16 outputs after the othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +38,16 @@ class TiledFormat(Protocol):
     suffixes: tuple[str, ...]
     """How the names of the tensors end that are the parts of one matrix."""
 
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with this `quantization_config` has experts in the format."""
+
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError where a value
         cannot be a weight.
         """
 
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The dtype (safetensors' name) and shape that each of its tensors must have."""
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """The dtypes (safetensors' names), one of which each of its tensors must have, and its shape."""
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         """[..., tile_nbytes] from parts [..., 16, n]."""
@@ -82,19 +85,32 @@ class TiledFormat(Protocol):
         down = tiles[:, -num_down:].permute(0, 3, 1, 2).reshape(num * group, 1, hidden_size)
         return torch.cat((inner, down), dim=1)
 
+    def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
+        """The tensors of each matrix, in the order of `suffixes`, of those that make one parameter: a checkpoint may
+        have gate and up apart. Raises CheckpointError where a matrix lacks one.
+        """
+        found = {name.removesuffix("$"): name for name in names}
+        stems = dict.fromkeys(name.removesuffix(end) for name in found for end in self.suffixes if name.endswith(end))
+        for stem, end in ((stem, end) for stem in stems or ("",) for end in self.suffixes):
+            if stem + end not in found:
+                raise CheckpointError(f"{what}: no tensor {stem}{end}; {self.name} needs one")
+        return [tuple(found[stem + end] for end in self.suffixes) for stem in stems]
+
     def check_shapes(
         self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], rows: int, columns: int, what: str
     ) -> None:
-        """Raises CheckpointError where the tensors of a matrix, dtypes and shapes by name, are not of this format."""
-        for suffix, (dtype, shape) in zip(self.suffixes, self.shapes(rows, columns), strict=True):
-            found = [one for name, one in tensors.items() if name.endswith(suffix)]
-            if len(found) != 1:
-                raise CheckpointError(f"{what}: {len(found)} tensors end in {suffix}; {self.name} needs one")
-            if found[0] != (dtype, shape):
-                raise CheckpointError(
-                    f"{what}{suffix}: {found[0][0]} {list(found[0][1])} an expert; must be {dtype} {list(shape)}, as "
-                    f"config.json has it in {self.name}"
-                )
+        """Raises CheckpointError where the tensors that make a parameter, dtypes and shapes by name, are not of this
+        format.
+        """
+        matrices = self.matrices(tensors, what)
+        for names in matrices:
+            for name, (dtypes, shape) in zip(names, self.shapes(rows // len(matrices), columns), strict=True):
+                dtype, found = tensors[name]
+                if dtype not in dtypes or found != shape:
+                    raise CheckpointError(
+                        f"{what}: {name}: {dtype} {list(found)} an expert; must be {' or '.join(dtypes)} "
+                        f"{list(shape)}, as config.json has it in {self.name}"
+                    )
 
 
 def _inner_tiles(part: Bytes, group: int) -> Bytes:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -56,7 +57,24 @@ class Group:
 
     @property
     def is_dequantized(self) -> bool:
-        return any(getattr(operation, "hf_quantizer", None) is not None for operation in self._operations)
+        return any(_is_dequantizing(operation) for operation in self._operations)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Are the rows of an expert those of its tensors, one below the other in the order of `patterns`, once they are
+        dequantised?
+        """
+        places = {"MergeModulelist": 0, "Concatenate": 1}
+        return all(
+            _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
+            for one in self._operations
+        )
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of `sources`, in the order in which transformers joins what they make."""
+        in_order = self.sources if self.converter is None else self.converter.source_patterns
+        return [pattern for pattern in in_order if pattern in self.sources]
 
     @property
     def _operations(self) -> Sequence[Any]:
@@ -67,6 +85,10 @@ class Group:
         shape = re.compile(pattern.removesuffix("$").replace("*", r"(\d+)"))
         found = [shape.search(name) for name in self.sources[pattern]]
         return [int(match.group(match.lastindex or 0)) for match in found if match] if all(found) else []
+
+
+def _is_dequantizing(operation: Any) -> bool:
+    return getattr(operation, "hf_quantizer", None) is not None
 
 
 def _is_rowwise(operation: Any) -> bool:
@@ -245,7 +267,7 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
-        self._format = FORMATS[kept] if kept and all(one.is_dequantized for one in self._groups.values()) else None
+        self._format = FORMATS[kept] if kept and all(self._is_quantised(one) for one in self._groups.values()) else None
         self.geometry = site.geometry
         if self._format is not None:
             try:
@@ -312,14 +334,25 @@ class ExpertsReader:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
         return form.pack(inner, self._parts(form, second, expert))
 
+    def _is_quantised(self, group: Group) -> bool:
+        """Is it to be dequantised, and nothing more than that?"""
+        dtypes = {self._checkpoint.tensors[name].dtype for name in group.names}
+        return group.is_dequantized and group.is_stacked and not dtypes <= set(IS_FLOAT)
+
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
         found = self._read(group, expert)
-        tensors = [only for suffix in form.suffixes for p, (only,) in found.items() if p.endswith(suffix)]
-        try:
-            return form.parts_of(tensors, *self._rows_and_columns(target))
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._site.name}: expert {expert} of {', '.join(group.names)}: {error}") from None
+        rows, columns = self._rows_and_columns(target)
+        matrices = form.matrices(group.patterns, target)
+        parts = []
+        for names in matrices:
+            try:
+                parts.append(form.parts_of([found[name][0] for name in names], rows // len(matrices), columns))
+            except CheckpointError as error:
+                sources = [one for name in names for one in group.sources[name]]
+                of_expert = sources[expert :: len(sources) // len(names)] if group.is_per_expert else sources
+                raise CheckpointError(f"expert {expert} of {', '.join(of_expert)}: {error}") from None
+        return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         """Outputs and inputs of a parameter of one expert."""
@@ -377,7 +410,7 @@ class ExpertsReader:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
         if self._format is not None:
-            refs = {p: self._checkpoint.tensors[names[0]] for p, names in group.sources.items()}
+            refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
             self._format.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:

@@ -110,8 +110,9 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None) -> Weights:
 def kept_format(config: Mapping[str, Any]) -> str:
     """The weight format of a checkpoint's experts, where packing keeps it, else nothing."""
     quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if isinstance(method, str) and method in FORMATS else ""
+    if not isinstance(quantization, dict):
+        return ""
+    return next((name for name, form in FORMATS.items() if form.is_of(quantization)), "")
 
 
 def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:

@@ -52,16 +52,34 @@ typedef struct {
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
-enum { MXFP4, NUM_FORMATS };
-enum { MAX_GROUP = 32 };           /* inputs of a tile */
+/* X(number, name of its functions, inputs of a tile, bytes of one): each has a header of its own, NAME.h. Numbers are
+ * `kernel` of the formats in Python.
+ */
+#define TILE_FORMATS(X) \
+    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2)
+
+#define X(F, f, group, nbytes) F,
+enum { TILE_FORMATS(X) NUM_FORMATS };
+#undef X
+
+enum { MAX_GROUP = 256 };          /* most inputs of a tile */
 enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that a thread sums at a time */
 enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
 
-static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-static const int8_t E2M1_HALVES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-INLINE int tile_group(int format) { (void)format; return 32; }
-INLINE int64_t tile_nbytes(int format) { (void)format; return 16 + 16 * 32 / 2; }
+#define X(F, f, group, nbytes) \
+    case F: return group;
+INLINE int tile_group(int format) {
+    switch (format) { TILE_FORMATS(X) }
+    return 1;
+}
+#undef X
+#define X(F, f, group, nbytes) \
+    case F: return nbytes;
+INLINE int64_t tile_nbytes(int format) {
+    switch (format) { TILE_FORMATS(X) }
+    return 0;
+}
+#undef X
 
 /* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
 typedef struct {

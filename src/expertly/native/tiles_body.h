@@ -5,14 +5,16 @@
  *
  * A tile is 16 outputs by GROUP inputs, the most that share a scale. An expert is blocks of GROUP neurons, each of which
  * is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all inputs), then
- * those of down (16 outputs after the other, each over the block's neurons). A format is a function that adds one
- * tile's products to 16 sums, and one that decodes it. Values are decoded in registers; products and sums are float32,
- * and their order depends on the sizes alone.
+ * those of down (16 outputs after the other, each over the block's neurons). Values are decoded in registers; products
+ * and sums are float32, and their order depends on the sizes alone.
+ *
+ * A format is a header of two functions for TILE_FORMATS (products.h):
+ *   NAME(f_add)(dtype, N, p, x, sums)  adds the tile at `p` times GROUP inputs of N tokens to 16 sums of each; `dtype` is
+ *                                      what the weights are to be rounded to
+ *   NAME(f_decode)(p, out)             its weights in float32, out[GROUP][16]
  */
 
 #define W (16 / V) /* vectors of a tile's outputs */
-
-/* -- mxfp4: for every 8 inputs 16 words of a nibble an input, the first in the lowest bits; then 16 bytes of scales -- */
 
 #if V == 4 && !defined(__aarch64__)
 INLINE vu NAME(shuffle)(const int8_t *values, vu codes) {
@@ -24,76 +26,26 @@ INLINE vu NAME(shuffle)(const int8_t *values, vu codes) {
 }
 #endif
 
-/* The E2M1 numbers of 8 inputs for V outputs, over E2M1_UNIT, from their words. Three bytes behind them are read, too. */
-#if V == 16
-#define E2M1_UNIT 1.f
-INLINE void NAME(e2m1)(const char *p, vf *values) {
-    for (int i = 0; i < 8; i++) { /* a lookup sees the lowest bits alone: what lies 8 bits up is one byte further */
-        vu codes = *(const vu *)(p + i / 2);
-        values[i] = LOOKUP(E2M1_VALUES, i % 2 ? codes >> 4 : codes);
-    }
-}
-#else
-#define E2M1_UNIT 0x1p-25f
-INLINE void NAME(e2m1)(const char *p, vf *values) {
-    const vu codes = *(const vu *)p, top = (vu){0} + 0xff000000u;
-    const vu even = SHUFFLE(E2M1_HALVES, codes & 0x0f0f0f0fu), odd = SHUFFLE(E2M1_HALVES, codes >> 4 & 0x0f0f0f0fu);
-    for (int i = 0; i < 8; i++) {
-        const vu bytes = i % 2 ? odd : even;
-        values[i] = __builtin_convertvector((vi)(bytes << (24 - i / 2 * 8) & top), vf);
-    }
-}
-#endif
-
-/* 2^(byte - 127) of V bytes. */
-INLINE vf NAME(e8m0)(const char *p) {
-    vu bits = BYTES(p);
-    return (vf)((bits << 23) | ((vu)(bits == 0) & 0x00400000u));
-}
-
-INLINE void NAME(mxfp4_add)(int N, const char *p, const float *const *x, vf (*sums)[W]) {
-    const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
-    for (int w = 0; w < W; w++) {
-        vf a[MAX_TOKENS][4];
-        for (int t = 0; t < N; t++)
-            for (int k = 0; k < A; k++) a[t][k] = (vf){0};
-        for (int word = 0; word < 4; word++) {
-            vf values[8];
-            NAME(e2m1)(p + word * 64 + w * V * 4, values);
-            for (int i = 0; i < 8; i++)
-                for (int t = 0; t < N; t++) a[t][i % A] += values[i] * x[t][word * 8 + i];
-        }
-        const vf scale = NAME(e8m0)(p + 256 + w * V);
-        for (int t = 0; t < N; t++) {
-            for (int k = 1; k < A; k++) a[t][0] += a[t][k];
-            sums[t][w] += a[t][0] * E2M1_UNIT * scale;
-        }
-    }
-}
-
-INLINE void NAME(mxfp4_decode)(const char *p, float (*out)[16]) {
-    for (int w = 0; w < W; w++) {
-        const vf scale = NAME(e8m0)(p + 256 + w * V);
-        for (int word = 0; word < 4; word++) {
-            vf values[8];
-            NAME(e2m1)(p + word * 64 + w * V * 4, values);
-            for (int i = 0; i < 8; i++) *(vf *)(out[word * 8 + i] + w * V) = values[i] * E2M1_UNIT * scale;
-        }
-    }
-}
-
-#undef E2M1_UNIT
+#include "mxfp4.h"
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
-INLINE void NAME(tile_add)(int format, int N, const char *p, const float *const *x, vf (*sums)[W]) {
-    (void)format;
-    NAME(mxfp4_add)(N, p, x, sums);
+INLINE void NAME(tile_add)(int format, int dtype, int N, const char *p, const float *const *x, vf (*sums)[W]) {
+    switch (format) {
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(f##_add)(dtype, N, p, x, sums); break;
+        TILE_FORMATS(CASE)
+#undef CASE
+    }
 }
 
 INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
-    (void)format;
-    NAME(mxfp4_decode)(p, out);
+    switch (format) {
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(f##_decode)(p, out); break;
+        TILE_FORMATS(CASE)
+#undef CASE
+    }
 }
 
 /* A block's inner matrices. */
@@ -109,7 +61,7 @@ INLINE void NAME(tile_dots_block)(int format, int N, const tile_dots *d, const t
             const float *x[MAX_TOKENS];
             for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * d->hidden + j;
             NAME(fetch)(p + TILES_AHEAD_NBYTES, nbytes);
-            NAME(tile_add)(format, N, p, x, sums);
+            NAME(tile_add)(format, d->dtype, N, p, x, sums);
         }
         const int64_t matrix = v / (group / 16), neuron = block * group + v % (group / 16) * 16;
         for (int t = 0; t < N; t++) {
@@ -136,7 +88,7 @@ INLINE void NAME(tile_sums_chunk)(int format, int N, const tile_sums *s, const t
         for (int t = 0; t < N; t++) x[t] = s->h + (one->x_row + t) * s->num_neurons + block * group;
         for (int64_t v = first; v < end; v++, p += nbytes) {
             NAME(fetch)(p + ahead, nbytes);
-            NAME(tile_add)(format, N, p, x, sums[v - first]);
+            NAME(tile_add)(format, s->dtype, N, p, x, sums[v - first]);
         }
     }
     for (int64_t v = first; v < end; v++)
@@ -151,14 +103,37 @@ INLINE void NAME(tile_sums_chunk)(int format, int N, const tile_sums *s, const t
         }
 }
 
-static void NAME(run_tile_dots)(void *argument) {
-    tile_dots *d = argument;
+INLINE void NAME(tile_dots_typed)(int format, tile_dots *d) {
     for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
         const int64_t num_blocks = d->end / d->num_tasks;
         const task *one = d->tasks + c / num_blocks;
         switch (one->num_tokens) {
 #define CASE(N) \
-    case N: NAME(tile_dots_block)(MXFP4, N, d, one, c % num_blocks); break;
+    case N: NAME(tile_dots_block)(format, N, d, one, c % num_blocks); break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+    }
+}
+
+static void NAME(run_tile_dots)(void *argument) {
+    tile_dots *d = argument;
+    switch (d->format) {
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(tile_dots_typed)(F, d); break;
+        TILE_FORMATS(CASE)
+#undef CASE
+    }
+}
+
+INLINE void NAME(tile_sums_typed)(int format, tile_sums *s) {
+    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
+        const task *one = s->tasks + c / s->num_chunks;
+        const int64_t first = c % s->num_chunks * s->chunk, last = first + s->chunk;
+        const int64_t end = last < s->hidden / 16 ? last : s->hidden / 16;
+        switch (one->num_tokens) {
+#define CASE(N) \
+    case N: NAME(tile_sums_chunk)(format, N, s, one, first, end); break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
@@ -167,16 +142,11 @@ static void NAME(run_tile_dots)(void *argument) {
 
 static void NAME(run_tile_sums)(void *argument) {
     tile_sums *s = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
-        const task *one = s->tasks + c / s->num_chunks;
-        const int64_t first = c % s->num_chunks * s->chunk, last = first + s->chunk;
-        const int64_t end = last < s->hidden / 16 ? last : s->hidden / 16;
-        switch (one->num_tokens) {
-#define CASE(N) \
-    case N: NAME(tile_sums_chunk)(MXFP4, N, s, one, first, end); break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
+    switch (s->format) {
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(tile_sums_typed)(F, s); break;
+        TILE_FORMATS(CASE)
 #undef CASE
-        }
     }
 }
 
