@@ -68,29 +68,30 @@ INLINE vf NAME(int4_weight)(int has_zeros, vf value, const NAME(int4_scales) *sc
     return high + value * scales->low;
 }
 
-/* A weight of one dtype, rounded to the model's. */
-INLINE vf NAME(int4_to)(int has_half, int dtype, vf weight) {
-    if (has_half && dtype == BFLOAT16) {
-        vf high = weight * 0x1.0001p16f;
-        ROUNDED(high);
-        return high - weight * 0x1p16f;
-    }
-    return !has_half && dtype == FLOAT16 ? weight + .75f - .75f : weight; /* to multiples of 2^-24, where it ends */
+/* A weight, rounded from bfloat16 to float16 or the other way. */
+INLINE vf NAME(int4_again)(int has_half, vf weight) {
+    if (!has_half) return weight + .75f - .75f; /* to multiples of 2^-24, where float16 ends */
+    vf high = weight * 0x1.0001p16f;
+    ROUNDED(high);
+    return high - weight * 0x1p16f;
 }
 
-INLINE void NAME(int4_add)(int has_half, int has_zeros, int group, int dtype, int N, const char *p, const float *const *x,
-                           vf (*sums)[W]) {
+INLINE void NAME(int4_add)(int has_half, int has_zeros, int is_again, int group, int N, const char *p,
+                           const float *const *x, vf (*sums)[W]) {
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
+#pragma GCC unroll 1 /* long enough as it is */
     for (int w = 0; w < W; w++) {
         const NAME(int4_scales) scales = NAME(int4_read)(has_half, has_zeros, group, p, w);
         vf a[MAX_TOKENS][4];
         for (int t = 0; t < N; t++)
             for (int k = 0; k < A; k++) a[t][k] = (vf){0};
+#pragma GCC unroll 1
         for (int word = 0; word < group / 8; word++) {
             vf values[8];
             NAME(int4)(p + word * 64 + w * V * 4, values);
             for (int i = 0; i < 8; i++) {
-                const vf weight = NAME(int4_to)(has_half, dtype, NAME(int4_weight)(has_zeros, values[i], &scales));
+                vf weight = NAME(int4_weight)(has_zeros, values[i], &scales);
+                if (is_again) weight = NAME(int4_again)(has_half, weight);
                 for (int t = 0; t < N; t++) a[t][i % A] += weight * x[t][word * 8 + i];
             }
         }
@@ -102,8 +103,10 @@ INLINE void NAME(int4_add)(int has_half, int has_zeros, int group, int dtype, in
 }
 
 INLINE void NAME(int4_decode)(int has_half, int has_zeros, int group, const char *p, float (*out)[16]) {
+#pragma GCC unroll 1 /* long enough as it is */
     for (int w = 0; w < W; w++) {
         const NAME(int4_scales) scales = NAME(int4_read)(has_half, has_zeros, group, p, w);
+#pragma GCC unroll 1
         for (int word = 0; word < group / 8; word++) {
             vf values[8];
             NAME(int4)(p + word * 64 + w * V * 4, values);
@@ -115,7 +118,8 @@ INLINE void NAME(int4_decode)(int has_half, int has_zeros, int group, const char
 
 #define INT4(f, has_half, has_zeros, group)                                                                         \
     INLINE void NAME(f##_add)(int dtype, int N, const char *p, const float *const *x, vf (*sums)[W]) {              \
-        NAME(int4_add)(has_half, has_zeros, group, dtype, N, p, x, sums);                                           \
+        if (dtype == (has_half ? BFLOAT16 : FLOAT16)) NAME(int4_add)(has_half, has_zeros, 1, group, N, p, x, sums);  \
+        else NAME(int4_add)(has_half, has_zeros, 0, group, N, p, x, sums);                                          \
     }                                                                                                               \
     INLINE void NAME(f##_decode)(const char *p, float (*out)[16]) {                                                 \
         NAME(int4_decode)(has_half, has_zeros, group, p, out);                                                      \

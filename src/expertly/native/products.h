@@ -52,11 +52,15 @@ typedef struct {
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
-/* X(number, name of its functions, inputs of a tile, bytes of one): each has a header of its own, NAME.h. Numbers are
- * `kernel` of the formats in Python.
+/* X(number, name of its functions, inputs of a tile, bytes of one): a family of them has a header of its own. Numbers
+ * are `kernel` of the formats in Python.
  */
 #define TILE_FORMATS(X) \
-    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2)
+    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
+    X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
+    X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
+    X(INT4_G32_F16, int4_g32_f16, 32, 16 * (32 / 2 + 2)) \
+    X(INT4_G128_F16, int4_g128_f16, 128, 16 * (128 / 2 + 2))
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };

@@ -27,6 +27,7 @@ INLINE vu NAME(shuffle)(const int8_t *values, vu codes) {
 #endif
 
 #include "mxfp4.h"
+#include "int4.h"
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
