@@ -20,25 +20,54 @@ if TYPE_CHECKING:
 
 GROUPS = (32, 128)
 
+_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
 _MAX_SCALE = 2048.0
 """16 times that is a number in float16."""
 
 
-class _Int4(TiledFormat):
-    """Symmetric: without zero points."""
+class Int4Format(TiledFormat):
+    """As compressed-tensors has it: symmetric, without zero points."""
 
+    quant_method = "compressed-tensors"
     suffixes: tuple[str, ...] = (".weight_packed", ".weight_scale", ".weight_shape")
+
+    scales_at = 1  # among the suffixes
+    refused: Mapping[str, str] = {
+        ".weight_zero_point": "of asymmetric weights, which are not supported",
+        ".weight_g_idx": "inputs in another order (actorder 'group'), which is not supported",
+        ".weight_global_scale": "of NVFP4, which is not supported",
+    }
+    """Endings of other tensors of a matrix, without which its weights would be wrong, and what they say."""
 
     def __init__(self, name: str, kernel: int, group: int, scales: str) -> None:
         """`scales`: their dtype, BF16 or F16."""
         self.name, self.kernel, self.group, self._scales = name, kernel, group, scales
         self.tile_nbytes = TILE_OUTPUTS * (group // 2 + 2)
 
-    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str]) -> bool:
-        if quantization.get("quant_method") != "compressed-tensors" or group_size(quantization) != self.group:
+    @property
+    def scales_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self._scales == "BF16" else torch.float16
+
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
+        if quantization.get("quant_method") != self.quant_method or not self.has_groups_of(quantization):
             return False
-        scales = {dtype for name, dtype in dtypes.items() if name.endswith(self.suffixes[1])}
-        return self._scales in (scales or {"BF16"})
+        scales = {one for name, one in dtypes.items() if name.endswith(self.suffixes[self.scales_at])} or {"BF16"}
+        return self._scales in scales and dtype in ("float32", _DTYPES[self._scales])
+
+    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether a config of this `quant_method` says that groups have this size."""
+        groups = quantization.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+        weights = first.get("weights") if isinstance(first, dict) else None
+        return isinstance(weights, dict) and weights.get("group_size") == self.group
+
+    def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Rows and columns of the matrix that tensors make."""
+        rows, width = _shape2(tensors[0], self.suffixes[0])
+        return rows, width * 8
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         return (
@@ -79,7 +108,7 @@ class _Int4(TiledFormat):
         """Weights [..., G] in the dtype of the scales, from bytes [..., G / 2] and [..., 2]."""
         import torch
 
-        dtype = torch.bfloat16 if self._scales == "BF16" else torch.float16
+        dtype = self.scales_dtype
         numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
         values = (numbers ^ 8).float() - 8  # from two's complement
         return (values * scales.contiguous().view(dtype).float()).to(dtype)
@@ -88,13 +117,70 @@ class _Int4(TiledFormat):
         """A matrix [rows, columns] in the dtype of the scales. Raises CheckpointError where a tensor does not fit."""
         import torch
 
+        if columns % self.group:
+            raise CheckpointError(f"{columns} inputs: {self.name} needs a multiple of {self.group}")
+        for suffix, tensor, (_, shape) in zip(self.suffixes, tensors, self.shapes(rows, columns), strict=True):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(f"{suffix}: {list(tensor.shape)}: must be {list(shape)}")
         parts = self.parts_of(tensors, rows, columns)
         return self._weights(*(torch.from_numpy(part) for part in parts)).reshape(rows, columns)
 
 
+def _shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
+    import torch
+
+    if tensor.dim() != 2 or tensor.dtype != torch.int32:
+        raise CheckpointError(f"{suffix}: {tensor.dtype} {list(tensor.shape)}: must be torch.int32 of two dimensions")
+    return tensor.shape[0], tensor.shape[1]
+
+
 INT4 = (
-    _Int4("int4_g32", 1, 32, "BF16"),
-    _Int4("int4_g128", 2, 128, "BF16"),
-    _Int4("int4_g32_f16", 3, 32, "F16"),
-    _Int4("int4_g128_f16", 4, 128, "F16"),
+    Int4Format("int4_g32", 1, 32, "BF16"),
+    Int4Format("int4_g128", 2, 128, "BF16"),
+    Int4Format("int4_g32_f16", 3, 32, "F16"),
+    Int4Format("int4_g128_f16", 4, 128, "F16"),
 )
+
+
+# -- what a config must say --------------------------------------------------------------------------------------------
+
+_WEIGHTS: Mapping[str, Sequence[object]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "group_size": GROUPS,
+    "symmetric": (True,),
+    "dynamic": (False, None),
+    "actorder": (None, False, "static", "weight"),  # others permute the inputs
+}
+
+
+def check_config(quantization: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError where a config of compressed-tensors is of another format than these: names the
+    field, its value and what is accepted.
+    """
+    where = "quantization_config"
+    check_field(quantization, "format", ("pack-quantized",), where)
+    for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        check_field(quantization, field, (None, {}), where)
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        found = list(groups) if isinstance(groups, dict) else groups
+        raise UnsupportedModelError(f"{where}.config_groups={found!r:.200}: must be an object of one group")
+    ((name, group),) = groups.items()
+    where = f"{where}.config_groups.{name}"
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise UnsupportedModelError(f"{where}={group!r:.200}: must be an object with `weights`")
+    check_field(group, "format", (None, "pack-quantized"), where)
+    for field in ("input_activations", "output_activations"):
+        check_field(group, field, (None,), where)
+    for field, accepted in _WEIGHTS.items():
+        check_field(group["weights"], field, accepted, f"{where}.weights")
+
+
+def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:
+    """Raises UnsupportedModelError where a field has another value; one that is missing is None."""
+    value = fields.get(field)
+    if not any(type(value) is type(one) and value == one for one in accepted):
+        listed = " or ".join(map(repr, accepted))
+        raise UnsupportedModelError(f"{where}.{field}={value!r:.80}: must be {listed}")

@@ -2,8 +2,8 @@
  * number of -8 to 7; then 16 scales of 2 bytes, and where there are zero points 16 bytes of these. Included by
  * tiles_body.h, once an instruction set.
  *
- * A weight is (number - zero point) * scale, rounded to the scale's dtype, bfloat16 or float16, then to what the model
- * computes in. With n the bits of float32 that the dtype lacks (16, 13), s the scale and q the number, in float32
+ * A weight is (number - zero point) * scale, rounded to the scale's dtype, bfloat16 or float16. With n the bits of
+ * float32 that the dtype lacks (16, 13), s the scale and q the number, in float32
  *     fl(q * (2^n + 1) s) - q * 2^n s
  * is q s rounded to nearest, ties to even: (2^n + 1) s and 2^n s are no longer than 24 bits; the product is rounded where
  * the dtype ends, as 2^n q s lies n bits higher; and what is subtracted is exact and even there.
@@ -23,9 +23,8 @@ static const float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4
 #endif
 #endif
 
-/* The numbers of 8 inputs for V outputs, over INT4_UNIT, from their words. Three bytes behind them are read, too. */
+/* The numbers of 8 inputs for V outputs, from their words. Three bytes behind them are read, too. */
 #if V == 16
-#define INT4_UNIT 1.f
 INLINE void NAME(int4)(const char *p, vf *values) {
     for (int i = 0; i < 8; i++) { /* as in mxfp4.h */
         vu codes = *(const vu *)(p + i / 2);
@@ -33,11 +32,9 @@ INLINE void NAME(int4)(const char *p, vf *values) {
     }
 }
 #else
-#define INT4_UNIT 0x1p-28f
 INLINE void NAME(int4)(const char *p, vf *values) {
     const vu codes = *(const vu *)p;
-    for (int i = 0; i < 8; i++)
-        values[i] = __builtin_convertvector((vi)(codes << (28 - i * 4) & 0xf0000000u), vf);
+    for (int i = 0; i < 8; i++) values[i] = __builtin_convertvector((vi)(codes << (28 - i * 4)) >> 28, vf);
 }
 #endif
 
@@ -53,10 +50,10 @@ INLINE NAME(int4_scales) NAME(int4_read)(int has_half, int has_zeros, int group,
     vf scale = (vf)(bits << 16);
     if (has_half) scale = (vf)((vu)((vf)((bits & 0x7fffu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
     const float beyond = has_half ? 0x1p13f : 0x1p16f;
-    NAME(int4_scales) found = {scale * ((beyond + 1) * INT4_UNIT), scale * (-beyond * INT4_UNIT), (vf){0}};
+    NAME(int4_scales) found = {scale * (beyond + 1), scale * -beyond, (vf){0}};
     if (has_zeros) {
         const vu zeros = BYTES(p + group * 8 + 32 + w * V);
-        found.zero = (__builtin_convertvector((vi)zeros, vf) - 8) * (1 / INT4_UNIT);
+        found.zero = __builtin_convertvector((vi)zeros, vf) - 8;
     }
     return found;
 }
@@ -68,16 +65,8 @@ INLINE vf NAME(int4_weight)(int has_zeros, vf value, const NAME(int4_scales) *sc
     return high + value * scales->low;
 }
 
-/* A weight, rounded from bfloat16 to float16 or the other way. */
-INLINE vf NAME(int4_again)(int has_half, vf weight) {
-    if (!has_half) return weight + .75f - .75f; /* to multiples of 2^-24, where float16 ends */
-    vf high = weight * 0x1.0001p16f;
-    ROUNDED(high);
-    return high - weight * 0x1p16f;
-}
-
-INLINE void NAME(int4_add)(int has_half, int has_zeros, int is_again, int group, int N, const char *p,
-                           const float *const *x, vf (*sums)[W]) {
+INLINE void NAME(int4_add)(int has_half, int has_zeros, int group, int N, const char *p, const float *const *x,
+                           vf (*sums)[W]) {
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
 #pragma GCC unroll 1 /* long enough as it is */
     for (int w = 0; w < W; w++) {
@@ -90,8 +79,7 @@ INLINE void NAME(int4_add)(int has_half, int has_zeros, int is_again, int group,
             vf values[8];
             NAME(int4)(p + word * 64 + w * V * 4, values);
             for (int i = 0; i < 8; i++) {
-                vf weight = NAME(int4_weight)(has_zeros, values[i], &scales);
-                if (is_again) weight = NAME(int4_again)(has_half, weight);
+                const vf weight = NAME(int4_weight)(has_zeros, values[i], &scales);
                 for (int t = 0; t < N; t++) a[t][i % A] += weight * x[t][word * 8 + i];
             }
         }
@@ -118,8 +106,8 @@ INLINE void NAME(int4_decode)(int has_half, int has_zeros, int group, const char
 
 #define INT4(f, has_half, has_zeros, group)                                                                         \
     INLINE void NAME(f##_add)(int dtype, int N, const char *p, const float *const *x, vf (*sums)[W]) {              \
-        if (dtype == (has_half ? BFLOAT16 : FLOAT16)) NAME(int4_add)(has_half, has_zeros, 1, group, N, p, x, sums);  \
-        else NAME(int4_add)(has_half, has_zeros, 0, group, N, p, x, sums);                                          \
+        (void)dtype; /* the scales' or float32 */                                                                   \
+        NAME(int4_add)(has_half, has_zeros, group, N, p, x, sums);                                                  \
     }                                                                                                               \
     INLINE void NAME(f##_decode)(const char *p, float (*out)[16]) {                                                 \
         NAME(int4_decode)(has_half, has_zeros, group, p, out);                                                      \
@@ -129,4 +117,3 @@ INT4(int4_g128, 0, 0, 128)
 INT4(int4_g32_f16, 1, 0, 32)
 INT4(int4_g128_f16, 1, 0, 128)
 #undef INT4
-#undef INT4_UNIT
